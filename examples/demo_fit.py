@@ -1,0 +1,177 @@
+"""The training loop of the demo models: AdamW over packed windows, resumable at any checkpoint, same numbers each run."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from demo_corpus import batches, blocks
+
+from duetto.model.attention import causal
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.tree import init
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training at one batch shape; the last phase is long in T so that the model reads that far."""
+
+    steps: int
+    batch: int
+    context: int
+    cut: float = 0.0  # share of the words that are cut from the space before them
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run depends on beside the corpus."""
+
+    config: ModelConfig
+    phases: tuple[Phase, ...]
+    learning_rate: float
+    warmup: int = 200
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    evaluate_every: int = 250
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def schedule(self) -> optax.Schedule:
+        peak = self.learning_rate
+        warmup = min(self.warmup, self.steps // 10)
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.steps, end_value=peak * 0.02)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW (Loshchilov and Hutter, arXiv 1711.05101); gains of norms do not decay."""
+
+        def matrices(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(self.schedule(), b2=0.98, weight_decay=self.weight_decay, mask=matrices),
+        )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model whose distribution is learned (Hinton et al., arXiv 1503.02531), weighed against the corpus's own tokens."""
+
+    config: ModelConfig
+    params: Decoder
+    weight: float = 0.8
+
+
+def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Next-token logits of every position, float32 [B,T,V], by the forward pass that the engine serves."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = forward(params, config, tokens, positions, causal)
+    return unembed(params, hidden)
+
+
+def cross_entropy(params: Decoder, config: ModelConfig, window: jax.Array) -> jax.Array:
+    """Mean nats per token of a window [B,T+1]."""
+    scores = logits(params, config, window[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(scores, window[:, 1:]).mean()
+
+
+def distillation(params: Decoder, config: ModelConfig, teacher: Teacher, window: jax.Array) -> jax.Array:
+    """Cross entropy with the teacher's distribution (KL up to a constant) and with the next token, mixed."""
+    scores = logits(params, config, window[:, :-1])
+    guide = jax.nn.softmax(logits(teacher.params, teacher.config, window[:, :-1]))
+    soft = optax.softmax_cross_entropy(scores, guide).mean()
+    hard = optax.softmax_cross_entropy_with_integer_labels(scores, window[:, 1:]).mean()
+    return teacher.weight * soft + (1 - teacher.weight) * hard
+
+
+def make_step(recipe: Recipe, teacher: Teacher | None) -> Callable:
+    """`step(state, window, guide) -> state, loss`, jitted with the state donated; `guide` is the teacher's parameters or None."""
+    optimizer = recipe.optimizer()
+
+    def loss(params: Decoder, guide: Decoder | None, window: jax.Array) -> jax.Array:
+        if teacher is None or guide is None:
+            return cross_entropy(params, recipe.config, window)
+        return distillation(params, recipe.config, Teacher(teacher.config, guide, teacher.weight), window)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: tuple, window: jax.Array, guide: Decoder | None) -> tuple:
+        params, moments = state
+        value, gradient = jax.value_and_grad(loss)(params, guide, window)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    return step
+
+
+def start(recipe: Recipe) -> tuple:
+    """Parameters and optimizer moments before the first step."""
+    params = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
+    return params, recipe.optimizer().init(params)
+
+
+def windows(recipe: Recipe, streams: Sequence[np.ndarray], done: int) -> Iterator[np.ndarray]:
+    """The batches of steps done, done+1, ... through all phases, each of which reads its own stream."""
+    for number, (phase, stream) in enumerate(zip(recipe.phases, streams, strict=True)):
+        skip = min(done, phase.steps)
+        done -= skip
+        source = batches(stream, (phase.batch, phase.context), recipe.seed + 1000 * (number + 1), skip)
+        for _ in range(phase.steps - skip):
+            yield next(source)
+
+
+def evaluate(params: Decoder, config: ModelConfig, stream: np.ndarray, T: int, limit: int) -> float:
+    """Mean nats per token over at most `limit` tokens spread over the stream, read in windows of T."""
+    rows = blocks(stream, T)
+    rows = rows[:: max(1, len(rows) * T // limit)]
+    measure = jax.jit(cross_entropy, static_argnums=1)
+    return float(np.mean([measure(params, config, row[None]) for row in rows]))
+
+
+def fit(
+    recipe: Recipe,
+    streams: Sequence[np.ndarray],
+    work: Path,
+    report: Callable[[int, Decoder], dict[str, float]],
+    teacher: Teacher | None = None,
+) -> Decoder:
+    """Train to the last step, from the newest checkpoint in `work` if there is one.
+
+    Every `evaluate_every` steps `report(step, params)` measures and writes what it likes; its figures, the mean
+    training loss and the state are kept in `work` (Orbax, and `history.jsonl` beside it).
+    """
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(work.absolute() / "state", options=options) as manager:
+        state, done = start(recipe), manager.latest_step() or 0
+        if done:
+            state = manager.restore(done, args=ocp.args.StandardRestore(state))
+        step, losses, clock = make_step(recipe, teacher), [], time.perf_counter()
+        guide = None if teacher is None else teacher.params
+        for done, window in enumerate(windows(recipe, streams, done), done + 1):
+            state, loss = step(state, window, guide)
+            losses.append(loss)
+            if done % recipe.evaluate_every == 0 or done == recipe.steps:
+                figures = {"step": done, "train": float(np.mean(losses)), **report(done, state[0])}
+                figures["seconds"], losses, clock = time.perf_counter() - clock, [], time.perf_counter()
+                manager.save(done, args=ocp.args.StandardSave(state))
+                record(work / "history.jsonl", figures)
+    return state[0]
+
+
+def record(path: Path, figures: dict) -> None:
+    """One line of the history; a resumed run repeats no line, since it resumes where the last line was written."""
+    print(" ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(figures) + "\n")

@@ -1,0 +1,79 @@
+"""Who owns which page: a free list, reference counts, and names under which written pages are found again."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class PagePool:
+    """Host bookkeeping of the pages of a KVCache.
+
+    A freed page keeps its name until it is issued again, so prefix reuse is a lookup and eviction is issuing. Pages without a
+    name are issued first, then named ones in order of release; a sequence's last pages are released before its first.
+    """
+
+    def __init__(self, pages: int):
+        self.pages = pages
+        self.references = [0] * pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
+        self._page_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody owns, named or not."""
+        return len(self._free)
+
+    def issue(self, count: int) -> list[int]:
+        """Take `count` free pages; the caller has looked at `free`."""
+        assert count <= self.free, f"{count} pages wanted, {self.free} free"
+        return [self._issue_one() for _ in range(count)]
+
+    def _issue_one(self) -> int:
+        page, _ = self._free.popitem(last=False)
+        name = self._name_of.pop(page, None)
+        if name is not None:
+            del self._page_of[name]
+        self.references[page] = 1
+        return page
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back a sequence's pages, in the order of the sequence."""
+        for page in reversed(pages):
+            assert self.references[page] > 0, f"page {page} is released twice"
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self._free[page] = None
+                if page not in self._name_of:
+                    self._free.move_to_end(page, last=False)
+
+    def name(self, page: int, name: bytes) -> None:
+        """Let a full page be found under `name`; the first page of a name keeps it."""
+        if name not in self._page_of and page not in self._name_of:
+            self._page_of[name] = page
+            self._name_of[page] = name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Pages of the longest prefix of `names` that is here; nothing is taken yet."""
+        pages: list[int] = []
+        for name in names:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def idle(self, pages: Iterable[int]) -> int:
+        """How many of these pages are in the free list, and would leave it when shared."""
+        return sum(self.references[page] == 0 for page in pages)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Take one more reference on each page that was found."""
+        for page in pages:
+            if self.references[page] == 0:
+                del self._free[page]
+            self.references[page] += 1
+
+    def forget(self) -> None:
+        """Drop every name: the pages' contents are gone or belong to other weights."""
+        self._page_of.clear()
+        self._name_of.clear()

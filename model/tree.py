@@ -1,0 +1,82 @@
+"""Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
+    """A frozen dataclass that is a pytree. Rebuilding skips `__init__`, so leaves may be specs, shardings or None."""
+    cls = dataclass(frozen=True)(cls)
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+
+    def flatten(record: T):
+        return [getattr(record, n) for n in names], None
+
+    def flatten_with_keys(record: T):
+        return [(jax.tree_util.GetAttrKey(n), getattr(record, n)) for n in names], None
+
+    def build(_, leaves: Sequence[Any]) -> T:
+        record = object.__new__(cls)
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(record, name, leaf)
+        return record
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, build, flatten)
+    return cls
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter before it has numbers: its shape, its axes' names, and how it is initialised.
+
+    `axes` names each dimension by meaning ("model", "heads", ...); shardings map those names to a mesh.
+    A fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    mean: float = 0.0
+    scale: float = 0.02
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.axes), f"{self.axes} does not name the axes of {self.shape}"
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)
+
+
+def init(key: jax.Array, specs: T, dtype: jnp.dtype = jnp.float32) -> T:
+    """Random parameters for a tree of specs."""
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def draw(spec: Spec, k: jax.Array) -> jax.Array:
+        return (spec.mean + spec.scale * jax.random.normal(k, spec.shape, jnp.float32)).astype(dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(leaves, keys, strict=True)])
+
+
+def abstract(specs: T, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> T:
+    """The tree as shapes without numbers, for compiling ahead of time and for memory plans."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding), specs, is_leaf=is_spec
+    )
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of every array (or abstract array) of a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by dotted path, e.g. `layers.0.attention.q`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -1,0 +1,276 @@
+"""From logits to tokens: one small function a parameter, each an exact identity on the rows that do not use it.
+
+Order and meaning are vLLM's: bias, bad words, min_tokens, penalties, temperature, min_p, top_k, top_p, draw. A row's
+token is a function of its logits, knobs, history and position alone: neighbours only decide what is computed for
+nothing. What no row wants is not computed, so a greedy batch pays for an argmax.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..model.tree import pytree
+from .params import MAX_LOGPROBS, Knobs
+from .state import MASKED, SamplingState
+
+
+@pytree
+class Scores:
+    """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits share the
+    larger rank), and the likeliest tokens with theirs, padded with id -1 where the vocabulary is smaller."""
+
+    logprob: Array  # float32 [B]
+    rank: Array  # int32 [B]
+    top_ids: Array  # int32 [B, n_top]
+    top_logprobs: Array  # float32 [B, n_top]
+
+
+@pytree
+class Sampled:
+    """Tokens, and their scores as in `Scores`; the scores of a slot that wants none are arbitrary."""
+
+    token: Array  # int32 [B]
+    logprob: Array  # float32 [B]
+    rank: Array  # int32 [B]
+    top_ids: Array  # int32 [B, MAX_LOGPROBS]
+    top_logprobs: Array  # float32 [B, MAX_LOGPROBS]
+
+
+@pytree
+class Rows:
+    """What the functions of this file may read beside the logits. The state stays by slot: its dense rows are gathered
+    (`rows.state.bias[rows.slot]`) only where they are needed."""
+
+    knobs: Knobs  # of each row
+    position: Array  # int32 [B], of the token that is being chosen
+    live: Array  # bool [B]
+    slot: Array  # int32 [B]
+    state: SamplingState
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    position: Int[Array, " B"],
+    slot: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    state: SamplingState,
+) -> Sampled:
+    """The token of each row for `position`, with the knobs and history of `slot`; rows that are not live get anything."""
+    logits = logits.astype(jnp.float32)
+    rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
+    token = jax.lax.cond(jnp.any(live & wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
+    scores = jax.lax.cond(
+        jnp.any(live & (rows.knobs.logprobs >= 0)), score, lambda x, _: no_scores(x.shape[0]), logits, token
+    )
+    return Sampled(token, scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
+
+
+def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The first of the largest. Two plain reductions: XLA's reduction of (value, index) pairs is 7 times slower on a CPU."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    first = jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[1]), axis=-1)
+    return jnp.minimum(first, x.shape[1] - 1)  # NaN equals nothing
+
+
+# ---------------------------------------------------------------- scores
+
+
+def score(logits: Float[Array, "T V"], targets: Int[Array, " T"], n_top: int = MAX_LOGPROBS) -> Scores:
+    """Scores of the given tokens, and the `n_top` likeliest beside them."""
+    logits = logits.astype(jnp.float32)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    log_total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
+    own = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    values, ids = jax.lax.top_k(logits, min(n_top, logits.shape[1]))
+    missing = ((0, 0), (0, n_top - ids.shape[1]))
+    return Scores(
+        logprob=((own - top) - log_total)[:, 0],
+        rank=jnp.sum(logits >= own, axis=-1, dtype=jnp.int32),
+        top_ids=jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1),
+        top_logprobs=jnp.pad((values - top) - log_total, missing, constant_values=-jnp.inf),
+    )
+
+
+def no_scores(B: int) -> Scores:
+    zero, top = jnp.zeros(B, jnp.float32), jnp.zeros((B, MAX_LOGPROBS), jnp.float32)
+    return Scores(zero, zero.astype(jnp.int32), top.astype(jnp.int32), top)
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def only(wanted: Bool[Array, " B"], change: Callable[[Array, Rows], Array], x: Array, rows: Rows) -> Array:
+    """`change(x)` on the wanted rows and the very bits of x on the others; nothing runs where no row is wanted."""
+    return jax.lax.cond(
+        jnp.any(wanted), lambda x, r: jnp.where(wanted[:, None], change(x, r), x), lambda x, _: x, x, rows
+    )
+
+
+def wants_choice(rows: Rows) -> Bool[Array, " B"]:
+    """Whether the token may be another than the argmax of the logits as they are."""
+    wanted = rows.knobs.temperature > 0
+    for wants, _ in EDITS:
+        wanted = wanted | wants(rows)
+    return wanted
+
+
+def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
+    """Argmax of the edited logits, or a draw where the temperature is not 0."""
+    x = logits
+    for wants, edit in EDITS:
+        x = only(rows.live & wants(rows), edit, x, rows)
+    greedy = argmax(x)
+    drawn = rows.live & (rows.knobs.temperature > 0)
+    return jax.lax.cond(
+        jnp.any(drawn),
+        lambda x, r: jnp.where(drawn, draw(narrowed(x, r), r), greedy),
+        lambda x, r: greedy,
+        x,
+        rows,
+    )
+
+
+def narrowed(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Log-weights of the tokens to draw from, 0 for the likeliest, and MASKED or less outside min_p, top_k and top_p."""
+    x = tempered(x, rows)
+    for wants, narrow in NARROWINGS:
+        x = only(rows.live & (rows.knobs.temperature > 0) & wants(rows), narrow, x, rows)
+    return x
+
+
+def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
+    """A token from each row's log-weights by the Gumbel-max trick, with noise that (seed, position) alone decides."""
+
+    def noise(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, x.shape[1:], jnp.float32)
+
+    return argmax(x + jax.vmap(noise)(rows.knobs.seed, rows.position))
+
+
+# ---------------------------------------------------------------- edits: they hold for greedy rows too
+
+
+def has_bias(rows: Rows) -> Bool[Array, " B"]:
+    return rows.knobs.has_bias
+
+
+def biased(x: Array, rows: Rows) -> Array:
+    """logit_bias, allowed_token_ids, and bad words of one token."""
+    return x + rows.state.bias[rows.slot]
+
+
+def has_bad_words(rows: Rows) -> Bool[Array, " B"]:
+    return jnp.any(rows.knobs.bad_words[:, :, -1] >= 0, axis=1)
+
+
+def without_bad_words(x: Array, rows: Rows) -> Array:
+    """Mask the last token of each sequence whose other tokens are the last generated ones (padding matches all)."""
+    start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
+    recent = rows.state.recent[rows.slot]
+    matches = jnp.all((start == recent[:, None, :]) | (start < 0), axis=2) & (last >= 0)
+    return masked_at(x, jnp.where(matches, last, x.shape[1]))
+
+
+def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
+    return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] >= 0)
+
+
+def without_stops(x: Array, rows: Rows) -> Array:
+    stop_ids = rows.knobs.stop_ids
+    return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]))
+
+
+def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"]) -> Array:
+    """MASKED at each row's ids; an id of V or more is nothing."""
+    row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    return x.at[row, ids].set(MASKED, mode="drop")
+
+
+def has_penalty(rows: Rows) -> Bool[Array, " B"]:
+    k = rows.knobs
+    return (k.repetition_penalty != 1) | (k.frequency_penalty != 0) | (k.presence_penalty != 0)
+
+
+def penalized(x: Array, rows: Rows) -> Array:
+    """Repetition penalty (Keskar et al., CTRL, arXiv 1909.05858; prompt and output), then OpenAI's two (output only)."""
+    k, counts = rows.knobs, rows.state.output_counts[rows.slot]
+    seen = (counts > 0) | rows.state.in_prompt[rows.slot]
+    factor = jnp.where(seen, k.repetition_penalty[:, None], 1.0)
+    x = jnp.where(x > 0, x / factor, x * factor)
+    x = x - k.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return x - jnp.where(counts > 0, k.presence_penalty[:, None], 0.0)
+
+
+EDITS = (
+    (has_bias, biased),
+    (has_bad_words, without_bad_words),
+    (below_min_tokens, without_stops),
+    (has_penalty, penalized),
+)
+
+# ---------------------------------------------------------------- narrowings: from which tokens a row draws
+
+
+def tempered(x: Array, rows: Rows) -> Array:
+    """Logits below the largest, over the temperature (over 1 where the row is greedy); none is above 0."""
+    t = rows.knobs.temperature
+    return (x - jnp.max(x, axis=-1, keepdims=True)) / jnp.where(t > 0, t, 1.0)[:, None]
+
+
+def has_min_p(rows: Rows) -> Bool[Array, " B"]:
+    return rows.knobs.min_p > 0
+
+
+def within_min_p(x: Array, rows: Rows) -> Array:
+    return jnp.where(x >= jnp.log(rows.knobs.min_p)[:, None], x, MASKED)
+
+
+def has_top_k(rows: Rows) -> Bool[Array, " B"]:
+    return rows.knobs.top_k > 0
+
+
+def within_top_k(x: Array, rows: Rows) -> Array:
+    """Keep the k largest; those that equal the k-th stay too."""
+    goal = jnp.minimum(rows.knobs.top_k, x.shape[1]).astype(jnp.float32)
+    return keep_heaviest(x, jnp.ones_like(x), goal)
+
+
+def has_top_p(rows: Rows) -> Bool[Array, " B"]:
+    return rows.knobs.top_p < 1
+
+
+def within_top_p(x: Array, rows: Rows) -> Array:
+    """Keep the fewest largest whose probabilities, among what is left by then, sum to p; ties at the border stay."""
+    weight = jnp.exp(x)
+    return keep_heaviest(x, weight, rows.knobs.top_p * jnp.sum(weight, axis=-1))
+
+
+NARROWINGS = ((has_min_p, within_min_p), (has_top_k, within_top_k), (has_top_p, within_top_p))
+
+
+def keep_heaviest(x: Float[Array, "B V"], weight: Float[Array, "B V"], goal: Float[Array, " B"]) -> Array:
+    """Keep the largest x (all x <= 0) until their weights sum to `goal`, exactly, without a sort.
+
+    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
+    suffices (a rounded sum never falls when an addend grows, so the halving is sound).
+    """
+    distance = jnp.abs(x)
+
+    def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = low + (high - low) // 2
+        enough = jnp.sum(jnp.where(distance <= as_float(middle), weight, 0.0), axis=-1) >= goal
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    def as_float(bits: Int[Array, " B"]) -> Float[Array, "B 1"]:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+
+    nearest = jnp.zeros(x.shape[0], jnp.int32)
+    _, border = jax.lax.fori_loop(0, 31, halve, (nearest, nearest + INFINITY))
+    return jnp.where(distance <= as_float(border), x, MASKED)
+
+
+INFINITY = 0x7F800000  # the bits of float32's infinity

@@ -1,0 +1,114 @@
+"""What the sampler keeps of the running requests: one pytree on the device, a row for each of the engine's slots."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..model.tree import pytree
+from .params import MAX_BAD_WORD_LENGTH, Knobs, SamplingParams, knobs_row
+
+MASKED = -1e30  # the logit of a token that must not be drawn; finite, so that nothing becomes NaN
+
+
+@pytree
+class SamplingState:
+    """Every request's knobs and history; donated through each step. The dense rows are only read where a knob says so."""
+
+    knobs: Knobs  # [B, ...]
+    output_counts: Any  # int32 [B,V], how often each token was generated
+    in_prompt: Any  # bool [B,V]
+    bias: Any  # float32 [B,V]
+    recent: Any  # int32 [B, MAX_BAD_WORD_LENGTH-1], the last generated tokens, -1 before the first
+
+
+def empty_state(slots: int, V: int) -> SamplingState:
+    """All slots greedy and without history; the caller places it on a device."""
+    row = knobs_row(SamplingParams(temperature=0.0), seed=0, stop_ids=(), prompt_len=0)
+    return SamplingState(
+        knobs=jax.tree.map(lambda x: jnp.array(np.broadcast_to(x, (slots, *x.shape))), row),
+        output_counts=jnp.zeros((slots, V), jnp.int32),
+        in_prompt=jnp.zeros((slots, V), bool),
+        bias=jnp.zeros((slots, V), jnp.float32),
+        recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), -1, jnp.int32),
+    )
+
+
+def replace(state: SamplingState, **leaves: Any) -> SamplingState:
+    return SamplingState(**{**vars(state), **leaves})
+
+
+def admit(state: SamplingState, slot: Int[Array, ""], knobs: Knobs) -> SamplingState:
+    """The state with one slot's knobs replaced."""
+    return replace(state, knobs=jax.tree.map(lambda rows, row: rows.at[slot].set(row), state.knobs, knobs))
+
+
+def load_history(
+    state: SamplingState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " S"],
+    prompt_len: Int[Array, ""],
+    total_len: Int[Array, ""],
+    bias: Float[Array, " V"],
+) -> SamplingState:
+    """The state with one slot's history replaced by that of a request with `total_len` tokens, of which the first
+    `prompt_len` are its prompt and the rest was generated (before a preemption); `tokens` is padded at its end."""
+    V = bias.shape[0]
+    position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    prompt, output = position < prompt_len, (position >= prompt_len) & (position < total_len)
+    in_prompt = jnp.zeros(V, bool).at[jnp.where(prompt, tokens, V)].set(True, mode="drop")
+    counts = jnp.zeros(V, jnp.int32).at[jnp.where(output, tokens, V)].add(1, mode="drop")
+    last = total_len - state.recent.shape[1] + jnp.arange(state.recent.shape[1], dtype=jnp.int32)
+    recent = jnp.where(last >= prompt_len, tokens.at[last].get(mode="clip"), -1)
+    return replace(
+        state,
+        output_counts=state.output_counts.at[slot].set(counts),
+        in_prompt=state.in_prompt.at[slot].set(in_prompt),
+        bias=state.bias.at[slot].set(bias),
+        recent=state.recent.at[slot].set(recent),
+    )
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a request's admission needs `load_history`; the other requests' dense rows are never read."""
+    penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    return bool(penalties or params.bad_words or params.logit_bias or params.allowed_token_ids)
+
+
+def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]] = ()) -> np.ndarray:
+    """What is added to every logit, float32 [V]: `logit_bias`, and MASKED where a token is not allowed or a bad word.
+
+    Raises ValueError for ids outside the vocabulary, and where no token is left.
+    """
+    params.check_vocabulary(V)
+    bias = np.zeros(V, np.float32)
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] = value
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        bias = np.where(np.isin(np.arange(V), allowed), bias, np.float32(MASKED))
+    bias[[sequence[0] for sequence in bad_words if len(sequence) == 1]] = MASKED
+    if (bias <= MASKED).all():
+        raise ValueError("bad_words and allowed_token_ids leave no token that may be generated")
+    return bias
+
+
+def commit(
+    state: SamplingState, slot: Int[Array, " B"], token: Int[Array, " B"], emit: Bool[Array, " B"]
+) -> SamplingState:
+    """The state after each slot with `emit` generated its token. A slot appears at most once among those."""
+    row = jnp.where(emit, slot, state.recent.shape[0])
+    recent = jnp.concatenate([state.recent[slot, 1:], token[:, None]], axis=1)
+    return replace(
+        state,
+        output_counts=state.output_counts.at[row, token].add(1, mode="drop"),
+        recent=state.recent.at[row].set(recent, mode="drop"),
+    )
+
+
+def stops(state: SamplingState, slot: Int[Array, " B"], token: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether each token is among its slot's stop ids."""
+    return jnp.any(state.knobs.stop_ids[slot] == token[:, None], axis=1)

@@ -1,0 +1,168 @@
+"""Chat templates: a conversation becomes the prompt a model was trained on, through Jinja2's sandbox as in Transformers."""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from .text import Tokenizer
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """A conversation that cannot be rendered: malformed messages, no template, or the template refused them."""
+
+
+def apply_chat(tokenizer: "Tokenizer", messages: list[Message], **options: Any) -> list[int]:
+    """Token ids of a conversation; the template writes the special tokens, so none is added again.
+
+    Options are those of `render_chat`. Raises ChatTemplateError, also if the model has no chat template.
+    """
+    text = render_for(tokenizer, tokenizer.chat_template, messages, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def render_for(tokenizer: "Tokenizer", template: str | None, messages: list[Message], **options: Any) -> str:
+    """`render_chat` with a tokenizer's special tokens. Raises ChatTemplateError if there is no template."""
+    if template is None:
+        raise ChatTemplateError("the model has no chat template; give a prompt instead of messages")
+    return render_chat(
+        template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **options
+    )
+
+
+def render_chat(
+    template: str,
+    messages: list[Message],
+    *,
+    bos_token: str | None,
+    eos_token: str | None,
+    add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+    now: datetime | None = None,
+    **kwargs: Any,
+) -> str:
+    """The prompt text of a conversation. `now` is the time that a template may write down (default: the clock's);
+    further keywords are variables of the template.
+
+    Raises ChatTemplateError for malformed messages and for whatever goes wrong in the template.
+    """
+    variables = {**kwargs, "messages": check_messages(messages), "tools": tools}
+    variables["add_generation_prompt"] = add_generation_prompt
+    for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
+        if token is not None:
+            variables[name] = token
+    variables["strftime_now"] = _strftime(now)
+    try:
+        return _compile(template).render(**variables)
+    except Exception as error:  # a template is a program of others: it may raise anything
+        raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """Messages as templates expect them: content a string (text parts joined by newlines), tool arguments as objects.
+
+    Raises ChatTemplateError with the place of what is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ChatTemplateError(f"messages must be a list of at least one message, not {_kind(messages)}")
+    return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _check_message(where: str, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise ChatTemplateError(f"{where} must be an object with role and content, not {_kind(message)}")
+    if not isinstance(message.get("role"), str):
+        raise ChatTemplateError(f"{where}.role must be a string, not {_kind(message.get('role'))}")
+    checked = {**message}
+    if message.get("tool_calls") is not None:
+        checked["tool_calls"] = _check_calls(f"{where}.tool_calls", message["tool_calls"])
+    content = message.get("content")
+    if isinstance(content, list):
+        checked["content"] = _join_parts(f"{where}.content", content)
+    elif not (isinstance(content, str) or (content is None and checked.get("tool_calls"))):
+        raise ChatTemplateError(
+            f"{where}.content must be a string or a list of text parts, not {_kind(content)}"
+        )
+    return checked
+
+
+def _join_parts(where: str, parts: list[Any]) -> str:
+    for i, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ChatTemplateError(
+                f'{where}[{i}] must be {{"type": "text", "text": ...}}: only text is understood'
+            )
+    return "\n".join(part["text"] for part in parts)
+
+
+def _check_calls(where: str, calls: Any) -> list[Any]:
+    """OpenAI's clients send a call's arguments as JSON text, templates write them as objects."""
+    if not isinstance(calls, list):
+        raise ChatTemplateError(f"{where} must be a list, not {_kind(calls)}")
+    checked = []
+    for i, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise ChatTemplateError(f"{where}[{i}] must be an object, not {_kind(call)}")
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = _parse_arguments(f"{where}[{i}].function.arguments", function["arguments"])
+            call = {**call, "function": {**function, "arguments": arguments}}
+        checked.append(call)
+    return checked
+
+
+def _parse_arguments(where: str, text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except ValueError as error:
+        raise ChatTemplateError(f"{where} is not valid JSON: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "nothing", dict: "an object", list: "an empty list" if value == [] else "a list"}
+    return names.get(type(value), f"{type(value).__name__} {value!r:.40}")
+
+
+def _strftime(now: datetime | None) -> Callable[[str], str]:
+    return lambda form: (now or datetime.now()).strftime(form)
+
+
+@lru_cache(maxsize=64)
+def _compile(template: str) -> "jinja2.Template":
+    """The template in the environment that chat templates are written for."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what a model wrote, for training; in a prompt it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str):
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(template)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """JSON without the HTML escapes of Jinja's own filter: a prompt is no web page."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

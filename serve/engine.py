@@ -1,0 +1,270 @@
+"""The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ..kvcache.names import root
+from ..kvcache.pages import BLOCK, empty_cache
+from ..kvcache.pool import PagePool
+from ..model.config import ModelConfig
+from ..model.transformer import Decoder
+from ..model.tree import paths
+from ..sampling.params import knobs_row
+from ..sampling.state import dense_bias, needs_history
+from .classes import Classes, fill, find_classes
+from .meter import Meter
+from .programs import Arguments, Programs, Shape
+from .request import Request
+from .scheduler import Limits, Plan, Scheduler, Work
+from .shapes import smallest
+from .step import Output, Seat, empty_slots
+
+MAX_FAILURES = 3  # steps that may fail one after the other before the error is the caller's
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An engine's fixed shapes: tokens of a request, seats, pages, tokens of a page."""
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: int
+    page_size: int
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        return -(-tokens // self.page_size)
+
+
+class Ran(NamedTuple):
+    """A dispatched step: its rows' work and its results, which may still be on their way."""
+
+    rows: list[Work]
+    output: Output
+
+
+class Engine:
+    """Serves requests with one model on one device (or one mesh).
+
+    One step is always in flight: the next is planned and dispatched before the tokens of the last are read, since the
+    device remembers each slot's last token. Not thread-safe; callers take turns.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Decoder,
+        sizes: Sizes,
+        shapes: list[Shape],
+        *,
+        limits: Limits,
+        reproducible: bool = True,
+        prefix_caching: bool = True,
+    ):
+        self.config, self.sizes, self.meter = config, sizes, Meter()
+        self.dtype = params.embed.dtype
+        self._state = self._fresh(params)
+        self.programs = Programs(config, self._state, shapes, sizes.table_width, sizes.max_model_len)
+        self.classes = self._classes(reproducible)
+        self.pool = PagePool(sizes.pages)
+        chunk = max(s.tokens for s in self.classes.prefill)
+        self.scheduler = Scheduler(
+            limits._replace(chunk=min(limits.chunk, chunk)),
+            self.pool,
+            sizes.page_size,
+            root(str(config), str(self.dtype)) if prefix_caching else None,
+            recompute_outputs=self.classes.joined,
+        )
+        self._flight: list[Ran] = []
+        self._failures = 0
+
+    def _fresh(self, params: Decoder) -> Arguments:
+        sizes = self.sizes
+        cache = empty_cache(self.config, sizes.pages, sizes.page_size, self.dtype)
+        return Arguments(params, cache, empty_slots(sizes.max_num_seqs, self.config.vocab_size))
+
+    def _classes(self, reproducible: bool) -> Classes:
+        shapes = sorted(self.programs.steps)
+        if reproducible:
+            classes, self._state = find_classes(self.programs, self._state)
+            return classes
+        return Classes(
+            tuple(s for s in shapes if s.phase == "prefill"), tuple(s for s in shapes if s.phase == "decode"), True
+        )
+
+    @property
+    def params(self) -> Decoder:
+        return self._state.params
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._flight) or self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Put a request into the queue; capacity is a place there, never an error."""
+        assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; what it has generated stays. One that has finished is left alone."""
+        if not request.finished:
+            self.scheduler.abort(request)
+            request.finish("abort")
+            self.meter.finished(request)
+
+    def step(self) -> list[Request]:
+        """Plan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
+
+        A step that fails on the device costs its cache: every running request is put back into the queue, and its pages
+        are computed again. Raises the device's error when that does not help either.
+        """
+        try:
+            touched = self._advance()
+        except jax.errors.JaxRuntimeError:
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise
+            self._recover()
+            return []
+        self._failures = 0
+        return touched
+
+    def update_params(self, params: Decoder) -> None:
+        """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are forgotten.
+
+        Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs.
+        """
+        if self.has_work:
+            raise RuntimeError("update_params: requests are unfinished; run or abort them first")
+        old, new = paths(self.params), paths(params)
+        for path in old | new:
+            a, b = old.get(path), new.get(path)
+            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+                raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
+        self.pool.forget()
+        self._state = Arguments(params, self._state.cache, self._state.slots)
+
+    def _advance(self) -> list[Request]:
+        plan, touched = self.scheduler.plan(settled=not self._flight), []
+        if plan is None:
+            touched = self._settle()
+            plan = self.scheduler.plan(settled=True)
+            assert plan is not None
+        flight = self._dispatch(plan)
+        before, self._flight = self._flight, flight
+        return touched + self._commit(before)
+
+    def _settle(self) -> list[Request]:
+        flight, self._flight = self._flight, []
+        return self._commit(flight)
+
+    def _dispatch(self, plan: Plan) -> list[Ran]:
+        for request in plan.seats:
+            self._seat(request)
+        ran = [self._run(self.classes.prefill, group) for group in self._groups(self.classes.prefill, plan.prefill)]
+        ran += [self._run(self.classes.decode, group) for group in self._groups(self.classes.decode, plan.decode)]
+        self.scheduler.dispatched(plan)
+        self.meter.planned(self.pool)
+        return ran
+
+    def _groups(self, shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
+        """Work cut into what one call can take: rows of a shape that holds the longest of them."""
+        groups: list[list[Work]] = []
+        for work in works:
+            longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
+            if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
+                groups[-1].append(work)
+            else:
+                groups.append([work])
+        return groups
+
+    def _run(self, shapes: tuple[Shape, ...], works: list[Work]) -> Ran:
+        shape = smallest(shapes, len(works), max(w.count for w in works))
+        batch = self.programs.empty_batch(shape, self.sizes.max_num_seqs)
+        for row, (request, start, count) in enumerate(works):
+            known = request.tokens[start : start + count]
+            fill(batch, row, known, start, request.pages, request.slot)
+            batch.count[row] = count
+        cache, slots, output = self.programs.run(shape, self._state, batch)
+        self._state = Arguments(self._state.params, cache, slots)
+        self.meter.ran(shape, sum(w.count for w in works))
+        return Ran(works, output)
+
+    def _seat(self, request: Request) -> None:
+        """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back on."""
+        prompt_len, slot = len(request.prompt), np.int32(request.slot)
+        knobs = knobs_row(
+            request.params,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            prompt_len=prompt_len,
+            bad_words=request.bad_words,
+        )
+        scored = np.bool_(request.params.prompt_logprobs is not None)
+        new = Seat(np.int32(len(request.tokens)), np.int32(request.end), scored, knobs)
+        slots = self.programs.seat(self._state.slots, slot, new)
+        if needs_history(request.params):
+            tokens = np.zeros(self.sizes.max_model_len, np.int32)
+            tokens[: len(request.tokens)] = request.tokens
+            bias = dense_bias(request.params, self.config.vocab_size, request.bad_words)
+            lengths = np.int32(prompt_len), np.int32(len(request.tokens))
+            slots = self.programs.load_history(slots, slot, tokens, *lengths, bias)
+        self._state = Arguments(self._state.params, self._state.cache, slots)
+        self.meter.admitted(request)
+
+    def _commit(self, flight: list[Ran]) -> list[Request]:
+        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released."""
+        return [work.request for ran in flight for row, work in enumerate(ran.rows) if self._take(ran, row, work)]
+
+    def _take(self, ran: Ran, row: int, work: Work) -> bool:
+        request = work.request
+        if request.finished:
+            return False
+        take_prompt_scores(request, ran.output, row, work)
+        tokens = np.asarray(ran.output.sampled.token)[row]
+        before = request.generated
+        for i in np.flatnonzero(tokens >= 0):
+            if request.params.logprobs is not None:
+                sampled = ran.output.sampled
+                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(sampled)))
+            request.append(int(tokens[i]))
+            if request.finished:
+                break
+        if self.classes.joined and request.slot is not None:
+            self.scheduler.name_pages(request, min(request.computed, len(request.tokens) - 1))
+        if request.finished:
+            self.scheduler.release(request)
+            self.meter.finished(request)
+        return request.generated > before
+
+    def _recover(self) -> None:
+        """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
+        self._flight = []
+        for request in list(self.scheduler.running.values()):
+            self.scheduler.preempt(request)
+        self.pool.forget()
+        self._state = self._fresh(self._state.params)
+
+
+def score_fields(x):
+    """The arrays of scores in the order in which a ScoreLog takes them."""
+    return x.logprob, x.rank, x.top_ids, x.top_logprobs
+
+
+def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -> None:
+    """Column i of a chunk's scores is the prompt's token start + i + 1; a chunk may repeat one that was scored."""
+    if request.params.prompt_logprobs is None or output.prompt is None:
+        return
+    fields = [np.asarray(x)[row] for x in score_fields(output.prompt)]
+    for position in range(work.start + 1, min(work.start + work.count, len(request.prompt))):
+        if position > len(request.prompt_scores.logprob):
+            request.prompt_scores.append(*(x[position - work.start - 1] for x in fields))
+
+
+def describe(x: jax.Array | None) -> str:
+    return "missing" if x is None else f"{x.dtype}{list(x.shape)}"

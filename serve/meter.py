@@ -1,0 +1,83 @@
+"""What an engine did: counts and times, as a report for people and for machines."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..kvcache.pool import PagePool
+from .outputs import RequestMetrics
+from .programs import Shape
+from .request import Request
+
+
+@dataclass
+class Meter:
+    """Counts since the last `clear`; the engine calls it at each turning point of a step or a request."""
+
+    started: float = field(default_factory=time.monotonic)
+    computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
+    padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
+    steps: dict[str, int] = field(default_factory=dict)
+    metrics: list[RequestMetrics] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    occupancy: float = 0.0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+    def ran(self, shape: Shape, tokens: int) -> None:
+        self.computed[shape.phase] += tokens
+        self.padded[shape.phase] += shape.rows * shape.tokens - tokens
+        self.steps[str(shape)] = self.steps.get(str(shape), 0) + 1
+
+    def planned(self, pool: PagePool) -> None:
+        self.occupancy = max(self.occupancy, 1 - pool.free / pool.pages)
+
+    def admitted(self, request: Request) -> None:
+        if request.preemptions:
+            self.preemptions += 1
+            return
+        request.clock.admitted = time.monotonic()
+        self.prompt_tokens += len(request.prompt)
+        self.cached_tokens += request.cached
+
+    def finished(self, request: Request) -> None:
+        self.generated_tokens += request.generated
+        self.metrics.append(request.metrics())
+        reason = request.finish_reason or "unfinished"
+        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+
+    def report(self) -> dict[str, Any]:
+        """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
+        seconds = time.monotonic() - self.started
+        slots = sum(self.computed.values()) + sum(self.padded.values())
+        return {
+            "requests": len(self.metrics),
+            "seconds": seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "cached_tokens": self.cached_tokens,
+            "prefill_tokens_per_second": self.computed["prefill"] / seconds,
+            "decode_tokens_per_second": self.generated_tokens / seconds,
+            "ttft": percentiles([m.ttft for m in self.metrics]),
+            "tpot": percentiles([m.tpot for m in self.metrics if m.tpot > 0]),
+            "e2e": percentiles([m.e2e for m in self.metrics]),
+            "padding": sum(self.padded.values()) / max(slots, 1),
+            "padding_prefill": self.padded["prefill"] / max(self.padded["prefill"] + self.computed["prefill"], 1),
+            "padding_decode": self.padded["decode"] / max(self.padded["decode"] + self.computed["decode"], 1),
+            "peak_cache_occupancy": self.occupancy,
+            "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
+            "preemptions": self.preemptions,
+            "steps": dict(sorted(self.steps.items())),
+            "finish_reasons": self.finish_reasons,
+        }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """p50, p90 and p99 of spans in seconds; empty without any."""
+    if not seconds:
+        return {}
+    return {f"p{p}": float(np.percentile(seconds, p)) for p in (50, 90, 99)}

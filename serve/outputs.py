@@ -1,0 +1,57 @@
+"""What a caller gets back; names and meaning are those of vLLM's offline API."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's natural-log probability under the raw logits, and its rank (1 is the most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds of one request: arrival and finish on the monotonic clock, and the spans between.
+
+    `ttft` is arrival to first token, `tpot` the mean time of each further token, `e2e` arrival to finish.
+    """
+
+    arrival: float
+    queued: float
+    ttft: float
+    tpot: float
+    e2e: float
+    preemptions: int = 0
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's `n` continuations."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request and its continuations so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,109 @@
+"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..kvcache.pages import Batch, KVCache
+from ..model.config import ModelConfig
+from ..model.transformer import Decoder
+from ..sampling.state import load_history
+from .step import Output, Seat, Slots, decode, prefill, seat, verify
+
+Phase = Literal["prefill", "decode", "verify"]
+PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
+
+
+class Shape(NamedTuple):
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch."""
+
+    phase: Phase
+    rows: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{self.rows},{self.tokens}]"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What every step takes besides its batch, as arrays or as shapes without numbers."""
+
+    params: Decoder
+    cache: KVCache
+    slots: Slots
+
+
+def like(tree: Any) -> Any:
+    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def batch_like(shape: Shape, table_width: int, sharding: jax.sharding.Sharding | None = None) -> Batch:
+    """The abstract batch of a shape; M is the page table's width."""
+
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
+
+    B, T = shape.rows, shape.tokens
+    return Batch(ints(B, T), ints(B), ints(B), ints(B, table_width), ints(B))
+
+
+def lower(shape: Shape, config: ModelConfig, arguments: Arguments, batch: Batch) -> jax.stages.Lowered:
+    """One step's program with the cache and the slots donated."""
+    jitted = jax.jit(partial(PHASES[shape.phase], config=config), donate_argnums=(1, 2))
+    return jitted.lower(arguments.params, arguments.cache, arguments.slots, batch)
+
+
+class Programs:
+    """Compiled steps by shape, and the two small programs that seat a request."""
+
+    def __init__(self, config: ModelConfig, arguments: Arguments, shapes: Iterable[Shape], table_width: int, history: int):
+        started = time.perf_counter()
+        arguments = Arguments(like(arguments.params), like(arguments.cache), like(arguments.slots))
+        self.table_width = table_width
+        jobs = {s: lower(s, config, arguments, batch_like(s, table_width)) for s in shapes}
+        with ThreadPoolExecutor(2) as pool:
+            self.steps = dict(zip(jobs, pool.map(lambda job: job.compile(), jobs.values()), strict=True))
+        self.seat = self._compile_seat(arguments.slots)
+        self.load_history = self._compile_history(arguments.slots, history)
+        self.count = len(self.steps) + 2
+        self.seconds = time.perf_counter() - started
+
+    def _compile_seat(self, slots: Slots):
+        knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        new = Seat(one, one, jax.ShapeDtypeStruct((), bool), knobs)
+        return jax.jit(seat, donate_argnums=0).lower(slots, one, new).compile()
+
+    def _compile_history(self, slots: Slots, history: int):
+        def load(slots, slot, tokens, prompt_len, total_len, bias):
+            sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
+            return Slots(slots.last, slots.live, slots.known, slots.end, slots.scored, sampling)
+
+        one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
+        tokens, bias = jax.ShapeDtypeStruct((history,), jnp.int32), jax.ShapeDtypeStruct((V,), jnp.float32)
+        return jax.jit(load, donate_argnums=0).lower(slots, one, tokens, one, one, bias).compile()
+
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
+        """Dispatch one step; the cache and the slots that are passed are consumed."""
+        return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
+
+    def temporary_bytes(self) -> int:
+        """The largest scratch memory of any program."""
+        plans = (step.memory_analysis() for step in self.steps.values())
+        return max(plan.temp_size_in_bytes for plan in plans if plan is not None)
+
+    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
+        """A host batch of empty rows, to be filled in."""
+        B, T = shape.rows, shape.tokens
+        table = np.zeros((B, self.table_width), np.int32)
+        slot = np.full(B, empty_slot, np.int32)
+        return Batch(np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), table, slot)

@@ -1,0 +1,189 @@
+"""Text from tokens one by one: for each way a tokenizer decodes, what can no longer change and what still may.
+
+Decoding a prefix is not a prefix of decoding the whole: a character's bytes may lie in several tokens, and byte-fallback
+tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream gives out text only when it is final.
+The bytes of the byte-level alphabet are GPT-2's (Radford et al., 2019); runs and replacements follow the `tokenizers` library.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+WINDOW_PATIENCE = 8  # tokens a window waits for a broken character: UTF-8 never needs more than four
+
+
+class TextStream(Protocol):
+    """What a decoder knows between two tokens. `pending` is text that a later token may still change."""
+
+    @property
+    def pending(self) -> str: ...
+
+    def push(self, token_id: int, token: str) -> str:
+        """Takes the next token; returns the text that became final with it."""
+        ...
+
+    def finish(self) -> str:
+        """No further token comes: the rest of the text, broken characters replaced."""
+        ...
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte each character of a byte-level vocabulary stands for: printable ones themselves, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class ByteLevelStream:
+    """Every token is bytes; their concatenation is UTF-8, ill-formed parts replaced (GPT-2, Llama 3, Qwen)."""
+
+    pending = ""
+
+    def __init__(self, alphabet: dict[str, int]):
+        self._alphabet = alphabet
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, token: str) -> str:
+        return self._utf8.decode(token_bytes(token, self._alphabet))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
+    """The bytes of a byte-level token; an added token with a character outside the alphabet is its own UTF-8."""
+    try:
+        return bytes([alphabet[c] for c in token])
+    except KeyError:
+        return token.encode()
+
+
+@dataclass(frozen=True)
+class PieceRules:
+    """How a SentencePiece-like vocabulary becomes text: replacements per token, byte tokens, leading characters dropped."""
+
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    strip: str = ""
+    strip_count: int = 0
+
+    def text(self, token: str) -> str:
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token
+
+    def byte(self, text: str) -> int | None:
+        """The byte that a token like `<0x0A>` stands for; None for other tokens."""
+        if not (self.byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")):
+            return None
+        try:
+            return int(text[3:5], 16)
+        except ValueError:
+            return None
+
+
+class PieceStream:
+    """Tokens are text, some are single bytes (Llama 2, Mistral, Gemma, Phi-3).
+
+    A run of byte tokens is UTF-8 as a whole or, with one bad byte anywhere, replaced byte by byte: so it stays pending until
+    it ends or breaks.
+    """
+
+    def __init__(self, rules: PieceRules, at_start: bool):
+        self._rules = rules
+        self._strip_left = rules.strip_count if at_start else 0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
+        self._run, self._run_bytes, self._broken = "", 0, False
+
+    @property
+    def pending(self) -> str:
+        return self._strip(self._run)[0]
+
+    def push(self, token_id: int, token: str) -> str:
+        text = self._rules.text(token)
+        byte = self._rules.byte(text)
+        if byte is None:
+            return self._final(self._end_run() + text)
+        return self._final(self._push_byte(byte))
+
+    def finish(self) -> str:
+        return self._final(self._end_run())
+
+    def _push_byte(self, byte: int) -> str:
+        self._run_bytes += 1
+        if self._broken:
+            return REPLACEMENT
+        try:
+            self._run += self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._run, self._broken = "", True
+            return REPLACEMENT * self._run_bytes
+        return ""
+
+    def _end_run(self) -> str:
+        incomplete = not self._broken and self._utf8.getstate()[0]
+        text = REPLACEMENT * self._run_bytes if incomplete else self._run
+        self._begin_run()
+        return text
+
+    def _final(self, text: str) -> str:
+        text, self._strip_left = self._strip(text)
+        return text
+
+    def _strip(self, text: str) -> tuple[str, int]:
+        left = self._strip_left
+        while left and text.startswith(self._rules.strip):
+            text, left = text[1:], left - 1
+        return text, 0 if text else left
+
+
+class WindowStream:
+    """Any other decoder: the text of a few last tokens, less the text of those already given out.
+
+    As Hugging Face's text-generation-inference does it; exact where a token's text depends on its predecessor alone.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]):
+        self._decode = decode
+        self._ids = list(prompt_ids)
+        self._known = len(self._ids)
+
+    pending = ""
+
+    def push(self, token_id: int, token: str) -> str:
+        self._ids.append(token_id)
+        text = self._rest()
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._known < WINDOW_PATIENCE:
+            return ""
+        self._ids = self._ids[self._known :] if text else self._ids
+        self._known = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        return self._rest()
+
+    def _rest(self) -> str:
+        known = self._decode(self._ids[: self._known])
+        whole = self._decode(self._ids)
+        return whole[len(known) :] if whole.startswith(known) else whole[len(known.rstrip(REPLACEMENT)) :]
+
+
+def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
+    """The rules that a `tokenizers` decoder in JSON amounts to, or None where it is of another kind."""
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    count = len([k for k in kinds if k == "Replace"])
+    order = ["Replace"] * count + [k for k in ("ByteFallback", "Fuse", "Strip") if k in kinds]
+    plain = all("String" in step["pattern"] for step in steps[:count] if step["type"] == "Replace")
+    if kinds != order or "Fuse" not in kinds or not plain:
+        return None
+    replacements = tuple((step["pattern"]["String"], step["content"]) for step in steps[:count])
+    strip = steps[-1] if kinds[-1] == "Strip" else {"content": "", "start": 0, "stop": 0}
+    if strip["stop"]:
+        return None
+    return PieceRules(replacements, "ByteFallback" in kinds, strip["content"], strip["start"])
