@@ -168,11 +168,13 @@ def find_shards(index: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{index}: weight_map is {shown(places)}, expected an object from tensor names to file names"
         )
-    found: dict[str, Tensor] = {}
-    for shard in sorted(set(places.values())):
-        file = index.parent / shard
-        if Path(shard).name != shard or not file.is_file():
+    shards = sorted(set(places.values()))
+    for shard in shards:
+        if Path(shard).name != shard or not (index.parent / shard).is_file():
             raise CheckpointError(f"{index}: names the shard {shard!r}, which is not in the folder")
+    found: dict[str, Tensor] = {}
+    for shard in shards:
+        file = index.parent / shard
         held, promised = contents(file), {name for name, at in places.items() if at == shard}
         for name in sorted(promised - set(held)):
             raise CheckpointError(f"{file}: lacks tensor {name!r}, which {index.name} says it holds")

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-PIECE = 4 << 20  # bytes
+PIECE = 1 << 20  # bytes; larger ones fall out of the CPU's caches while they are transposed
 
 
 class CheckpointError(ValueError):

@@ -12,7 +12,16 @@ from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
 # Test suites would teach `def test_x(self)` and little else; the rest are data tables and applications.
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "pydoc_data"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+}
 SKIPPED_FILES = {"html/entities.py"}
 
 
@@ -35,7 +44,9 @@ def is_validation(name: str) -> bool:
 
 def wanted(name: str) -> bool:
     folders = set(name.split("/")[:-1])
-    return not folders & SKIPPED_FOLDERS and name not in SKIPPED_FILES and not name.startswith("_sysconfigdata")
+    return (
+        not folders & SKIPPED_FOLDERS and name not in SKIPPED_FILES and not name.startswith("_sysconfigdata")
+    )
 
 
 def read_utf8(path: Path) -> str | None:
@@ -88,9 +99,15 @@ def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int
     Byte-level BPE joins the two, so a model that has only read whole files goes astray after `def `. It is what
     "token healing" repairs at decoding time, learned instead.
     """
-    space, texts = tokenizer.token_to_id("Ġ"), [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
+    space, texts = (
+        tokenizer.token_to_id("Ġ"),
+        [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())],
+    )
     joined = [len(text) > 1 and text[0] == " " and text[1:].isascii() and text[1] != " " for text in texts]
-    apart = [[space, *tokenizer.encode(t[1:]).ids] if j else [i] for i, (t, j) in enumerate(zip(texts, joined, strict=True))]
+    apart = [
+        [space, *tokenizer.encode(t[1:]).ids] if j else [i]
+        for i, (t, j) in enumerate(zip(texts, joined, strict=True))
+    ]
     cut = np.random.default_rng(seed).random(len(stream)) < share
     pieces = (apart[token] if c else [token] for token, c in zip(stream.tolist(), cut.tolist(), strict=True))
     return np.fromiter(itertools.chain.from_iterable(pieces), np.int32)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ class Phase:
     steps: int
     batch: int
     context: int
-    cut: float = 0.0  # share of the words that are cut from the space before them
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,13 @@ class Recipe:
         return sum(phase.steps for phase in self.phases)
 
     def schedule(self) -> optax.Schedule:
-        peak = self.learning_rate
+        """Warm-up, a plateau, and a straight line to zero over the last three tenths (arXiv 2405.18392)."""
+        peak, fall = self.learning_rate, self.steps * 3 // 10
         warmup = min(self.warmup, self.steps // 10)
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.steps, end_value=peak * 0.02)
+        rise = optax.linear_schedule(0.0, peak, warmup)
+        return optax.join_schedules(
+            [rise, optax.linear_schedule(peak, 0.0, fall, self.steps - fall - warmup)], [warmup]
+        )
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW (Loshchilov and Hutter, arXiv 1711.05101); gains of norms do not decay."""
@@ -120,9 +123,9 @@ def start(recipe: Recipe) -> tuple:
     return params, recipe.optimizer().init(params)
 
 
-def windows(recipe: Recipe, streams: Sequence[np.ndarray], done: int) -> Iterator[np.ndarray]:
-    """The batches of steps done, done+1, ... through all phases, each of which reads its own stream."""
-    for number, (phase, stream) in enumerate(zip(recipe.phases, streams, strict=True)):
+def windows(recipe: Recipe, stream: np.ndarray, done: int) -> Iterator[np.ndarray]:
+    """The batches of steps done, done+1, ... through all phases."""
+    for number, phase in enumerate(recipe.phases):
         skip = min(done, phase.steps)
         done -= skip
         source = batches(stream, (phase.batch, phase.context), recipe.seed + 1000 * (number + 1), skip)
@@ -140,7 +143,7 @@ def evaluate(params: Decoder, config: ModelConfig, stream: np.ndarray, T: int, l
 
 def fit(
     recipe: Recipe,
-    streams: Sequence[np.ndarray],
+    stream: np.ndarray,
     work: Path,
     report: Callable[[int, Decoder], dict[str, float]],
     teacher: Teacher | None = None,
@@ -159,13 +162,13 @@ def fit(
             state = manager.restore(done, args=ocp.args.StandardRestore(state))
         step, losses, clock = make_step(recipe, teacher), [], time.perf_counter()
         guide = None if teacher is None else teacher.params
-        for done, window in enumerate(windows(recipe, streams, done), done + 1):
+        for number, window in enumerate(windows(recipe, stream, done), done + 1):
             state, loss = step(state, window, guide)
             losses.append(loss)
-            if done % recipe.evaluate_every == 0 or done == recipe.steps:
-                figures = {"step": done, "train": float(np.mean(losses)), **report(done, state[0])}
+            if number % recipe.evaluate_every == 0 or number == recipe.steps:
+                figures = {"step": number, "train": float(np.mean(losses)), **report(number, state[0])}
                 figures["seconds"], losses, clock = time.perf_counter() - clock, [], time.perf_counter()
-                manager.save(done, args=ocp.args.StandardSave(state))
+                manager.save(number, args=ocp.args.StandardSave(state))
                 record(work / "history.jsonl", figures)
     return state[0]
 

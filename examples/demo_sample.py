@@ -13,7 +13,9 @@ from duetto.model.transformer import Decoder
 
 
 @partial(jax.jit, static_argnums=(1, 3))
-def extend(params: Decoder, config: ModelConfig, tokens: jax.Array, end: int, length: jax.Array, draw: tuple) -> jax.Array:
+def extend(
+    params: Decoder, config: ModelConfig, tokens: jax.Array, end: int, length: jax.Array, draw: tuple
+) -> jax.Array:
     """Rows of tokens [B,T], each filled from its `length` [B] to the end of the row.
 
     `draw` is (key, temperature); temperature 0 is greedy. After `end` a row holds only `end`.
@@ -32,7 +34,12 @@ def extend(params: Decoder, config: ModelConfig, tokens: jax.Array, end: int, le
 
 
 def complete(
-    model: tuple[ModelConfig, Decoder], tokenizer: Tokenizer, prompts: list[str], count: int, temperature: float, seed: int = 0
+    model: tuple[ModelConfig, Decoder],
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    count: int,
+    temperature: float,
+    seed: int = 0,
 ) -> list[str]:
     """What follows each prompt, at most `count` tokens, sampled with one seed."""
     config, params = model
@@ -52,7 +59,9 @@ def parses(line: str) -> bool:
     return True
 
 
-def definitions(model: tuple[ModelConfig, Decoder], tokenizer: Tokenizer, prompt: str, count: int, seed: int = 0) -> list[str]:
+def definitions(
+    model: tuple[ModelConfig, Decoder], tokenizer: Tokenizer, prompt: str, count: int, seed: int = 0
+) -> list[str]:
     """`count` sampled first lines after a prompt that ends in `def`, at temperature 1: the rest of each line."""
     texts = complete(model, tokenizer, [prompt] * count, 32, temperature=1.0, seed=seed)
     space = prompt[len(prompt.rstrip(" ")) :]

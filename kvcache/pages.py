@@ -105,9 +105,7 @@ def running_softmax(q: Array, batch: Batch, pools: tuple[Array, Array], pos: Arr
         scores = jnp.where((at <= pos[..., None])[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-        add = jnp.einsum(
-            "kbqs,kbsh->kbqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        add = jnp.einsum("kbqs,kbsh->kbqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
 
     blocks = jnp.max(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK, 0))

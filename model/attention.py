@@ -32,9 +32,7 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with scores in float32; every query must see at least one key."""
     scale = q.shape[-1] ** -0.5
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores * scale, MASKED), axis=-1)
     out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
     return out.reshape(q.shape)

@@ -140,6 +140,4 @@ def unembed(params: Decoder, hidden: Float[Array, "*rows D"]) -> Float[Array, "*
     """Logits in float32."""
     head = params.embed if params.head is None else params.head
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    return jnp.einsum(
-        "...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)

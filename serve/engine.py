@@ -1,7 +1,7 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from ..model.tree import paths
 from ..sampling.params import knobs_row
 from ..sampling.state import dense_bias, needs_history
 from .classes import Classes, fill, find_classes
-from .meter import Meter
+from .meter import Compilations, Meter
 from .programs import Arguments, Programs, Shape
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
@@ -66,7 +66,7 @@ class Engine:
         reproducible: bool = True,
         prefix_caching: bool = True,
     ):
-        self.config, self.sizes, self.meter = config, sizes, Meter()
+        self.config, self.sizes = config, sizes
         self.dtype = params.embed.dtype
         self._state = self._fresh(params)
         self.programs = Programs(config, self._state, shapes, sizes.table_width, sizes.max_model_len)
@@ -82,6 +82,7 @@ class Engine:
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self.meter, self._compilations = Meter(), Compilations()
 
     def _fresh(self, params: Decoder) -> Arguments:
         sizes = self.sizes
@@ -94,7 +95,9 @@ class Engine:
             classes, self._state = find_classes(self.programs, self._state)
             return classes
         return Classes(
-            tuple(s for s in shapes if s.phase == "prefill"), tuple(s for s in shapes if s.phase == "decode"), True
+            tuple(s for s in shapes if s.phase == "prefill"),
+            tuple(s for s in shapes if s.phase == "decode"),
+            True,
         )
 
     @property
@@ -124,7 +127,8 @@ class Engine:
         are computed again. Raises the device's error when that does not help either.
         """
         try:
-            touched = self._advance()
+            with self.meter.working():
+                touched = self._advance()
         except jax.errors.JaxRuntimeError:
             self._failures += 1
             if self._failures >= MAX_FAILURES:
@@ -133,6 +137,16 @@ class Engine:
             return []
         self._failures = 0
         return touched
+
+    def report(self) -> dict[str, Any]:
+        """The meter's counts, and what was compiled: `compilations` of them after the warm-up, which must be none."""
+        return self.meter.report() | {
+            "programs": self.programs.count,
+            "warmup_seconds": self.programs.seconds,
+            "compilations": self._compilations.count,
+            "cache_pages": self.sizes.pages,
+            "page_size": self.sizes.page_size,
+        }
 
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are forgotten.
@@ -166,8 +180,13 @@ class Engine:
     def _dispatch(self, plan: Plan) -> list[Ran]:
         for request in plan.seats:
             self._seat(request)
-        ran = [self._run(self.classes.prefill, group) for group in self._groups(self.classes.prefill, plan.prefill)]
-        ran += [self._run(self.classes.decode, group) for group in self._groups(self.classes.decode, plan.decode)]
+        ran = [
+            self._run(self.classes.prefill, group)
+            for group in self._groups(self.classes.prefill, plan.prefill)
+        ]
+        ran += [
+            self._run(self.classes.decode, group) for group in self._groups(self.classes.decode, plan.decode)
+        ]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.pool)
         return ran
@@ -219,7 +238,9 @@ class Engine:
 
     def _commit(self, flight: list[Ran]) -> list[Request]:
         """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released."""
-        return [work.request for ran in flight for row, work in enumerate(ran.rows) if self._take(ran, row, work)]
+        return [
+            work.request for ran in flight for row, work in enumerate(ran.rows) if self._take(ran, row, work)
+        ]
 
     def _take(self, ran: Ran, row: int, work: Work) -> bool:
         request = work.request

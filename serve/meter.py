@@ -1,9 +1,13 @@
 """What an engine did: counts and times, as a report for people and for machines."""
 
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..kvcache.pool import PagePool
@@ -14,9 +18,9 @@ from .request import Request
 
 @dataclass
 class Meter:
-    """Counts since the last `clear`; the engine calls it at each turning point of a step or a request."""
+    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are those in steps."""
 
-    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
     computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
     padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
     steps: dict[str, int] = field(default_factory=dict)
@@ -27,6 +31,15 @@ class Meter:
     preemptions: int = 0
     occupancy: float = 0.0
     finish_reasons: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time spent inside counts as seconds of work."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - begin
 
     def ran(self, shape: Shape, tokens: int) -> None:
         self.computed[shape.phase] += tokens
@@ -52,11 +65,11 @@ class Meter:
 
     def report(self) -> dict[str, Any]:
         """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
-        seconds = time.monotonic() - self.started
+        seconds = max(self.seconds, 1e-9)
         slots = sum(self.computed.values()) + sum(self.padded.values())
         return {
             "requests": len(self.metrics),
-            "seconds": seconds,
+            "seconds": self.seconds,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "cached_tokens": self.cached_tokens,
@@ -66,7 +79,8 @@ class Meter:
             "tpot": percentiles([m.tpot for m in self.metrics if m.tpot > 0]),
             "e2e": percentiles([m.e2e for m in self.metrics]),
             "padding": sum(self.padded.values()) / max(slots, 1),
-            "padding_prefill": self.padded["prefill"] / max(self.padded["prefill"] + self.computed["prefill"], 1),
+            "padding_prefill": self.padded["prefill"]
+            / max(self.padded["prefill"] + self.computed["prefill"], 1),
             "padding_decode": self.padded["decode"] / max(self.padded["decode"] + self.computed["decode"], 1),
             "peak_cache_occupancy": self.occupancy,
             "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
@@ -74,6 +88,27 @@ class Meter:
             "steps": dict(sorted(self.steps.items())),
             "finish_reasons": self.finish_reasons,
         }
+
+
+class Compilations:
+    """Counts what XLA compiles in this process from now on, by jax's own monitoring events."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(listener(weakref.ref(self)))
+
+
+def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
+    """A listener that does not keep its counter alive, since jax never lets go of listeners."""
+
+    def heard(event: str, duration: float, **_: Any) -> None:
+        alive = counter()
+        if alive is not None and event == Compilations.EVENT:
+            alive.count += 1
+
+    return heard
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:

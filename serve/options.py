@@ -12,17 +12,29 @@ def knob(default: Any, help: str) -> Any:
 class EngineOptions:
     """Sizes and limits of one engine; None is derived from the model and the device."""
 
-    max_model_len: int | None = knob(None, "tokens of one request, prompt and output together; default: the model's own limit")
+    max_model_len: int | None = knob(
+        None, "tokens of one request, prompt and output together; default: the model's own limit"
+    )
     max_num_seqs: int = knob(32, "requests that run at the same time")
-    max_prefill_tokens: int = knob(512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks")
-    max_batched_token_mem: int | None = knob(None, "tokens that the KV cache holds; default: what the memory allows")
+    max_prefill_tokens: int = knob(
+        512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
+    )
+    max_batched_token_mem: int | None = knob(
+        None, "tokens that the KV cache holds; default: what the memory allows"
+    )
     max_input_length: int | None = knob(None, "longest prompt in tokens; default: max_model_len - 1")
-    max_output_length: int | None = knob(None, "most tokens generated for one request; default: what max_model_len leaves")
-    gpu_memory_utilization: float = knob(0.9, "share of an accelerator's memory for weights, cache and temporaries")
+    max_output_length: int | None = knob(
+        None, "most tokens generated for one request; default: what max_model_len leaves"
+    )
+    gpu_memory_utilization: float = knob(
+        0.9, "share of an accelerator's memory for weights, cache and temporaries"
+    )
     page_size: int = knob(64, "tokens of a page of the KV cache: a divisor or a multiple of 128")
     decode_steps: int = knob(4, "decode steps taken in one dispatch while no prompt waits")
-    reproducible: bool = knob(True, "a request's bits depend on the request alone; False may batch prefills and narrow decode")
-    prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
+    reproducible: bool = knob(
+        True, "a request's bits depend on the request alone; False may batch prefills and narrow decode"
+    )
+    enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
     seed: int = knob(0, "seed of requests that bring none")
 
     def __post_init__(self):
@@ -31,4 +43,6 @@ class EngineOptions:
             if f.type in (int, "int", "int | None") and value is not None and f.name != "seed" and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1")
+            raise ValueError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
+            )

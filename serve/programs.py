@@ -65,7 +65,14 @@ def lower(shape: Shape, config: ModelConfig, arguments: Arguments, batch: Batch)
 class Programs:
     """Compiled steps by shape, and the two small programs that seat a request."""
 
-    def __init__(self, config: ModelConfig, arguments: Arguments, shapes: Iterable[Shape], table_width: int, history: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        arguments: Arguments,
+        shapes: Iterable[Shape],
+        table_width: int,
+        history: int,
+    ):
         started = time.perf_counter()
         arguments = Arguments(like(arguments.params), like(arguments.cache), like(arguments.slots))
         self.table_width = table_width

@@ -19,7 +19,9 @@ class ScoreLog:
     top_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
 
-    def append(self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
+    def append(
+        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
         self.logprob.append(float(logprob))
         self.rank.append(int(rank))
         self.top_ids.append(top_ids)

@@ -51,7 +51,9 @@ class Scheduler:
     request had generated is fed through decode again, which writes the same bits as the first time.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, page_size: int, root: bytes | None, recompute_outputs: bool):
+    def __init__(
+        self, limits: Limits, pool: PagePool, page_size: int, root: bytes | None, recompute_outputs: bool
+    ):
         self.limits, self.pool, self.page_size, self.root = limits, pool, page_size, root
         self.recompute_outputs = recompute_outputs
         self.waiting: list[tuple[tuple[int, int], Request]] = []
@@ -154,7 +156,9 @@ class Scheduler:
         """Pages of the request's prompt that are already written; at least one token is left to compute."""
         if self.root is None or request.params.prompt_logprobs is not None:
             return []
-        usable = request.tokens[: self._prefill_end(request) if request.generated else len(request.prompt) - 1]
+        usable = request.tokens[
+            : self._prefill_end(request) if request.generated else len(request.prompt) - 1
+        ]
         extend(request.names, usable, self.page_size, self.root)
         return self.pool.find(request.names[: len(usable) // self.page_size])
 

@@ -89,7 +89,9 @@ def awake(slots: Slots, batch: Batch) -> Batch:
     )
 
 
-def emit(slots: Slots, batch: Batch, token: Array, position: Array, wanted: Bool[Array, " B"]) -> tuple[Slots, Array]:
+def emit(
+    slots: Slots, batch: Batch, token: Array, position: Array, wanted: Bool[Array, " B"]
+) -> tuple[Slots, Array]:
     """Record a sampled token [B] for each row that wants one; gives the slots and the token, -1 where not wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
@@ -134,7 +136,11 @@ def score_prompt(params: Decoder, hidden: Float[Array, "B T D"], following: Int[
     tile = SCORE_TILE if T % SCORE_TILE == 0 else T
 
     def tiles(x: Array) -> Array:
-        return x.reshape(B, T // tile, tile, *x.shape[2:]).swapaxes(0, 1).reshape(T // tile, B * tile, *x.shape[2:])
+        return (
+            x.reshape(B, T // tile, tile, *x.shape[2:])
+            .swapaxes(0, 1)
+            .reshape(T // tile, B * tile, *x.shape[2:])
+        )
 
     scored = jax.lax.map(lambda x: score(unembed(params, x[0]), x[1]), (tiles(hidden), tiles(following)))
 
@@ -198,7 +204,9 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
         sampled = jax.tree.map(lambda all, new: all.at[:, i].set(new[:, 0]), sampled, out.sampled)
         return i + 1, cache, slots, sampled
 
-    single = jax.eval_shape(partial(step, config=config), params, cache, slots, column(jnp.int32(0)))[2].sampled
+    single = jax.eval_shape(partial(step, config=config), params, cache, slots, column(jnp.int32(0)))[
+        2
+    ].sampled
     nothing = jax.tree.map(lambda s: jnp.full((B, T, *s.shape[2:]), -1, s.dtype), single)
     _, cache, slots, sampled = jax.lax.while_loop(more, one, (jnp.int32(0), cache, slots, nothing))
     return cache, slots, Output(sampled, None)

@@ -37,7 +37,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.bos_token, self.bos_token_id = self._named(config, "bos_token")
         self.eos_token, self.eos_token_id = self._named(config, "eos_token")
-        self._add_bos = bool(config.get("add_bos_token")) and self.bos_token_id is not None
+        bos = self.bos_token_id if config.get("add_bos_token") else None
+        self._prefix = [] if bos is None else [bos]
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = msgspec.json.decode(backend.decoder.__getstate__()) if backend.decoder else {"type": "None"}
@@ -72,9 +73,8 @@ class Tokenizer:
         """Token ids of a text. The special tokens are those of tokenizer.json's post-processor; bos is added where it lacks
         one though `add_bos_token` is true (DeepSeek's folders). None are added with `add_special_tokens=False`."""
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
-            return [self.bos_token_id, *ids]
-        return ids
+        missing = add_special_tokens and ids[: len(self._prefix)] != self._prefix
+        return [*self._prefix, *ids] if missing else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids outside the vocabulary are left out."""

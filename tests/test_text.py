@@ -97,7 +97,9 @@ def test_any_chunking_gives_the_decoded_text(kind, data, skip, cuts):
 def test_stop_strings_equal_a_search_after_every_token(kind, data, below, include, cuts):
     """The oracle decodes everything again for each token, and looks character by character for the first stop."""
     tokenizer = KINDS[kind]
-    ids = data.draw(st.lists(st.integers(tokenizer.vocab_size - 60, tokenizer.vocab_size - 1), max_size=30))
+    last = st.integers(tokenizer.vocab_size - 60, tokenizer.vocab_size - 1)
+    bytes_and_such = st.sampled_from(tokenizer.encode("\t<x\x0bé", add_special_tokens=False))
+    ids = data.draw(st.lists(last | bytes_and_such, max_size=30))
     whole = tokenizer.decode(ids).replace("\ufffd", "")
     piece = st.integers(0, max(len(whole) - 1, 0)).flatmap(
         lambda a: st.integers(1, 4).map(lambda n: whole[a : a + n])

@@ -1,0 +1,225 @@
+"""From what a caller writes to requests that the engine can run, and back to what the caller reads."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..sampling.params import SamplingParams, fold_seed, knobs_row, tokenize_bad_words
+from ..sampling.state import dense_bias
+from .options import EngineOptions
+from .outputs import CompletionOutput, Logprob, RequestOutput
+from .request import Request, ScoreLog
+from .text import Detokenizer, Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What one call of the user became: `n` requests over the same prompt."""
+
+    id: str
+    prompt: str | None
+    requests: list[Request]
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+
+@dataclass
+class Intake:
+    """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end tokens."""
+
+    vocab_size: int
+    max_model_len: int
+    options: EngineOptions
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        self._arrivals = itertools.count()
+        self._unseeded = itertools.count()
+
+    def ticket(self, id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Ticket:
+        """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+
+        Raises ValueError or TypeError, naming what is wrong: nothing has been queued then.
+        """
+        text, tokens = self.tokens(prompt)
+        self.check(tokens, params)
+        end = self.end(tokens, params)
+        words = self.bad_words(params)
+        self._check_sampling(params, words)
+        seed = self._seed(params)
+        requests = [
+            Request(
+                id=id,
+                prompt=tokens,
+                params=params,
+                seed=fold_seed(seed, i),
+                end=end,
+                stop_ids=self.stop_ids(params),
+                eos_ids=self.eos_ids,
+                bad_words=words,
+                text=self._detokenizer(params, tokens),
+                priority=priority,
+                arrival=next(self._arrivals),
+            )
+            for i in range(params.n)
+        ]
+        return Ticket(id, text, requests)
+
+    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, Mapping):
+            return self._mapping(prompt)
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or any(
+            type(t) is not int and not isinstance(t, np.integer) for t in prompt
+        ):
+            raise TypeError(f"a prompt is a string, token ids, or a mapping, not {shown(prompt)}")
+        return None, [int(t) for t in prompt]
+
+    def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        known = {"prompt", "prompt_token_ids"}
+        if not prompt or set(prompt) - known:
+            raise TypeError(
+                f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, prompt))}"
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"prompt must be a string, not {shown(text)}")
+        return (
+            (text, self._encode(text))
+            if ids is None and text is not None
+            else (text, self.tokens(ids or [])[1])
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the prompt as token ids")
+        return self.tokenizer.encode(text)
+
+    def check(self, tokens: list[int], params: SamplingParams) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
+        longest = min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
+        if len(tokens) > longest:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, which the model does not have")
+
+    def end(self, tokens: list[int], params: SamplingParams) -> int:
+        """Tokens that the request may have in all."""
+        room = self.max_model_len - len(tokens)
+        return len(tokens) + min(params.max_tokens or room, self.options.max_output_length or room, room)
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ends = () if params.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise ValueError(
+                f"bad_words={list(params.bad_words)!r} needs a tokenizer, which the model does not have"
+            )
+        encode = self.tokenizer.encode
+        sequences = tokenize_bad_words(params.bad_words, lambda text: encode(text, add_special_tokens=False))
+        return tuple(tuple(sequence) for sequence in sequences)
+
+    def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
+        """Whatever the device's rows would refuse is refused here, before the request is queued."""
+        params.check_vocabulary(self.vocab_size)
+        knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
+        if params.allowed_token_ids is not None or words:
+            dense_bias(params, self.vocab_size, words)
+
+    def _seed(self, params: SamplingParams) -> int:
+        """The request's own seed, or one that the engine's seed and the number of such requests before it decide."""
+        if params.seed is not None:
+            return params.seed
+        drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
+        return int(drawn[0])
+
+    def _detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            prompt_ids=prompt,
+        )
+
+    def output(self, ticket: Ticket) -> RequestOutput:
+        """What the caller gets of a ticket as it stands."""
+        first = ticket.requests[0]
+        finished = ticket.finished
+        return RequestOutput(
+            request_id=ticket.id,
+            prompt=ticket.prompt,
+            prompt_token_ids=first.prompt,
+            outputs=[self.completion(i, request) for i, request in enumerate(ticket.requests)],
+            prompt_logprobs=self._prompt_logprobs(first),
+            finished=finished,
+            metrics=first.metrics() if finished else None,
+            num_cached_tokens=first.cached,
+        )
+
+    def completion(self, index: int, request: Request) -> CompletionOutput:
+        wants = request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=request.text.text if request.text else "",
+            token_ids=request.outputs,
+            cumulative_logprob=sum(request.scores.logprob) if wants else None,
+            logprobs=self._logprobs(request.outputs, request.scores, request.params.logprobs or 0)
+            if wants
+            else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """As in vLLM: nothing is known of the first token, hence None."""
+        if request.params.prompt_logprobs is None:
+            return None
+        scores = request.prompt_scores
+        tokens = request.prompt[1 : 1 + len(scores.logprob)]
+        return [None, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
+
+    def _logprobs(self, tokens: list[int], scores: ScoreLog, top: int) -> list[dict[int, Logprob]]:
+        return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
+
+    def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
+        """The token itself, then the `top` likeliest."""
+        found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
+        for rank in range(top):
+            other = int(scores.top_ids[i][rank])
+            if other >= 0:
+                found.setdefault(
+                    other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decoded(other))
+                )
+        return found
+
+    def _decoded(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode_token(token)
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

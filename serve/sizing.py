@@ -1,0 +1,86 @@
+"""How much fits: an engine's sizes from the model, the options and the memory, before anything is allocated."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..kvcache.pages import BLOCK, page_bytes
+from ..model.config import ModelConfig
+from ..model.transformer import decoder_spec
+from ..model.tree import abstract, nbytes
+from .engine import Sizes
+from .options import EngineOptions
+from .step import empty_slots
+
+HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
+HOST_MOST = 4 << 30  # at most so many bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes an engine will hold: weights, KV cache, slots; `scratch` is an estimate of the steps' temporaries."""
+
+    weights: int
+    cache: int
+    slots: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.slots + self.scratch
+
+
+def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> int:
+    """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in float32."""
+    c, size = config, jnp.dtype(dtype).itemsize
+    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_size
+    activations = options.max_prefill_tokens * (4 * c.hidden_size + 2 * c.ffn_size + 2 * heads) * size
+    attention = 8 * options.max_prefill_tokens * c.num_heads * (c.head_size + BLOCK)
+    return activations + attention + 16 * options.max_num_seqs * c.vocab_size
+
+
+def memory_plan(config: ModelConfig, options: EngineOptions, sizes: Sizes, dtype: Any) -> MemoryPlan:
+    """What an engine of these sizes takes, from shapes alone."""
+    weights = nbytes(abstract(decoder_spec(config), jnp.dtype(dtype)))
+    slots = jax.eval_shape(lambda: empty_slots(sizes.max_num_seqs, config.vocab_size))
+    cache = sizes.pages * page_bytes(config, sizes.page_size, dtype)
+    return MemoryPlan(weights, cache, nbytes(slots), scratch_bytes(config, options, dtype))
+
+
+def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, device: jax.Device) -> int:
+    """Bytes that the KV cache may take on a device: what is left beside weights, slots and temporaries."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(HOST_MOST, physical // HOST_SHARE)
+    nothing = memory_plan(config, options, Sizes(BLOCK, options.max_num_seqs, 0, options.page_size), dtype)
+    return int(stats["bytes_limit"] * options.gpu_memory_utilization) - nothing.total
+
+
+def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, device: jax.Device) -> Sizes:
+    """Fixed shapes for a model on a device. Raises ValueError, saying which knob to turn, where they do not fit."""
+    W, budget = options.page_size, cache_budget(config, options, dtype, device)
+    longest = options.max_model_len or config.max_position
+    if longest > config.max_position:
+        raise ValueError(f"max_model_len {longest} is beyond the model's {config.max_position} positions")
+    one_page = page_bytes(config, W, dtype)
+    wanted = options.max_batched_token_mem or options.max_num_seqs * longest
+    pages = -(-wanted // W)
+    if options.max_batched_token_mem is None:
+        pages = min(pages, budget // one_page)
+        if options.max_model_len is None:
+            longest = min(longest, pages * W)
+    elif pages * one_page > budget:
+        raise ValueError(
+            f"max_batched_token_mem {wanted} needs {pages * one_page / 2**30:.1f} GiB of cache, {budget / 2**30:.1f} GiB are "
+            "free: lower it, or raise gpu_memory_utilization"
+        )
+    if pages < -(-longest // W) or longest < 2:
+        raise ValueError(
+            f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: lower max_model_len, "
+            "or raise max_batched_token_mem or gpu_memory_utilization"
+        )
+    return Sizes(longest, options.max_num_seqs, pages, W)
