@@ -247,23 +247,27 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     `sampling` holds the parameters that the file states; it is empty where the file says `"do_sample": false`. Raises
     CheckpointError for a value of the wrong type.
     """
-    folder = Path(path)
-    file, raw = folder / "generation_config.json", read_json(folder / "config.json")
-    found = read_json(file) if file.exists() else {}
-    bos, eos = (
-        token_ids(file, name, found.get(name) if found.get(name) is not None else raw.get(name))
-        for name in ("bos_token_id", "eos_token_id")
-    )
-    stated = {} if found.get("do_sample") is False else {n: found[n] for n in SAMPLING if n in found}
-    sampling = {name: value for name, value in stated.items() if value is not None}
+    files = [Path(path) / "generation_config.json", Path(path) / "config.json"]
+    stated = {file: read_json(file) for file in files if file.exists() or file.name == "config.json"}
+    bos, eos = token_ids(stated, "bos_token_id"), token_ids(stated, "eos_token_id")
+    own = stated.get(files[0], {})
+    names = () if own.get("do_sample") is False else SAMPLING
+    sampling = {name: own[name] for name in names if own.get(name) is not None}
     for name, value in sampling.items():
         if type(value) is not int and (type(value) is not float or name == "top_k"):
-            raise CheckpointError(f"{file}: {name} is {shown(value)}, expected a number")
+            kind = "an integer" if name == "top_k" else "a number"
+            raise CheckpointError(f"{files[0]}: {name} is {shown(value)}, expected {kind}")
     return GenerationDefaults(eos, bos[0] if bos else None, sampling)
 
 
-def token_ids(file: Path, name: str, value: Any) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise CheckpointError(f"{file}: {name} is {shown(value)}, expected a token id or a list of them")
-    return tuple(ids)
+def token_ids(stated: Mapping[Path, Mapping[str, Any]], name: str) -> tuple[int, ...]:
+    """The ids of the first file that gives any."""
+    for file, raw in stated.items():
+        value = raw.get(name)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise CheckpointError(f"{file}: {name} is {shown(value)}, expected a token id or a list of them")
+        return tuple(ids)
+    return ()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from demo_corpus import Corpus, blocks, encode
-from demo_fit import logits
+from demo_fit import Recipe, logits
 from demo_sample import complete, definitions, parses
 from tokenizers import Tokenizer
 
@@ -153,6 +153,26 @@ validation if the SHA-256 of its name says so (one in sixteen). The library is Â
 used under the PSF License Agreement Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it."""
 
 
+def training_lines(folder: Path, history: list[dict], recipe: Recipe, teacher: Path | None) -> str:
+    command = f"python examples/train_demo.py --out {folder}" + (f" --teacher {teacher}" if teacher else "")
+    stretches = ", then ".join(f"{p.steps} steps of {p.batch} x {p.context} tokens" for p in recipe.phases)
+    tokens = sum(p.steps * p.batch * p.context for p in recipe.phases)
+    minutes = sum(row["seconds"] for row in history) / 60
+    loss = (
+        "Nats per token"
+        if teacher is None
+        else "Training: the mixed loss. Validation: nats per token of the text"
+    )
+    return f"""`{command} --seed {recipe.seed}`: {stretches}, {tokens / 1e6:.1f} M tokens in all. AdamW, peak rate {recipe.learning_rate}, weight
+decay {recipe.weight_decay}, gradients clipped at {recipe.clip}; warm-up, plateau, and a line to zero over the last three tenths. One word in
+fifty is cut from the space before it, so that prompts may end in a space. It took {minutes:.0f} minutes on two shared CPU cores.
+The run depends on the corpus, the seed and the number of steps, not on the clock; other processors round differently.
+
+![loss by step](loss.svg)
+
+{loss}, by step."""
+
+
 def introduction(folder: Path, draft: Model, teacher: Path | None, stream: np.ndarray) -> str:
     if teacher is None:
         return """# duetto demo
@@ -171,18 +191,12 @@ the two distributions share **{sampled:.1%}** of their probability (rejection sa
 """
 
 
-def write_card(folder: Path, history: Path, corpus: Corpus, teacher: Path | None) -> None:
+def write_card(folder: Path, history: Path, recipe: Recipe, corpus: Corpus, teacher: Path | None) -> None:
     """README.md and loss.svg of a finished folder."""
     model, tokenizer = load(folder, jnp.float32), Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows = read_history(history)
     draw_losses(rows, folder / "loss.svg")
     stream = encode(tokenizer, list(corpus.validation.values()))
-    command = f"python examples/train_demo.py --out {folder}" + (f" --teacher {teacher}" if teacher else "")
-    loss = (
-        "nats per token"
-        if teacher is None
-        else "training: the mixed loss; validation: nats per token of the text"
-    )
     card = f"""{introduction(folder, model, teacher, stream)}
 ## Sizes
 
@@ -193,10 +207,7 @@ def write_card(folder: Path, history: Path, corpus: Corpus, teacher: Path | None
 
 ## Training
 
-`{command}`: {rows[-1]["step"]} steps of 2048 tokens, AdamW, seed 0, {sum(r["seconds"] for r in rows) / 60:.0f} minutes on two shared CPU cores.
-
-![loss by step: {loss}](loss.svg)
-
+{training_lines(folder, rows, recipe, teacher)}
 ## Quality
 
 {quality_lines(model, tokenizer, corpus)}

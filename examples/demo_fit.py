@@ -119,7 +119,7 @@ def make_step(recipe: Recipe, teacher: Teacher | None) -> Callable:
 
 def start(recipe: Recipe) -> tuple:
     """Parameters and optimizer moments before the first step."""
-    params = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
+    params: Any = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
     return params, recipe.optimizer().init(params)
 
 

@@ -98,7 +98,7 @@ def main() -> None:
         return {"validation": evaluate(kept, recipe.config, held_out, 256, limit=40_000)}
 
     fit(recipe, stream, work, report, teacher)
-    write_card(args.out, work / "history.jsonl", corpus, args.teacher)
+    write_card(args.out, work / "history.jsonl", recipe, corpus, args.teacher)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Batch:
 
 
 def positions(batch: Batch) -> Int[Array, "B T"]:
-    return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
 def page_shape(config: ModelConfig, pages: int, page_size: int) -> tuple[int, int, int, int]:
@@ -100,9 +100,9 @@ def running_softmax(q: Array, batch: Batch, pools: tuple[Array, Array], pos: Arr
         top, total, out = carry
         at = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         k, v = (read_block(pool, batch.page_table, j) for pool in pools)
-        v = jnp.where((at < end[:, None])[None, ..., None], v, 0)  # a page's unwritten tail may hold anything
+        v = jnp.where((at[None] < end[:, None])[None, ..., None], v, 0)  # a page's unwritten tail may hold anything
         scores = jnp.einsum("kbqh,kbsh->kbqs", q, k, preferred_element_type=jnp.float32) * H**-0.5
-        scores = jnp.where((at <= pos[..., None])[None], scores, MASKED)
+        scores = jnp.where((at[None, None] <= pos[..., None])[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
         add = jnp.einsum("kbqs,kbsh->kbqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -121,7 +121,7 @@ def paged(batch: Batch) -> Attend:
     def attend(cache: KVCache, layer: int, q: Array, k: Array, v: Array) -> tuple[KVCache, Array]:
         W, pos = cache.page_size, positions(batch)
         entry = jnp.minimum(pos // W, batch.page_table.shape[1] - 1)
-        real = jnp.arange(pos.shape[1], dtype=jnp.int32) < batch.count[:, None]
+        real = jnp.arange(pos.shape[1], dtype=jnp.int32)[None] < batch.count[:, None]
         page = jnp.where(real, jnp.take_along_axis(batch.page_table, entry, 1), cache.pages)
         pools = tuple(write(p[layer], page, pos % W, new) for p, new in ((cache.k, k), (cache.v, v)))
         out = running_softmax(grouped(q, k.shape[2]), batch, pools, pos).astype(q.dtype).reshape(q.shape)

@@ -16,7 +16,7 @@ def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], eps: float) -
     """Root-mean-square normalisation in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * gain
+    return normed.astype(x.dtype) * jnp.expand_dims(gain, range(x.ndim - 1))
 
 
 def rotation(positions: Int[Array, "B T"], frequencies: np.ndarray) -> tuple[Array, Array]:

@@ -98,7 +98,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
 
 
 def biased(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + bias
+    return x if bias is None else x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
 
 
 def mix(w: Attention, x: Array, turn: tuple[Array, Array], attend: Attend, state: Any, layer: int):

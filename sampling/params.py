@@ -5,7 +5,7 @@ Names, defaults and meaning are vLLM's. A new parameter is a field here (and in 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 import msgspec
@@ -18,6 +18,9 @@ MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence id
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
 MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
 MAX_BIAS = 1e9  # size of a logit bias; masks are far beyond it
+MAX_TEMPERATURE = 1e6
+MAX_INT32 = 2**31 - 1
+MAX_REPETITION = 1e3  # and its inverse: float32 logits stay finite
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
@@ -48,7 +51,7 @@ class SamplingParams:
         1.0, "divides positive, multiplies negative logits of tokens seen in prompt or output"
     )
     seed: int | None = option(
-        None, "64-bit integer; the same request with the same seed gives the same tokens"
+        None, "64-bit integer; the same request with the same seed gives the same tokens; -1 is none"
     )
     stop: str | Sequence[str] | None = option(
         None, "a string or strings that end the output when they appear in the text"
@@ -72,8 +75,10 @@ class SamplingParams:
     detokenize: bool = option(True, "give text, not only token ids")
 
     def __post_init__(self):
-        for f in fields(self):
-            object.__setattr__(self, f.name, typed(f.name, getattr(self, f.name)))
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, typed(name, value))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         check_ranges(self)
         check_lists(self)
 
@@ -95,10 +100,10 @@ class SamplingParams:
 
     def check_vocabulary(self, V: int) -> None:
         """Raise ValueError for a token id that a vocabulary of V entries lacks."""
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                if not 0 <= token < V:
-                    raise ValueError(f"{name} has token id {token}; the vocabulary's ids are 0..{V - 1}")
+        lists = {"stop_token_ids": self.stop_token_ids, "allowed_token_ids": self.allowed_token_ids}
+        for name, ids in {**lists, "logit_bias": self.logit_bias}.items():
+            for token in ids or ():
+                require(0 <= token < V, name, token, f"the vocabulary's ids are 0..{V - 1}")
 
 
 FIELD_TYPES = get_type_hints(SamplingParams)
@@ -131,20 +136,15 @@ def require(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 def check_ranges(p: SamplingParams) -> None:
     require(p.n >= 1, "n", p.n, "at least 1")
-    require(
-        math.isfinite(p.temperature) and p.temperature >= 0,
-        "temperature",
-        p.temperature,
-        "0 (greedy) or more",
-    )
+    hot = f"0 (greedy) to {MAX_TEMPERATURE:g}"
+    require(0 <= p.temperature <= MAX_TEMPERATURE, "temperature", p.temperature, hot)
     require(p.top_k >= -1, "top_k", p.top_k, "1 or more; 0 or -1 is off")
     require(0 < p.top_p <= 1, "top_p", p.top_p, "above 0, at most 1")
     require(0 <= p.min_p <= 1, "min_p", p.min_p, "0 to 1")
     for name, value in (("presence_penalty", p.presence_penalty), ("frequency_penalty", p.frequency_penalty)):
         require(-2 <= value <= 2, name, value, "-2 to 2")
-    require(
-        0 < p.repetition_penalty < math.inf, "repetition_penalty", p.repetition_penalty, "above 0; 1 is off"
-    )
+    repetition, strong = p.repetition_penalty, f"{1 / MAX_REPETITION:g} to {MAX_REPETITION:g}; 1 is off"
+    require(1 / MAX_REPETITION <= repetition <= MAX_REPETITION, "repetition_penalty", repetition, strong)
     require(p.seed is None or -(2**63) <= p.seed < 2**64, "seed", p.seed, "a 64-bit integer")
     require(p.max_tokens is None or p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more, or None")
     most = math.inf if p.max_tokens is None else p.max_tokens
@@ -158,31 +158,23 @@ def check_ranges(p: SamplingParams) -> None:
 def check_lists(p: SamplingParams) -> None:
     require("" not in p.stop_strings, "stop", p.stop, "strings that are not empty")
     require(
-        p.detokenize or not p.stop,
-        "stop",
-        p.stop,
-        "nothing with detokenize=False, for it is looked for in the text",
+        p.detokenize or not p.stop, "stop", p.stop, "with detokenize=False there is no text to look for it"
     )
-    require(
-        not p.bad_words or all(w.strip() for w in p.bad_words),
-        "bad_words",
-        p.bad_words,
-        "words that are not empty",
-    )
-    for name, ids in (("stop_token_ids", p.stop_token_ids), ("allowed_token_ids", p.allowed_token_ids)):
-        require(all(i >= 0 for i in ids or ()), name, ids, "token ids, 0 or more")
+    require(all(w.strip() for w in p.bad_words or ()), "bad_words", p.bad_words, "words that are not blank")
     require(p.allowed_token_ids != (), "allowed_token_ids", [], "at least one id, or None")
+    lists = {"stop_token_ids": p.stop_token_ids, "allowed_token_ids": p.allowed_token_ids}
+    for name, ids in {**lists, "logit_bias": p.logit_bias}.items():
+        for token in ids or ():
+            require(0 <= token <= MAX_INT32, name, token, "token ids, 0 or more")
     for token, bias in (p.logit_bias or {}).items():
-        ok = token >= 0 and abs(bias) <= MAX_BIAS
-        require(
-            ok, f"logit_bias[{token}]", bias, f"an id of 0 or more, a finite bias of at most {MAX_BIAS:g}"
-        )
+        require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")
 
 
 def fold_seed(seed: int, sample: int = 0) -> int:
-    """The 32 bits that the device draws from: a seed of 0..2**32-1 is itself; completion i of n uses seed + i, as in vLLM."""
-    wide = (seed + sample) % 2**64
-    return (wide ^ (wide >> 32)) % 2**32
+    """The 32 bits that the device draws from: a seed of 0..2**32-1 is itself, the upper half of a longer one is mixed in
+    (Fibonacci hashing). Completion i of n draws from seed + i, as in vLLM."""
+    upper, lower = divmod((seed + sample) % 2**64, 2**32)
+    return lower ^ (upper * 0x9E3779B1) % 2**32
 
 
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
@@ -195,9 +187,9 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
     for word in words:
         bare, spaced = list(encode(word.lstrip())), list(encode(" " + word.lstrip()))
         sequences.append(bare)
-        if spaced[0] != bare[0] and len(spaced) == len(bare):
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
             sequences.append(spaced)
-    return [s for s in sequences if s]
+    return [sequence for sequence in sequences if sequence]
 
 
 @pytree
@@ -229,19 +221,20 @@ def knobs_row(
 ) -> Knobs:
     """The device's row of one request, in numpy.
 
-    `seed` is 0..2**32-1 (`fold_seed`), `stop_ids` the model's end ids (unless ignored) and the request's own, `bad_words` the
-    tokenized words, of which those of one token belong to `dense_bias`. Raises ValueError above the limits of this file.
+    `seed` is 0..2**32-1 (`fold_seed`), `prompt_len` the position of the first generated token, `stop_ids` the model's
+    end ids (unless ignored) and the request's own, `bad_words` the tokenized words, of which those of one token act
+    through `dense_bias`. Raises ValueError above the limits of this file.
     """
     return Knobs(
         temperature=np.float32(0 if params.greedy else params.temperature),
-        top_k=np.int32(min(max(params.top_k, 0), 2**31 - 1)),
+        top_k=np.int32(min(max(params.top_k, 0), MAX_INT32)),
         top_p=np.float32(params.top_p),
         min_p=np.float32(params.min_p),
         presence_penalty=np.float32(params.presence_penalty),
         frequency_penalty=np.float32(params.frequency_penalty),
         repetition_penalty=np.float32(params.repetition_penalty),
         seed=np.uint32(seed),
-        min_position=np.int32(prompt_len + params.min_tokens),
+        min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
         logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
         has_bias=np.bool_(has_bias(params, bad_words)),
         stop_ids=stop_row(stop_ids),

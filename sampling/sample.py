@@ -16,6 +16,8 @@ from ..model.tree import pytree
 from .params import MAX_LOGPROBS, Knobs
 from .state import MASKED, SamplingState
 
+INFINITY = 0x7F800000  # the bits of float32's infinity
+
 
 @pytree
 class Scores:
@@ -98,7 +100,7 @@ def score(logits: Float[Array, "T V"], targets: Int[Array, " T"], n_top: int = M
     """Scores of the given tokens, and the `n_top` likeliest beside them."""
     logits = logits.astype(jnp.float32)
     top = jnp.max(logits, axis=-1, keepdims=True)
-    log_total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
+    log_total = jnp.log(pairwise_sum(jnp.exp(logits - top)))
     own = jnp.take_along_axis(logits, targets[:, None], axis=1)
     values, ids = jax.lax.top_k(logits, min(n_top, logits.shape[1]))
     missing = ((0, 0), (0, n_top - ids.shape[1]))
@@ -261,25 +263,27 @@ def has_top_p(rows: Rows) -> Bool[Array, " B"]:
 
 def within_top_p(x: Array, rows: Rows) -> Array:
     """Keep the fewest largest whose probabilities, among what is left by then, sum to p; ties at the border stay."""
-    weight = jnp.exp(x)
-    return keep_heaviest(x, weight, rows.knobs.top_p * jnp.sum(weight, axis=-1))
+    weight = fixed_point(x)
+    whole = jnp.sum(weight, axis=-1).astype(jnp.float32)
+    return keep_heaviest(x, weight, jnp.ceil(rows.knobs.top_p * whole).astype(jnp.int32))
 
 
 NARROWINGS = ((has_min_p, within_min_p), (has_top_k, within_top_k), (has_top_p, within_top_p))
 
 
-def keep_heaviest(x: Float[Array, "B V"], weight: Float[Array, "B V"], goal: Float[Array, " B"]) -> Array:
-    """Keep the largest x (all x <= 0) until their weights sum to `goal`, exactly, without a sort.
+def keep_heaviest(x: Float[Array, "B V"], weight: Array, goal: Array) -> Array:
+    """Keep the largest x (all x <= 0) until their weights [B,V] sum to `goal` [B], exactly, without a sort.
 
-    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
-    suffices (a rounded sum never falls when an addend grows, so the halving is sound).
+    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that suffices.
+    Weights are whole numbers, so their sums are exact in every order of addition.
     """
     distance = jnp.abs(x)
 
     def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + (high - low) // 2
-        enough = jnp.sum(jnp.where(distance <= as_float(middle), weight, 0.0), axis=-1) >= goal
+        inside = distance <= as_float(middle)
+        enough = jnp.sum(jnp.where(inside, weight, jnp.zeros_like(weight)), axis=-1) >= goal
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     def as_float(bits: Int[Array, " B"]) -> Float[Array, "B 1"]:
@@ -290,4 +294,18 @@ def keep_heaviest(x: Float[Array, "B V"], weight: Float[Array, "B V"], goal: Flo
     return jnp.where(distance <= as_float(border), x, MASKED)
 
 
-INFINITY = 0x7F800000  # the bits of float32's infinity
+# ---------------------------------------------------------------- sums that do not depend on the shape of a batch
+
+
+def fixed_point(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
+    """Probabilities of log-weights in units of 2**-30."""
+    weight = jnp.exp(x)
+    return jnp.round(weight * (2.0**30 / pairwise_sum(weight))).astype(jnp.int32)
+
+
+def pairwise_sum(x: Float[Array, "B V"]) -> Float[Array, "B 1"]:
+    """Sums of the rows, added in an order that V alone decides: how a device splits a reduction depends on B too."""
+    while x.shape[1] > 1:
+        half = (x.shape[1] + 1) // 2
+        x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
+    return x

@@ -92,6 +92,14 @@ class Tokenizer:
             return stream.push(token_id, token) + stream.finish()
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, which need not be whole characters."""
+        token = self._backend.id_to_token(token_id)
+        if token is not None and self._alphabet:
+            return token_bytes(token, self._alphabet)
+        byte = self._rules.byte(token) if token is not None and self._rules else None
+        return self.decode_token(token_id).encode() if byte is None else bytes([byte])
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, e.g. `<|im_end|>`; None if there is none."""
         return self._backend.token_to_id(token)

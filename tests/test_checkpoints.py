@@ -1,6 +1,7 @@
 """Hugging Face folders: what is written is read back bit for bit, and what cannot be loaded is refused by name."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -255,9 +256,9 @@ def test_loading_takes_less_than_a_third_more_than_the_model(tmp_path, dtype):
     config = replace(sizes, tied_embeddings=True)
     params = jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config))
     save(tmp_path, config, params)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), dtype], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert 0.9 < float(done.stdout) < 1.3
 
 
@@ -522,11 +523,17 @@ def test_generation_defaults(folder, config, generation, expected):
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id or a list of them"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
         ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
-        ({"top_k": 1.5}, "top_k is 1.5, expected a"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
         ({"top_p": True}, "top_p is True"),
     ],
 )
 def test_generation_defaults_of_wrong_types_are_refused(folder, generation, words):
     (folder / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError, match=re.escape("generation_config.json: " + words)):
+        generation_defaults(folder)
+
+
+def test_an_end_token_of_the_wrong_type_is_refused_with_its_file(folder):
+    change_config(folder, eos_token_id=2.5)
+    with pytest.raises(CheckpointError, match=r"/config\.json: eos_token_id is 2\.5"):
         generation_defaults(folder)

@@ -207,9 +207,12 @@ def test_a_long_text_costs_the_same_per_token():
 def test_one_token_as_text():
     assert KINDS["pieces"].decode_token(KINDS["pieces"].token_id("▁cat")) == " cat"  # type: ignore[arg-type]
     assert KINDS["pieces"].decode_token(3 + 0xFF) == "\ufffd"
+    assert KINDS["pieces"].token_bytes(3 + 0xFF) == b"\xff"
+    assert KINDS["metaspace"].token_bytes(WORDS.index("é")) == "é".encode()
     assert KINDS["byte-level"].decode_token(10**6) == ""
     space = KINDS["byte-level"].encode(" the")[0]
     assert KINDS["byte-level"].decode_token(space).startswith(" ")
+    assert b"".join(map(KINDS["byte-level"].token_bytes, KINDS["byte-level"].encode("é🤗"))) == "é🤗".encode()
 
 
 def folder(path: Path, config: dict | str, post: bool = False) -> Path:

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM as one exception, which waits until a step is done."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """The process was asked to end. `code` is its exit code by the shell's convention."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.code = 128 + signum
+
+
+class Interrupts:
+    """While it is entered, the signals raise Interrupted: at once, or after `deferred` work; a second one at once.
+
+    Outside the main thread, where Python allows no handlers, it does nothing.
+    """
+
+    def __init__(self):
+        self._deferring = False
+        self._pending: int | None = None
+        self._previous: list = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = [(s, signal.signal(s, self._heard)) for s in SIGNALS]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous:
+            signal.signal(signum, handler)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Work that a first signal lets finish. Raises Interrupted afterwards."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+        if self._pending is not None:
+            raise Interrupted(self._pending)
+
+    def _heard(self, signum: int, frame: FrameType | None) -> None:
+        if not self._deferring or self._pending is not None:
+            raise Interrupted(signum)
+        self._pending = signum

@@ -1,0 +1,126 @@
+"""Strict numerics for every test, models to run, and the oracle that has no cache."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).resolve().parents[1]
+XLA_CACHE = ROOT / ".pytest_cache" / "xla"
+# Set for the tests' subprocesses too: the same small programs are compiled again and again otherwise.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from duetto import SamplingParams  # noqa: E402
+from duetto.checkpoints.huggingface import load  # noqa: E402
+from duetto.model.attention import causal  # noqa: E402
+from duetto.model.config import ModelConfig, Rope  # noqa: E402
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed  # noqa: E402
+from duetto.model.tree import init  # noqa: E402
+from duetto.sampling.params import fold_seed, knobs_row  # noqa: E402
+from duetto.sampling.sample import sample  # noqa: E402
+from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SHARED = ROOT.parent / "shared" / "data"
+TINY = ModelConfig(
+    vocab_size=300,
+    hidden_size=48,
+    ffn_size=96,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_size=8,
+    max_position=512,
+    rope=Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=64),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters to serve in tests, under the name that the test report shows."""
+
+    name: str
+    config: ModelConfig
+    params: Decoder
+
+
+def shared(*parts: str) -> Path:
+    """A folder of fixtures that only the developers' machines have; tests that need it are skipped elsewhere."""
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"fixture {'/'.join(parts)} is not on this machine")
+    return path
+
+
+def tiny_model() -> Model:
+    """Random, with weights large enough that greedy tokens have clear margins."""
+    spec = jax.tree.map(
+        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(TINY), is_leaf=lambda x: hasattr(x, "axes")
+    )
+    return Model("tiny", TINY, init(jax.random.key(1), spec))
+
+
+def make_model(name: str) -> Model:
+    if name == "tiny":
+        return tiny_model()
+    folder = {
+        "demo": lambda: ROOT / "checkpoints" / "demo",
+        "llama3": lambda: shared("tiny", "llama3"),
+        "stories260K": lambda: shared("stories260K"),
+    }[name]()
+    return Model(name, *load(folder, jnp.float32))
+
+
+@pytest.fixture(scope="session", params=["tiny", "demo", "llama3", "stories260K"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    return tiny_model()
+
+
+Oracle = Callable[[list[int], SamplingParams], list[int]]
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[Model], Oracle]:
+    """A model's own continuation by the plainest means: the whole text through the forward pass for every token."""
+    return lambda model: partial(continue_plainly, model)
+
+
+def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+    tokens, V = list(prompt), model.config.vocab_size
+    state = admit(empty_state(1, V), jnp.int32(0), knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)))
+    if needs_history(params):
+        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), 512))
+        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
+        state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
+    for _ in range(params.max_tokens or 16):
+        padded = np.zeros((1, 512), np.int32)
+        padded[0, : len(tokens)] = tokens
+        position = jnp.full(1, len(tokens), jnp.int32)
+        token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)
+        tokens.append(int(token[0]))
+    return tokens[len(prompt) :]
+
+
+@partial(jax.jit, static_argnames="config")
+def next_token(params, config, tokens, position, state):
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    hidden, _ = forward(params, config, tokens, places, causal)
+    logits = unembed(params, hidden[jnp.arange(1), position - 1])
+    zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    token = sample(logits, position, zero, yes, state).token
+    return token, commit(state, zero, token, yes)
