@@ -11,7 +11,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The process was asked to end. `code` is its exit code by the shell's convention."""
+    """The process was asked to end. `code` is its exit code by the shell's convention, `hint` what the user may do then."""
+
+    hint = ""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)

@@ -10,7 +10,7 @@ import fcntl
 import os
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,9 @@ MISSING = -1
 
 
 class JobError(Exception):
-    """A job that cannot run or go on: a sentence for the user. What is finished stays in the journal."""
+    """A job that cannot run or go on: a sentence for the user, and perhaps a hint what to do."""
+
+    hint = ""
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,9 @@ class Journal:
         return len(line)
 
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
         try:
             os.lseek(self._descriptor, self._end, os.SEEK_SET)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            write_all(self._descriptor, data)
             os.fsync(self._descriptor)
         except BaseException:
             os.ftruncate(self._descriptor, self._end)
@@ -228,8 +228,17 @@ def disk(path: str | Path) -> Iterator[None]:
         raise JobError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, pieces: Iterator[bytes]) -> None:
-    """A file that appears complete and durable, or not at all; what was there is replaced. Raises JobError."""
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_whole(
+    path: Path, pieces: Iterator[bytes], check: Callable[[Path], None] = lambda partial: None
+) -> None:
+    """A file that appears complete and durable, or not at all; what was there is replaced, unless `check`, which is given
+    the complete file under its first name, raises. Raises JobError."""
     partial = path.with_name(path.name + ".partial")
     with disk(partial):
         try:
@@ -237,6 +246,7 @@ def write_whole(path: Path, pieces: Iterator[bytes]) -> None:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
+            check(partial)
             os.replace(partial, path)
             sync_folder(path.parent)
         finally:

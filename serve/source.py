@@ -45,7 +45,9 @@ class Source:
         reader = LineReader(self.file, self.size, self.limit)
         yield from reader
         if reader.sha256.hexdigest() != self.sha256:
-            raise JobError("the input was changed while the job ran; run it again with the input as it is to be")
+            raise JobError(
+                "the input was changed while the job ran; run it again with the input as it is to be"
+            )
 
     def __enter__(self) -> Self:
         return self

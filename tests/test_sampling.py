@@ -1,6 +1,6 @@
 """Every sampling parameter against numpy, and the promise that a row's result is its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from duetto.sampling import sample as sampler
-from duetto.sampling.params import MAX_LOGPROBS, SamplingParams, knobs_row
+from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import Sampled, sample, score
 from duetto.sampling.state import (
     SamplingState,
@@ -42,16 +42,23 @@ class Request:
         return len(self.prompt) + len(self.output)
 
 
-def enter(state: SamplingState, slot: int, request: Request, seed: int = 0) -> SamplingState:
+def enter(
+    state: SamplingState,
+    slot: int,
+    request: Request,
+    seed: int = 0,
+    admit: Callable = admit_jit,
+    load_history: Callable = load_jit,
+) -> SamplingState:
     p, n = request.params, len(request.prompt)
     knobs = knobs_row(p, seed=seed, stop_ids=STOP_IDS, prompt_len=n, bad_words=request.bad_words)
-    state = admit_jit(state, np.int32(slot), knobs)
+    state = admit(state, np.int32(slot), knobs)
     if not needs_history(p):
         return state
     tokens = np.full(PADDED, 9, np.int32)
     tokens[: request.position] = [*request.prompt, *request.output]
     bias = dense_bias(p, state.bias.shape[1], request.bad_words)
-    return load_jit(state, np.int32(slot), tokens, np.int32(n), np.int32(request.position), bias)
+    return load_history(state, np.int32(slot), tokens, np.int32(n), np.int32(request.position), bias)
 
 
 def draw(logits: np.ndarray, request: Request, draws: int, seed: int = 0) -> Sampled:
@@ -119,9 +126,18 @@ CASES = {
     "min_tokens reached": Request(SamplingParams(min_tokens=3)),
     "all": Request(
         SamplingParams(
-            **{"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
-            **{"presence_penalty": 0.4, "frequency_penalty": 0.2, "min_tokens": 5000, "max_tokens": None},
-            **{"logit_bias": {9: 2.0}, "bad_words": ["-"], "logprobs": 3},
+            temperature=0.8,
+            top_k=6,
+            top_p=0.9,
+            min_p=0.02,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.2,
+            min_tokens=5000,
+            max_tokens=None,
+            logit_bias={9: 2.0},
+            bad_words=["-"],
+            logprobs=3,
         ),
         bad_words=WORDS,
     ),
@@ -153,49 +169,6 @@ def test_greedy_is_the_argmax_of_the_edited_logits(name):
     for seed in range(8):
         logits = np.random.default_rng(seed).normal(0, 1.0, 12)
         assert draw(logits, greedy, 1).token[0] == edited(logits, greedy).argmax()
-
-
-def narrowing(x: np.ndarray, name: str, value: float) -> np.ndarray:
-    """Which tokens one of min_p, top_k and top_p keeps of logits [B,V]."""
-    B, V = x.shape
-    knobs = knobs_row(SamplingParams(**{name: value}), seed=0, stop_ids=(), prompt_len=0)
-    zeros = jnp.zeros(B, jnp.int32)
-    rows = sampler.Rows(
-        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (B, *leaf.shape)), knobs),
-        zeros,
-        jnp.ones(B, bool),
-        zeros,
-        empty_state(1, V),
-    )
-    return np.asarray(jax.jit(sampler.narrowed)(jnp.asarray(x), rows)) > -1e29
-
-
-@pytest.mark.parametrize("V", [50, 4096])
-def test_kept_tokens_are_exact(V):
-    x = np.random.default_rng(V).normal(0, 3, (32, V)).astype(np.float32)
-    order = -np.sort(-x, axis=1)
-    for k in (1, 2, 17, V - 1, V, V + 5):
-        np.testing.assert_array_equal(narrowing(x, "top_k", k), x >= order[:, [min(k, V) - 1]])
-    weight = np.exp(order.astype(np.float64) - order[:, :1])
-    mass = weight.cumsum(axis=1) / weight.sum(axis=1, keepdims=True)
-    for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999):
-        last = (mass < p).sum(axis=1)
-        clear = (np.abs(mass - p) > 3e-7).all(axis=1)
-        assert clear.sum() > 16
-        np.testing.assert_array_equal(
-            narrowing(x, "top_p", p)[clear], (x >= np.take_along_axis(order, last[:, None], 1))[clear]
-        )
-    for p in (1e-3, 0.3, 0.999):
-        np.testing.assert_array_equal(narrowing(x, "min_p", p), x - order[:, :1] >= np.log(np.float32(p)))
-
-
-def test_ties_at_the_border_stay():
-    x = np.array([[2.0, 1, 1, 1, 0, -1]] * 2, np.float32)
-    assert narrowing(x, "top_k", 2)[0].tolist() == [True] * 4 + [False] * 2
-    assert narrowing(x, "top_p", 0.5)[0].tolist() == [True] * 4 + [False] * 2
-    assert narrowing(np.zeros((2, 7), np.float32), "top_p", 0.01).all()
-    mixed = np.array([[0.0, -0.0, -1.0]] * 2, np.float32)
-    assert narrowing(mixed, "top_k", 1)[0].tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -249,3 +222,127 @@ def test_a_draw_does_not_know_its_slot_or_row():
         by_cause.setdefault((seeds[s], int(p)), set()).add(int(t))
     assert all(len(tokens) == 1 for tokens in by_cause.values())
     assert len({tuple(by_cause.get((seed, p), ())) for seed in (3, 4, 5) for p in range(40)}) > 5
+
+
+def features() -> dict[str, Request]:
+    return {
+        **CASES,
+        "greedy": Request(SamplingParams(temperature=0)),
+        "scored": Request(SamplingParams(logprobs=20)),
+    }
+
+
+def bits(s: Sampled, row: int, wanted: bool) -> list[bytes]:
+    """Everything a request is told, bit for bit."""
+    leaves = (s.token, s.logprob, s.rank, s.top_ids, s.top_logprobs) if wanted else (s.token,)
+    return [np.asarray(leaf[row]).tobytes() for leaf in leaves]
+
+
+@pytest.mark.parametrize("V", [12, 515])
+def test_neighbours_never_matter(V):
+    """Each kind of request alone, beside all the others, beside dead rows, and at another width: the same bits."""
+    requests = list(features().values())
+    n = len(requests)
+    state, rng = empty_state(n, V), np.random.default_rng(2)
+    for slot, request in enumerate(requests):
+        state = enter(state, slot, request, seed=slot)
+    logits = jnp.asarray(rng.normal(0, 2, (n, V)), jnp.float32)
+    position = jnp.array([r.position for r in requests], jnp.int32)
+    slots = jnp.arange(n, dtype=jnp.int32)
+    together = sample_jit(logits, position, slots, jnp.ones(n, bool), state)
+    backwards = sample_jit(logits[::-1], position[::-1], slots[::-1], jnp.ones(n, bool), state)
+    for i, request in enumerate(requests):
+        wanted = request.params.logprobs is not None
+        want = bits(together, i, wanted)
+        assert bits(backwards, n - 1 - i, wanted) == want
+        assert bits(sample_jit(logits, position, slots, slots == i, state), i, wanted) == want
+        one = slice(i, i + 1)
+        alone = sample_jit(logits[one], position[one], slots[one], jnp.ones(1, bool), state)
+        assert bits(alone, 0, wanted) == want
+
+
+def assert_equal_trees(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_features_that_are_off_change_no_bit():
+    """The edits and narrowings are identities on rows that do not use them, also when another row makes them run."""
+    everything = CASES["all"]
+    state = enter(enter(empty_state(2, 12), 0, everything), 1, Request(SamplingParams()))
+    slot = jnp.array([0, 1], jnp.int32)
+    position = jnp.full(2, everything.position, jnp.int32)
+    x = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32).at[1, :2].set(jnp.array([-0.0, 1e-40]))
+    rows = sampler.Rows(jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state)
+    for wants, change in (*sampler.EDITS, *sampler.NARROWINGS):
+        assert wants(rows).tolist() == [True, False]
+        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wants(rows), change, x, rows))
+        assert after[1].tobytes() == np.asarray(x[1]).tobytes()
+
+
+def test_stale_history_of_a_slot_is_not_read():
+    state = enter(empty_state(1, 12), 0, CASES["all"])
+    plain = knobs_row(SamplingParams(), seed=0, stop_ids=(), prompt_len=4)
+    args = (
+        jnp.asarray(LOGITS, jnp.float32)[None],
+        jnp.full(1, 9, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        jnp.ones(1, bool),
+    )
+    stale = sample_jit(*args, admit_jit(state, np.int32(0), plain))
+    fresh = sample_jit(*args, admit_jit(empty_state(1, 12), np.int32(0), plain))
+    assert_equal_trees(stale, fresh)
+
+
+def test_history_loaded_equals_history_committed():
+    request = CASES["all"]
+    slots = jnp.arange(2, dtype=jnp.int32)
+    state = enter(empty_state(2, 12), 1, Request(request.params, request.prompt, (), request.bad_words))
+    for token in request.output:
+        state = commit_jit(state, slots, jnp.full(2, token, jnp.int32), slots == 1)
+    assert_equal_trees(state, enter(empty_state(2, 12), 1, request))
+
+
+def test_a_token_that_is_not_emitted_is_not_counted():
+    state, slots = enter(empty_state(2, 12), 1, CASES["all"]), jnp.arange(2, dtype=jnp.int32)
+    assert_equal_trees(commit_jit(state, slots, slots, slots < 0), state)
+
+
+def test_stop_ids():
+    state = enter(empty_state(2, 12), 0, Request(SamplingParams()))
+    zero = jnp.zeros(12, jnp.int32)
+    assert np.flatnonzero(stops(state, zero, jnp.arange(12, dtype=jnp.int32))).tolist() == list(STOP_IDS)
+    assert not stops(state, zero + 1, jnp.arange(12, dtype=jnp.int32)).any()
+
+
+def test_no_parameter_compiles_anything_anew():
+    traces = []
+
+    def counted(function):
+        def traced(*args):
+            traces.append(function.__name__)
+            return function(*args)
+
+        return jax.jit(traced)
+
+    steps = {f.__name__: counted(f) for f in (admit, load_history, sample, commit)}
+    slot = jnp.arange(3, dtype=jnp.int32)
+    state = empty_state(3, 24)
+    for i, request in enumerate(features().values()):
+        state = enter(state, i % 3, request, seed=i, admit=steps["admit"], load_history=steps["load_history"])
+        sampled = steps["sample"](jnp.ones((3, 24)), slot + 7, slot, slot >= 0, state)
+        state = steps["commit"](state, slot, sampled.token, slot > 0)
+    assert sorted(traces) == ["admit", "commit", "load_history", "sample"]
+
+
+def test_reported_scores_are_those_of_the_drawn_token():
+    request = Request(SamplingParams(temperature=2.0, logprobs=2, presence_penalty=2.0, top_k=5))
+    sampled = draw(LOGITS, request, 64)
+    rows = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (64, 12))
+    want = jax.jit(score)(rows, sampled.token)
+    assert len(set(sampled.rank.tolist())) > 2
+    for got, leaf in (
+        (sampled.logprob, want.logprob),
+        (sampled.rank, want.rank),
+        (sampled.top_ids, want.top_ids),
+    ):
+        np.testing.assert_array_equal(got, leaf)

@@ -1,0 +1,37 @@
+# Two commands do everything on a machine with Python >= 3.11 and pip: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/duetto batch examples/prompts.jsonl /tmp/duetto-demo-$$$$.jsonl --show 3
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# A stamp is newer than pyproject.toml as long as nothing has to be installed again.
+$(VENV)/demo.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(VENV)/demo.stamp $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

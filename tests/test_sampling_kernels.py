@@ -1,0 +1,106 @@
+"""The parts of the sampler that work on whole arrays: which tokens are kept, scores, argmax, sums, and what a step costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto.sampling import sample as sampler
+from duetto.sampling.params import MAX_LOGPROBS, SamplingParams, knobs_row
+from duetto.sampling.sample import sample, score
+from duetto.sampling.state import commit, empty_state
+
+
+def narrowing(x: np.ndarray, name: str, value: float) -> np.ndarray:
+    """Which tokens one of min_p, top_k and top_p keeps of logits [B,V]."""
+    B, V = x.shape
+    knobs = knobs_row(SamplingParams(**{name: value}), seed=0, stop_ids=(), prompt_len=0)
+    zeros = jnp.zeros(B, jnp.int32)
+    rows = sampler.Rows(
+        jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (B, *leaf.shape)), knobs),
+        zeros,
+        jnp.ones(B, bool),
+        zeros,
+        empty_state(1, V),
+    )
+    return np.asarray(jax.jit(sampler.narrowed)(jnp.asarray(x), rows)) > -1e29
+
+
+@pytest.mark.parametrize("V", [50, 4096])
+def test_kept_tokens_are_exact(V):
+    x = np.random.default_rng(V).normal(0, 3, (32, V)).astype(np.float32)
+    order = -np.sort(-x, axis=1)
+    for k in (1, 2, 17, V - 1, V, V + 5):
+        np.testing.assert_array_equal(narrowing(x, "top_k", k), x >= order[:, [min(k, V) - 1]])
+    weight = np.exp(order.astype(np.float64) - order[:, :1])
+    mass = weight.cumsum(axis=1) / weight.sum(axis=1, keepdims=True)
+    for p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999):
+        last = (mass < p).sum(axis=1)
+        clear = (np.abs(mass - p) > 3e-7).all(axis=1)
+        assert clear.sum() > 16
+        np.testing.assert_array_equal(
+            narrowing(x, "top_p", p)[clear], (x >= np.take_along_axis(order, last[:, None], 1))[clear]
+        )
+    for p in (1e-3, 0.3, 0.999):
+        np.testing.assert_array_equal(narrowing(x, "min_p", p), x - order[:, :1] >= np.log(np.float32(p)))
+
+
+def test_ties_at_the_border_stay():
+    x = np.array([[2.0, 1, 1, 1, 0, -1]] * 2, np.float32)
+    assert narrowing(x, "top_k", 2)[0].tolist() == [True] * 4 + [False] * 2
+    assert narrowing(x, "top_p", 0.5)[0].tolist() == [True] * 4 + [False] * 2
+    assert narrowing(np.zeros((2, 7), np.float32), "top_p", 0.01).all()
+    mixed = np.array([[0.0, -0.0, -1.0]] * 2, np.float32)
+    assert narrowing(mixed, "top_k", 1)[0].tolist() == [True, True, False]
+
+
+def test_scores_are_those_of_the_raw_logits():
+    x = np.random.default_rng(3).normal(0, 4, (6, 515)).astype(np.float32)
+    x[0, 7] = x[0, 9] = x[0].max() + 1
+    targets = np.array([7, 0, 5, 514, 3, 2], np.int32)
+    got = jax.jit(score)(x, targets)
+    want = x - np.log(np.exp(x.astype(np.float64)).sum(axis=1, keepdims=True))
+    own = np.take_along_axis(want, targets[:, None], 1)
+    np.testing.assert_allclose(got.logprob, own[:, 0], rtol=1e-6, atol=2e-6)
+    np.testing.assert_array_equal(got.rank, (want >= own).sum(axis=1))
+    assert got.rank[0] == 2
+    order = np.argsort(-x, axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    np.testing.assert_array_equal(got.top_ids, order)
+    np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(want, order, 1), rtol=1e-6, atol=2e-6)
+
+
+def test_scores_of_a_vocabulary_below_the_number_of_alternatives():
+    got = jax.jit(score)(jnp.arange(12, dtype=jnp.float32)[None], jnp.zeros(1, jnp.int32))
+    assert got.top_ids.shape == got.top_logprobs.shape == (1, MAX_LOGPROBS)
+    assert (got.top_ids[0, 12:] == -1).all() and (got.top_logprobs[0, 12:] == -np.inf).all()
+
+
+def test_sums_are_those_of_every_order_and_width():
+    x = np.random.default_rng(4).normal(0, 3, (32, 4099)).astype(np.float32)
+    rows = jax.jit(sampler.pairwise_sum)(x)
+    for width in (1, 2, 7):
+        np.testing.assert_array_equal(jax.jit(sampler.pairwise_sum)(x[:width]), rows[:width])
+    np.testing.assert_allclose(rows[:, 0], x.astype(np.float64).sum(axis=1), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("V", [1, 7, 12, 97, 4096])
+def test_argmax_is_the_first_of_the_largest(V):
+    x = np.random.default_rng(V).integers(0, 40, (64, V)).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(sampler.argmax)(x), x.argmax(axis=1))
+    assert 0 <= jax.jit(sampler.argmax)(np.full((1, V), np.nan, np.float32))[0] < V
+
+
+def test_greedy_pays_for_an_argmax_and_the_state_is_updated_in_place():
+    """Outside of the branches nothing of the logits' size is computed, and the donated state is wholly aliased."""
+    B, V = 8, 4096
+    state, slot = empty_state(B, V), jnp.arange(B, dtype=jnp.int32)
+    args = jnp.zeros((B, V)), slot, slot, slot >= 0, state
+    outputs = [v.aval.size for eqn in jax.make_jaxpr(sample)(*args).eqns for v in eqn.outvars]
+    assert max(outputs) < B * V
+
+    def step(logits, position, slot, live, state):
+        sampled = sample(logits, position, slot, live, state)
+        return sampled, commit(state, slot, sampled.token, live)
+
+    memory = jax.jit(step, donate_argnums=4).lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(state))
