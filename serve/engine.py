@@ -123,17 +123,17 @@ class Engine:
     def step(self) -> list[Request]:
         """Plan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
 
-        A step that fails on the device costs its cache: every running request is put back into the queue, and its pages
-        are computed again. Raises the device's error when that does not help either.
+        A step that fails on the device, or is interrupted, costs its cache: every running request is put back into the
+        queue, and its pages are computed again. Raises the device's error when that does not help either.
         """
         try:
             with self.meter.working():
                 touched = self._advance()
-        except jax.errors.JaxRuntimeError:
-            self._failures += 1
-            if self._failures >= MAX_FAILURES:
-                raise
+        except BaseException as error:
             self._recover()
+            self._failures += 1
+            if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
+                raise
             return []
         self._failures = 0
         return touched
@@ -238,36 +238,41 @@ class Engine:
 
     def _commit(self, flight: list[Ran]) -> list[Request]:
         """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released."""
-        return [
-            work.request for ran in flight for row, work in enumerate(ran.rows) if self._take(ran, row, work)
-        ]
+        touched = []
+        for ran in flight:
+            tokens = np.asarray(ran.output.sampled.token)
+            for row, work in enumerate(ran.rows):
+                if work.request.finished:
+                    continue  # aborted, or stopped by its text, while this step was on its way
+                take_prompt_scores(work.request, ran.output, row, work)
+                if self._take(work.request, ran.output, row, tokens[row]):
+                    touched.append(work.request)
+        return touched
 
-    def _take(self, ran: Ran, row: int, work: Work) -> bool:
-        request = work.request
-        if request.finished:
-            return False
-        take_prompt_scores(request, ran.output, row, work)
-        tokens = np.asarray(ran.output.sampled.token)[row]
-        before = request.generated
-        for i in np.flatnonzero(tokens >= 0):
+    def _take(self, request: Request, output: Output, row: int, tokens: np.ndarray) -> bool:
+        """Append a row's sampled tokens to its request; whether there were any."""
+        emitted = np.flatnonzero(tokens >= 0)
+        for i in emitted:
             if request.params.logprobs is not None:
-                sampled = ran.output.sampled
-                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(sampled)))
+                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(output.sampled)))
             request.append(int(tokens[i]))
             if request.finished:
                 break
-        if self.classes.joined and request.slot is not None:
+        if self.classes.joined:
             self.scheduler.name_pages(request, min(request.computed, len(request.tokens) - 1))
         if request.finished:
             self.scheduler.release(request)
             self.meter.finished(request)
-        return request.generated > before
+        return len(emitted) > 0
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
         self._flight = []
         for request in list(self.scheduler.running.values()):
-            self.scheduler.preempt(request)
+            if request.finished:
+                self.scheduler.release(request)
+            else:
+                self.scheduler.preempt(request)
         self.pool.forget()
         self._state = self._fresh(self._state.params)
 
