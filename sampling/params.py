@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: `SamplingParams` on the host, and `Knobs`, the row of numbers the device is told.
+"""What a request asks of the sampler: `SamplingParams` on the host, and `Knobs`, the row the device is told.
 
 Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), and a function in `sample`.
 """
@@ -119,7 +119,7 @@ def plain(value: Any) -> Any:
 
 
 def typed(name: str, value: Any) -> Any:
-    """The value as its field's type (an int becomes a float, a list a tuple), or a TypeError that names the field."""
+    """The value as its field's type (an int becomes a float, a list a tuple); TypeError names the field."""
     try:
         found = msgspec.convert(plain(value), FIELD_TYPES[name], str_keys=True)
     except msgspec.ValidationError as error:
@@ -171,8 +171,8 @@ def check_lists(p: SamplingParams) -> None:
 
 
 def fold_seed(seed: int, sample: int = 0) -> int:
-    """The 32 bits that the device draws from: a seed of 0..2**32-1 is itself, the upper half of a longer one is mixed in
-    (Fibonacci hashing). Completion i of n draws from seed + i, as in vLLM."""
+    """The 32 bits that the device draws from: a seed of 0..2**32-1 is itself, the upper half of a longer one
+    is mixed in (Fibonacci hashing). Completion i of n draws from seed + i, as in vLLM."""
     upper, lower = divmod((seed + sample) % 2**64, 2**32)
     return lower ^ (upper * 0x9E3779B1) % 2**32
 
@@ -194,7 +194,7 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
 
 @pytree
 class Knobs:
-    """One request's parameters as the device reads them; in `SamplingState` every leaf has a leading axis of slots."""
+    """One request's parameters as the device reads them; in `SamplingState` every leaf has a row for each slot."""
 
     temperature: Any  # float32, 0 is greedy
     top_k: Any  # int32, 0 is off
@@ -221,9 +221,9 @@ def knobs_row(
 ) -> Knobs:
     """The device's row of one request, in numpy.
 
-    `seed` is 0..2**32-1 (`fold_seed`), `prompt_len` the position of the first generated token, `stop_ids` the model's
-    end ids (unless ignored) and the request's own, `bad_words` the tokenized words, of which those of one token act
-    through `dense_bias`. Raises ValueError above the limits of this file.
+    `seed` is 0..2**32-1 (`fold_seed`), `prompt_len` the position of the first generated token, `stop_ids` the
+    model's end ids (unless ignored) and the request's own, `bad_words` the tokenized words, of which those of
+    one token act through `dense_bias`. Raises ValueError above the limits of this file.
     """
     return Knobs(
         temperature=np.float32(0 if params.greedy else params.temperature),

@@ -6,7 +6,7 @@ nothing. What no row wants is not computed, so a greedy batch pays for an argmax
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,15 @@ class Sampled:
     top_logprobs: Array  # float32 [B, MAX_LOGPROBS]
 
 
+Wants = Callable[["Rows"], Array]  # which rows use a parameter, bool [B]
+Change = Callable[[Array, "Rows"], Array]  # what it does to logits [B,V]
+Changes = Sequence[tuple[Wants, Change]]
+
+
 @pytree
 class Rows:
-    """What the functions of this file may read beside the logits. The state stays by slot: its dense rows are gathered
-    (`rows.state.bias[rows.slot]`) only where they are needed."""
+    """What the functions of this file may read beside the logits. The state stays by slot: its dense rows are
+    gathered (`rows.state.bias[rows.slot]`) only where they are needed."""
 
     knobs: Knobs  # of each row
     position: Array  # int32 [B], of the token that is being chosen
@@ -60,37 +65,14 @@ def sample(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Sampled:
-    """The token of each row for `position`, with the knobs and history of `slot`; rows that are not live get anything."""
+    """The token of each row for `position`, by the knobs and history of `slot`; rows not live get anything."""
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
-    token = jax.lax.cond(jnp.any(live & wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
+    token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
     scores = jax.lax.cond(
         jnp.any(live & (rows.knobs.logprobs >= 0)), score, lambda x, _: no_scores(x.shape[0]), logits, token
     )
     return Sampled(token, scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
-
-
-def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The first of the largest: the first chunk that holds it, then its place there. Plain reductions without temporaries
-    of x's size; XLA's own reduction of (value, index) pairs is several times slower on a CPU."""
-    B, V = x.shape
-    width = chunk_width(V)
-    chunks = x.reshape(B, V // width, width)
-    chunk = first_largest(jnp.max(chunks, axis=-1))
-    return chunk * width + first_largest(jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0])
-
-
-def first_largest(x: Float[Array, "B n"]) -> Int[Array, " B"]:
-    n = x.shape[1]
-    ids = jnp.where(
-        x == jnp.max(x, axis=-1, keepdims=True), jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), n
-    )
-    return jnp.minimum(jnp.min(ids, axis=-1), n - 1)  # where all are NaN, the last
-
-
-def chunk_width(V: int) -> int:
-    """The divisor of V that splits it most evenly; 1 for a prime."""
-    return max(width for width in range(1, math.isqrt(V) + 1) if V % width == 0)
 
 
 # ---------------------------------------------------------------- scores
@@ -102,12 +84,12 @@ def score(logits: Float[Array, "T V"], targets: Int[Array, " T"], n_top: int = M
     top = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(pairwise_sum(jnp.exp(logits - top)))
     own = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    values, ids = jax.lax.top_k(logits, min(n_top, logits.shape[1]))
+    values, ids = largest(logits, min(n_top, logits.shape[1]))
     missing = ((0, 0), (0, n_top - ids.shape[1]))
     return Scores(
         logprob=((own - top) - log_total)[:, 0],
         rank=jnp.sum(logits >= own, axis=-1, dtype=jnp.int32),
-        top_ids=jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1),
+        top_ids=jnp.pad(ids, missing, constant_values=-1),
         top_logprobs=jnp.pad((values - top) - log_total, missing, constant_values=-jnp.inf),
     )
 
@@ -120,28 +102,41 @@ def no_scores(B: int) -> Scores:
 # ---------------------------------------------------------------- choosing
 
 
-def only(wanted: Bool[Array, " B"], change: Callable[[Array, Rows], Array], x: Array, rows: Rows) -> Array:
-    """`change(x)` on the wanted rows and the very bits of x on the others; nothing runs where no row is wanted."""
+def only(wanted: Bool[Array, " B"], change: Change, x: Array, rows: Rows) -> Array:
+    """`change(x)` on the wanted rows, the very bits of x on the others; nothing runs where no row is wanted."""
     return jax.lax.cond(
         jnp.any(wanted), lambda x, r: jnp.where(wanted[:, None], change(x, r), x), lambda x, _: x, x, rows
     )
 
 
+def changed(x: Array, rows: Rows, changes: Changes) -> Array:
+    """Every change in turn, on the rows that want it. A branch not taken copies x, so one is around them all."""
+
+    def in_turn(x: Array, rows: Rows) -> Array:
+        for wants, change in changes:
+            x = only(rows.live & wants(rows), change, x, rows)
+        return x
+
+    return only(rows.live & wants_any(rows, changes), in_turn, x, rows)
+
+
+def wants_any(rows: Rows, changes: Changes) -> Bool[Array, " B"]:
+    return jnp.any(jnp.stack([wants(rows) for wants, _ in changes]), axis=0)
+
+
+def is_drawn(rows: Rows) -> Bool[Array, " B"]:
+    return rows.live & (rows.knobs.temperature > 0)
+
+
 def wants_choice(rows: Rows) -> Bool[Array, " B"]:
     """Whether the token may be another than the argmax of the logits as they are."""
-    wanted = rows.knobs.temperature > 0
-    for wants, _ in EDITS:
-        wanted = wanted | wants(rows)
-    return wanted
+    return is_drawn(rows) | (rows.live & wants_any(rows, EDITS))
 
 
 def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
     """Argmax of the edited logits, or a draw where the temperature is not 0."""
-    x = logits
-    for wants, edit in EDITS:
-        x = only(rows.live & wants(rows), edit, x, rows)
-    greedy = argmax(x)
-    drawn = rows.live & (rows.knobs.temperature > 0)
+    x = changed(logits, rows, EDITS)
+    drawn, greedy = is_drawn(rows), argmax(x)
     return jax.lax.cond(
         jnp.any(drawn),
         lambda x, r: jnp.where(drawn, draw(narrowed(x, r), r), greedy),
@@ -152,15 +147,12 @@ def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
 
 
 def narrowed(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
-    """Log-weights of the tokens to draw from, 0 for the likeliest, and MASKED or less outside min_p, top_k and top_p."""
-    x = tempered(x, rows)
-    for wants, narrow in NARROWINGS:
-        x = only(rows.live & (rows.knobs.temperature > 0) & wants(rows), narrow, x, rows)
-    return x
+    """Log-weights of the tokens to draw from, 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
+    return changed(tempered(x, rows), rows, NARROWINGS)
 
 
 def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
-    """A token from each row's log-weights by the Gumbel-max trick, with noise that (seed, position) alone decides."""
+    """A token from each row's log-weights by the Gumbel-max trick; (seed, position) alone decides the noise."""
 
     def noise(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
@@ -214,7 +206,7 @@ def has_penalty(rows: Rows) -> Bool[Array, " B"]:
 
 
 def penalized(x: Array, rows: Rows) -> Array:
-    """Repetition penalty (Keskar et al., CTRL, arXiv 1909.05858; prompt and output), then OpenAI's two (output only)."""
+    """Repetition penalty (Keskar et al., CTRL, arXiv 1909.05858) on prompt and output, OpenAI's two on output."""
     k, counts = rows.knobs, rows.state.output_counts[rows.slot]
     seen = (counts > 0) | rows.state.in_prompt[rows.slot]
     factor = jnp.where(seen, k.repetition_penalty[:, None], 1.0)
@@ -240,7 +232,7 @@ def tempered(x: Array, rows: Rows) -> Array:
 
 
 def has_min_p(rows: Rows) -> Bool[Array, " B"]:
-    return rows.knobs.min_p > 0
+    return is_drawn(rows) & (rows.knobs.min_p > 0)
 
 
 def within_min_p(x: Array, rows: Rows) -> Array:
@@ -248,7 +240,7 @@ def within_min_p(x: Array, rows: Rows) -> Array:
 
 
 def has_top_k(rows: Rows) -> Bool[Array, " B"]:
-    return rows.knobs.top_k > 0
+    return is_drawn(rows) & (rows.knobs.top_k > 0)
 
 
 def within_top_k(x: Array, rows: Rows) -> Array:
@@ -258,7 +250,7 @@ def within_top_k(x: Array, rows: Rows) -> Array:
 
 
 def has_top_p(rows: Rows) -> Bool[Array, " B"]:
-    return rows.knobs.top_p < 1
+    return is_drawn(rows) & (rows.knobs.top_p < 1)
 
 
 def within_top_p(x: Array, rows: Rows) -> Array:
@@ -274,8 +266,8 @@ NARROWINGS = ((has_min_p, within_min_p), (has_top_k, within_top_k), (has_top_p, 
 def keep_heaviest(x: Float[Array, "B V"], weight: Array, goal: Array) -> Array:
     """Keep the largest x (all x <= 0) until their weights [B,V] sum to `goal` [B], exactly, without a sort.
 
-    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that suffices.
-    Weights are whole numbers, so their sums are exact in every order of addition.
+    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
+    suffices. Weights are whole numbers, so their sums are exact in every order of addition.
     """
     distance = jnp.abs(x)
 
@@ -294,6 +286,44 @@ def keep_heaviest(x: Float[Array, "B V"], weight: Array, goal: Array) -> Array:
     return jnp.where(distance <= as_float(border), x, MASKED)
 
 
+# ---------------------------------------------------------------- searches of a whole vocabulary, by chunks
+
+
+def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The first of the largest: the first chunk that holds it, then its place there. Plain reductions without
+    temporaries of x's size; XLA's own reduction of (value, index) pairs is several times slower on a CPU."""
+    B, V = x.shape
+    width = chunk_width(V)
+    chunks = x.reshape(B, V // width, width)
+    chunk = first_largest(jnp.max(chunks, axis=-1))
+    return chunk * width + first_largest(jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0])
+
+
+def largest(x: Float[Array, "B V"], n: int) -> tuple[Float[Array, "B n"], Int[Array, "B n"]]:
+    """The n largest and their ids, equal ones in order of their ids: they lie in the n chunks of the largest
+    maxima, so that no row is sorted as a whole (what `lax.top_k` does on a GPU)."""
+    B, V = x.shape
+    width = chunk_width(V)
+    chunks = x.reshape(B, V // width, width)
+    _, best = jax.lax.top_k(jnp.max(chunks, axis=-1), min(n, V // width))
+    best = jnp.sort(best, axis=-1)
+    values, place = jax.lax.top_k(jnp.take_along_axis(chunks, best[:, :, None], axis=1).reshape(B, -1), n)
+    return values, jnp.take_along_axis(best, place // width, axis=1) * width + place % width
+
+
+def first_largest(x: Float[Array, "B n"]) -> Int[Array, " B"]:
+    n = x.shape[1]
+    ids = jnp.where(
+        x == jnp.max(x, axis=-1, keepdims=True), jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), n
+    )
+    return jnp.minimum(jnp.min(ids, axis=-1), n - 1)  # where all are NaN, the last
+
+
+def chunk_width(V: int) -> int:
+    """The divisor of V that splits it most evenly; 1 for a prime."""
+    return max(width for width in range(1, math.isqrt(V) + 1) if V % width == 0)
+
+
 # ---------------------------------------------------------------- sums that do not depend on the shape of a batch
 
 
@@ -304,7 +334,7 @@ def fixed_point(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
 
 
 def pairwise_sum(x: Float[Array, "B V"]) -> Float[Array, "B 1"]:
-    """Sums of the rows, added in an order that V alone decides: how a device splits a reduction depends on B too."""
+    """Sums of the rows, added in an order that V alone decides; a device's own reduction may depend on B too."""
     while x.shape[1] > 1:
         half = (x.shape[1] + 1) // 2
         x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))

@@ -1,4 +1,4 @@
-"""What the sampler keeps of the running requests: one pytree on the device, a row for each of the engine's slots."""
+"""What the sampler keeps of the running requests: one pytree on the device, a row for each slot."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ MASKED = -1e30  # the logit of a token that must not be drawn; finite, so that n
 
 @pytree
 class SamplingState:
-    """Every request's knobs and history; donated through each step. The dense rows are only read where a knob says so."""
+    """Every request's knobs and history, donated through each step; dense rows are read where a knob says so."""
 
     knobs: Knobs  # [B, ...]
     output_counts: Any  # int32 [B,V], how often each token was generated
@@ -79,7 +79,7 @@ def needs_history(params: SamplingParams) -> bool:
 
 
 def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]] = ()) -> np.ndarray:
-    """What is added to every logit, float32 [V]: `logit_bias`, and MASKED where a token is not allowed or a bad word.
+    """What is added to every logit, float32 [V]: `logit_bias`, MASKED where not allowed or a bad word.
 
     Raises ValueError for ids outside the vocabulary, and where no token is left.
     """

@@ -70,7 +70,7 @@ def draw(logits: np.ndarray, request: Request, draws: int, seed: int = 0) -> Sam
 
 
 def edited(logits: np.ndarray, r: Request) -> np.ndarray:
-    """The plain account of the parameters that greedy requests have too, float64 with -inf for banned tokens."""
+    """The plain account of the parameters that greedy requests have too; float64, -inf for banned tokens."""
     p, x, tokens = r.params, np.array(logits, np.float64), np.arange(len(logits))
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
@@ -240,7 +240,7 @@ def bits(s: Sampled, row: int, wanted: bool) -> list[bytes]:
 
 @pytest.mark.parametrize("V", [12, 515])
 def test_neighbours_never_matter(V):
-    """Each kind of request alone, beside all the others, beside dead rows, and at another width: the same bits."""
+    """Each kind of request alone, beside all the others, beside dead rows, at another width: the same bits."""
     requests = list(features().values())
     n = len(requests)
     state, rng = empty_state(n, V), np.random.default_rng(2)
@@ -266,7 +266,7 @@ def assert_equal_trees(a: Any, b: Any) -> None:
 
 
 def test_features_that_are_off_change_no_bit():
-    """The edits and narrowings are identities on rows that do not use them, also when another row makes them run."""
+    """Edits and narrowings are identities on rows that do not use them, also when another row makes them run."""
     everything = CASES["all"]
     state = enter(enter(empty_state(2, 12), 0, everything), 1, Request(SamplingParams()))
     slot = jnp.array([0, 1], jnp.int32)

@@ -1,4 +1,4 @@
-"""The parts of the sampler that work on whole arrays: which tokens are kept, scores, argmax, sums, and what a step costs."""
+"""The parts of the sampler that work on whole arrays: kept tokens, scores, argmax, sums, and a step's cost."""
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,13 @@ def test_kept_tokens_are_exact(V):
         np.testing.assert_array_equal(narrowing(x, "min_p", p), x - order[:, :1] >= np.log(np.float32(p)))
 
 
+def test_neighbouring_floats_are_told_apart():
+    x = -np.arange(0x3F800000, 0x3F800000 + 63, dtype=np.int32).view(np.float32)
+    row = np.concatenate([np.zeros(1, np.float32), x])
+    for k in (1, 2, 30, 31, 63):
+        assert narrowing(np.stack([row, row * 1e-20, row * 1e20]), "top_k", k).sum(axis=1).tolist() == [k] * 3
+
+
 def test_ties_at_the_border_stay():
     x = np.array([[2.0, 1, 1, 1, 0, -1]] * 2, np.float32)
     assert narrowing(x, "top_k", 2)[0].tolist() == [True] * 4 + [False] * 2
@@ -84,6 +91,16 @@ def test_sums_are_those_of_every_order_and_width():
 
 
 @pytest.mark.parametrize("V", [1, 7, 12, 97, 4096])
+@pytest.mark.parametrize("values", [3, 40, 10**6])
+def test_the_largest_come_in_order(V, values):
+    x = np.random.default_rng(V).integers(0, values, (16, V)).astype(np.float32)
+    n = min(20, V)
+    found, ids = jax.jit(sampler.largest, static_argnums=1)(x, n)
+    np.testing.assert_array_equal(ids, np.argsort(-x, axis=1, kind="stable")[:, :n])
+    np.testing.assert_array_equal(found, -np.sort(-x, axis=1)[:, :n])
+
+
+@pytest.mark.parametrize("V", [1, 7, 12, 97, 4096])
 def test_argmax_is_the_first_of_the_largest(V):
     x = np.random.default_rng(V).integers(0, 40, (64, V)).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(sampler.argmax)(x), x.argmax(axis=1))
@@ -91,7 +108,7 @@ def test_argmax_is_the_first_of_the_largest(V):
 
 
 def test_greedy_pays_for_an_argmax_and_the_state_is_updated_in_place():
-    """Outside of the branches nothing of the logits' size is computed, and the donated state is wholly aliased."""
+    """Outside of the branches nothing of the logits' size is computed; the donated state is wholly aliased."""
     B, V = 8, 4096
     state, slot = empty_state(B, V), jnp.arange(B, dtype=jnp.int32)
     args = jnp.zeros((B, V)), slot, slot, slot >= 0, state

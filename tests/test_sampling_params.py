@@ -135,7 +135,9 @@ def test_values_of_json_and_numpy_become_plain():
     params = SamplingParams.from_dict(body)
     assert params == SamplingParams(temperature=1.0, stop="a", logit_bias={5: -1.0}, max_tokens=None)
     assert type(params.temperature) is float and params.stop_strings == ("a",)
-    arrays = SamplingParams(seed=np.int64(3), stop_token_ids=np.arange(2), allowed_token_ids=range(2))  # pyright: ignore
+    arrays = SamplingParams.from_dict(
+        {"seed": np.int64(3), "stop_token_ids": np.arange(2), "allowed_token_ids": range(2)}
+    )
     assert arrays == SamplingParams(seed=3, stop_token_ids=[0, 1], allowed_token_ids=(0, 1))
     assert replace(params, seed=4) == SamplingParams.from_dict({**body, "seed": 4})
 
