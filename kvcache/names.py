@@ -7,13 +7,15 @@ import numpy as np
 
 
 def root(*salt: str) -> bytes:
-    """The name before the first page: whatever changes a page's bits besides its tokens (model, dtype, page size)."""
+    """The name before the first page: whatever changes a page's bits besides its tokens (model, dtype)."""
     return hashlib.blake2b("\0".join(salt).encode(), digest_size=16).digest()
 
 
-def extend(names: list[bytes], tokens: Sequence[int], page_size: int, start: bytes) -> None:
-    """Append the names of the full pages of `tokens` that `names` lacks (a chain of hashes, as in vLLM's prefix cache)."""
-    for i in range(len(names), len(tokens) // page_size):
+def extend(names: list[bytes], tokens: Sequence[int], pages: int, page_size: int, start: bytes) -> None:
+    """Append the names that `names` lacks of the first `pages` pages of `tokens` (a chain of hashes, as in vLLM's prefix
+    cache); those pages are full."""
+    assert pages * page_size <= len(tokens), f"{pages} pages of {page_size} from {len(tokens)} tokens"
+    for i in range(len(names), pages):
         page = np.asarray(tokens[i * page_size : (i + 1) * page_size], np.int32).tobytes()
         parent = names[i - 1] if i else start
         names.append(hashlib.blake2b(parent + page, digest_size=16).digest())

@@ -79,7 +79,10 @@ class Probe:
         return [digest(self.arguments.cache, [row], steps) + scores[row] for row in range(rows)]
 
 
-def fill(batch: Batch, row: int, tokens: np.ndarray, start: int, pages: np.ndarray, slot: int) -> None:
+Ints = np.ndarray | list[int]
+
+
+def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Ints, slot: int) -> None:
     """Write one row of a host batch."""
     batch.tokens[row, : len(tokens)] = tokens
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
@@ -94,6 +97,15 @@ def digest(cache: KVCache, pages: np.ndarray | list[int], tokens: int) -> bytes:
         K, P, W, H = rows.shape
         found.update(np.ascontiguousarray(rows.reshape(K, P * W, H)[:, :tokens]).tobytes())
     return found.digest()
+
+
+def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool) -> tuple[Classes, Arguments]:
+    """The shapes that may serve together: those of one class under the reproducibility contract, else all."""
+    if reproducible:
+        return find_classes(programs, arguments)
+    phases = ("prefill", "decode")
+    prefill, decode = (tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases)
+    return Classes(prefill, decode, True), arguments
 
 
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:

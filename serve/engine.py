@@ -1,44 +1,25 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ..kvcache.names import root
-from ..kvcache.pages import BLOCK, empty_cache
 from ..kvcache.pool import PagePool
-from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..model.tree import paths
 from ..sampling.params import knobs_row
 from ..sampling.state import dense_bias, needs_history
-from .classes import Classes, fill, find_classes
+from .classes import Classes, fill
 from .meter import Compilations, Meter
 from .programs import Arguments, Programs, Shape
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
 from .shapes import smallest
-from .step import Output, Seat, empty_slots
+from .step import Output, Seat
 
-MAX_FAILURES = 3  # steps that may fail one after the other before the error is the caller's
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """An engine's fixed shapes: tokens of a request, seats, pages, tokens of a page."""
-
-    max_model_len: int
-    max_num_seqs: int
-    pages: int
-    page_size: int
-
-    @property
-    def table_width(self) -> int:
-        """Pages of a row, M, rounded up to whole blocks of attention."""
-        tokens = -(-self.max_model_len // BLOCK) * BLOCK
-        return -(-tokens // self.page_size)
+MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
 class Ran(NamedTuple):
@@ -52,53 +33,27 @@ class Engine:
     """Serves requests with one model on one device (or one mesh).
 
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read, since the
-    device remembers each slot's last token. Not thread-safe; callers take turns.
+    device remembers each slot's last token. Not thread-safe; callers take turns. `limits` are such that one of `classes`
+    holds every chunk and every dispatch of decode.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        params: Decoder,
-        sizes: Sizes,
-        shapes: list[Shape],
-        *,
-        limits: Limits,
-        reproducible: bool = True,
-        prefix_caching: bool = True,
+        self, programs: Programs, classes: Classes, state: Arguments, limits: Limits, prefix_caching: bool
     ):
-        self.config, self.sizes = config, sizes
-        self.dtype = params.embed.dtype
-        self._state = self._fresh(params)
-        self.programs = Programs(config, self._state, shapes, sizes.table_width, sizes.max_model_len)
-        self.classes = self._classes(reproducible)
-        self.pool = PagePool(sizes.pages)
-        chunk = max(s.tokens for s in self.classes.prefill)
+        self.programs, self.classes, self._state = programs, classes, state
+        self.config, self.sizes = programs.config, programs.sizes
+        self.pool = PagePool(self.sizes.pages)
+        salt = str(self.config), str(state.params.embed.dtype)
         self.scheduler = Scheduler(
-            limits._replace(chunk=min(limits.chunk, chunk)),
+            limits,
             self.pool,
-            sizes.page_size,
-            root(str(config), str(self.dtype)) if prefix_caching else None,
-            recompute_outputs=self.classes.joined,
+            self.sizes.page_size,
+            root(*salt) if prefix_caching else None,
+            recompute_outputs=classes.joined,
         )
         self._flight: list[Ran] = []
         self._failures = 0
         self.meter, self._compilations = Meter(), Compilations()
-
-    def _fresh(self, params: Decoder) -> Arguments:
-        sizes = self.sizes
-        cache = empty_cache(self.config, sizes.pages, sizes.page_size, self.dtype)
-        return Arguments(params, cache, empty_slots(sizes.max_num_seqs, self.config.vocab_size))
-
-    def _classes(self, reproducible: bool) -> Classes:
-        shapes = sorted(self.programs.steps)
-        if reproducible:
-            classes, self._state = find_classes(self.programs, self._state)
-            return classes
-        return Classes(
-            tuple(s for s in shapes if s.phase == "prefill"),
-            tuple(s for s in shapes if s.phase == "decode"),
-            True,
-        )
 
     @property
     def params(self) -> Decoder:
@@ -116,8 +71,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now; what it has generated stays. One that has finished is left alone."""
         if not request.finished:
-            self.scheduler.abort(request)
             request.finish("abort")
+            self.scheduler.abort(request)
             self.meter.finished(request)
 
     def step(self) -> list[Request]:
@@ -135,7 +90,8 @@ class Engine:
             if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
                 raise
             return []
-        self._failures = 0
+        if touched:
+            self._failures = 0
         return touched
 
     def report(self) -> dict[str, Any]:
@@ -153,7 +109,7 @@ class Engine:
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs.
         """
-        if self.has_work:
+        if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
         old, new = paths(self.params), paths(params)
         for path in old | new:
@@ -205,10 +161,12 @@ class Engine:
     def _run(self, shapes: tuple[Shape, ...], works: list[Work]) -> Ran:
         shape = smallest(shapes, len(works), max(w.count for w in works))
         batch = self.programs.empty_batch(shape, self.sizes.max_num_seqs)
-        for row, (request, start, count) in enumerate(works):
-            known = request.tokens[start : start + count]
-            fill(batch, row, known, start, request.pages, request.slot)
-            batch.count[row] = count
+        for row, work in enumerate(works):
+            request, slot = work.request, work.request.slot
+            assert slot is not None
+            known = request.tokens[work.start : work.start + work.count]
+            fill(batch, row, known, work.start, request.pages, slot)
+            batch.count[row] = work.count
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = Arguments(self._state.params, cache, slots)
         self.meter.ran(shape, sum(w.count for w in works))
@@ -216,6 +174,7 @@ class Engine:
 
     def _seat(self, request: Request) -> None:
         """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back on."""
+        assert request.slot is not None
         prompt_len, slot = len(request.prompt), np.int32(request.slot)
         knobs = knobs_row(
             request.params,
@@ -251,7 +210,7 @@ class Engine:
 
     def _take(self, request: Request, output: Output, row: int, tokens: np.ndarray) -> bool:
         """Append a row's sampled tokens to its request; whether there were any."""
-        emitted = np.flatnonzero(tokens >= 0)
+        emitted, known = np.flatnonzero(tokens >= 0), len(request.tokens)
         for i in emitted:
             if request.params.logprobs is not None:
                 request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(output.sampled)))
@@ -259,7 +218,7 @@ class Engine:
             if request.finished:
                 break
         if self.classes.joined:
-            self.scheduler.name_pages(request, min(request.computed, len(request.tokens) - 1))
+            self.scheduler.name_pages(request, known - 1, len(request.tokens) - 1)
         if request.finished:
             self.scheduler.release(request)
             self.meter.finished(request)
@@ -274,7 +233,9 @@ class Engine:
             else:
                 self.scheduler.preempt(request)
         self.pool.forget()
-        self._state = self._fresh(self._state.params)
+        params = self._state.params
+        del self._state  # its cache goes first: two may not fit
+        self._state = self.programs.empty(params)
 
 
 def score_fields(x):

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 from ..checkpoints.huggingface import GenerationDefaults, generation_defaults, load
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
+from .classes import choose_classes
+from .devices import default_device, memory_limit
 from .engine import Engine
 from .options import EngineOptions
+from .programs import Programs
 from .scheduler import Limits
 from .shapes import table
 from .sizing import choose_sizes
@@ -48,23 +51,22 @@ def compute_dtype(dtype: str, device: jax.Device) -> Any:
 
 def load_folder(path: Path, dtype: str) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
     """A model folder's configuration, parameters and generation defaults. Raises CheckpointError."""
-    config, params = load(path, compute_dtype(dtype, jax.devices()[0]))
+    config, params = load(path, compute_dtype(dtype, default_device()))
     return config, params, generation_defaults(path)
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device."""
     device = next(iter(params.embed.devices()))
-    sizes = choose_sizes(config, options, params.embed.dtype, device)
+    sizes = choose_sizes(config, options, params.embed.dtype, memory_limit(device))
     longest_chunk = min(options.max_prefill_tokens, sizes.max_model_len)
     shapes = table(sizes.max_num_seqs, longest_chunk, options.decode_steps, options.reproducible)
-    limits = Limits(sizes.max_num_seqs, options.max_prefill_tokens, longest_chunk, options.decode_steps)
-    return Engine(
-        config,
-        params,
-        sizes,
-        shapes,
-        limits=limits,
-        reproducible=options.reproducible,
-        prefix_caching=options.enable_prefix_caching,
+    programs = Programs(config, params, sizes, shapes)
+    classes, state = choose_classes(programs, programs.empty(params), options.reproducible)
+    limits = Limits(
+        max_num_seqs=sizes.max_num_seqs,
+        max_prefill_tokens=options.max_prefill_tokens,
+        chunk=max(s.tokens for s in classes.prefill),
+        decode_steps=max(s.tokens for s in classes.decode),
     )
+    return Engine(programs, classes, state, limits, options.enable_prefix_caching)

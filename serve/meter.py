@@ -50,7 +50,7 @@ class Meter:
         self.occupancy = max(self.occupancy, 1 - pool.free / pool.pages)
 
     def admitted(self, request: Request) -> None:
-        if request.preemptions:
+        if request.clock.admitted:
             self.preemptions += 1
             return
         request.clock.admitted = time.monotonic()

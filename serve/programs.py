@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..kvcache.pages import Batch, KVCache
+from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.state import load_history
-from .step import Output, Seat, Slots, decode, prefill, seat, verify
+from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
 
 Phase = Literal["prefill", "decode", "verify"]
 PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
@@ -30,6 +30,22 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.phase}[{self.rows},{self.tokens}]"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An engine's fixed shapes: tokens of a request, seats, pages, tokens of a page."""
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: int
+    page_size: int
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        return -(-tokens // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -56,33 +72,36 @@ def batch_like(shape: Shape, table_width: int, sharding: jax.sharding.Sharding |
     return Batch(ints(B, T), ints(B), ints(B), ints(B, table_width), ints(B))
 
 
-def lower(shape: Shape, config: ModelConfig, arguments: Arguments, batch: Batch) -> jax.stages.Lowered:
+def lower(
+    shape: Shape, config: ModelConfig, arguments: Arguments, batch: Batch, out_shardings: Any = None
+) -> jax.stages.Lowered:
     """One step's program with the cache and the slots donated."""
-    jitted = jax.jit(partial(PHASES[shape.phase], config=config), donate_argnums=(1, 2))
+    step = partial(PHASES[shape.phase], config=config)
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
     return jitted.lower(arguments.params, arguments.cache, arguments.slots, batch)
 
 
 class Programs:
-    """Compiled steps by shape, and the two small programs that seat a request."""
+    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        arguments: Arguments,
-        shapes: Iterable[Shape],
-        table_width: int,
-        history: int,
-    ):
+    def __init__(self, config: ModelConfig, params: Decoder, sizes: Sizes, shapes: Iterable[Shape]):
         started = time.perf_counter()
-        arguments = Arguments(like(arguments.params), like(arguments.cache), like(arguments.slots))
-        self.table_width = table_width
-        jobs = {s: lower(s, config, arguments, batch_like(s, table_width)) for s in shapes}
+        self.config, self.sizes, self.table_width = config, sizes, sizes.table_width
+        empty = self.empty(params)
+        arguments = Arguments(like(params), like(empty.cache), like(empty.slots))
+        jobs = {s: lower(s, config, arguments, batch_like(s, self.table_width)) for s in shapes}
         with ThreadPoolExecutor(2) as pool:
             self.steps = dict(zip(jobs, pool.map(lambda job: job.compile(), jobs.values()), strict=True))
         self.seat = self._compile_seat(arguments.slots)
-        self.load_history = self._compile_history(arguments.slots, history)
+        self.load_history = self._compile_history(arguments.slots, sizes.max_model_len)
         self.count = len(self.steps) + 2
         self.seconds = time.perf_counter() - started
+
+    def empty(self, params: Decoder) -> Arguments:
+        """Parameters with a cache and slots that nobody has used."""
+        sizes = self.sizes
+        cache = empty_cache(self.config, sizes.pages, sizes.page_size, params.embed.dtype)
+        return Arguments(params, cache, empty_slots(sizes.max_num_seqs, self.config.vocab_size))
 
     def _compile_seat(self, slots: Slots):
         knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)

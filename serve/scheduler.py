@@ -13,7 +13,8 @@ from ..kvcache.pool import PagePool
 from .request import Request
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Work:
     """A request's tokens [start, start + count) are computed in this step."""
 
     request: Request
@@ -34,7 +35,8 @@ class Plan:
 
 
 class Limits(NamedTuple):
-    """What the scheduler may hand out: seats, prompt tokens a step, tokens of one chunk, decode steps of one dispatch."""
+    """What the scheduler may hand out: seats, new prompt tokens a step, tokens of one chunk (2 or more), decode steps of
+    one dispatch."""
 
     max_num_seqs: int
     max_prefill_tokens: int
@@ -71,7 +73,7 @@ class Scheduler:
     def plan(self, settled: bool) -> Plan | None:
         """The next step, or None where decode lacks a page: then the step in flight must be `settled` before others give way."""
         prompts = any(self._prompt_left(r) for r in self.running.values())
-        steps = 1 if prompts or (self.waiting and self.free_slots) else self.limits.decode_steps
+        steps = 1 if prompts or self._room() is not None else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
@@ -83,16 +85,16 @@ class Scheduler:
         for work in (*plan.prefill, *plan.decode):
             work.request.computed = work.start + work.count
         for work in plan.prefill:
-            self.name_pages(work.request, min(work.request.computed, self._prefill_end(work.request)))
+            self.name_pages(work.request, work.start, work.request.computed)
 
-    def name_pages(self, request: Request, tokens: int) -> None:
-        """Name the full pages among a request's first `tokens` tokens, all of them known and computed."""
+    def name_pages(self, request: Request, since: int, tokens: int) -> None:
+        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known and computed."""
         if self.root is None:
             return
         full = tokens // self.page_size
-        extend(request.names, request.tokens[:tokens], self.page_size, self.root)
-        for page, name in zip(request.pages[:full], request.names[:full], strict=True):
-            self.pool.name(page, name)
+        extend(request.names, request.tokens, full, self.page_size, self.root)
+        for i in range(since // self.page_size, full):
+            self.pool.name(request.pages[i], request.names[i])
 
     def release(self, request: Request) -> None:
         """A running request ends or is preempted: its slot and pages are free at once, for steps run in order."""
@@ -103,12 +105,14 @@ class Scheduler:
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
 
     def abort(self, request: Request) -> None:
-        """Forget a request wherever it is."""
+        """Forget a finished request; one that waits leaves the queue when it is next in line, so aborting many is cheap."""
         if request.slot is not None:
             self.release(request)
-        else:
-            self.waiting = [entry for entry in self.waiting if entry[1] is not request]
-            heapq.heapify(self.waiting)
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        while self.waiting and self.waiting[0][1].finished:
+            heapq.heappop(self.waiting)
 
     def preempt(self, request: Request) -> None:
         """Back into the queue, at its old place; its tokens are kept and its pages can still be found by name."""
@@ -131,49 +135,59 @@ class Scheduler:
 
     def _admit(self) -> list[Request]:
         seated = []
-        while self.waiting and self.free_slots and self._fits(self.waiting[0][1]):
+        while (found := self._room()) is not None:
             _, request = heapq.heappop(self.waiting)
+            self._drop_finished()
+            self.pool.share(found)
+            request.pages = found + self.pool.issue(self._pages_for(len(request.tokens)) - len(found))
+            request.computed = len(found) * self.page_size
+            if not request.preemptions:
+                request.cached = request.computed
             request.slot = heapq.heappop(self.free_slots)
             self.running[request.slot] = request
             seated.append(request)
         return seated
 
-    def _fits(self, request: Request) -> bool:
-        """Take the pages of a request's known tokens, if they are there beside one spare page for each running request."""
+    def _room(self) -> list[int] | None:
+        """The pages found for the request that is next in line, or None where it cannot be admitted now.
+
+        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It waits for a
+        page of its prompt that a running request is about to write, rather than compute the same again.
+        """
+        if not self.waiting or not self.free_slots:
+            return None
+        request = self.waiting[0][1]
         found = self._find(request)
+        if self._is_coming(request.names[len(found) : len(found) + 1]):
+            return None
         new = self._pages_for(len(request.tokens)) - len(found)
-        spare = len(self.running) if self.running else 0
-        if new + self.pool.idle(found) + spare > self.pool.free:
-            return False
-        self.pool.share(found)
-        request.pages = found + self.pool.issue(new)
-        request.computed = len(found) * self.page_size
-        if not request.preemptions:
-            request.cached = request.computed
-        return True
+        return found if new + self.pool.idle(found) + len(self.running) <= self.pool.free else None
+
+    def _is_coming(self, names: list[bytes]) -> bool:
+        """Whether one of the names is that of a page which a running request's prefill has yet to write."""
+        prefilling = [r for r in self.running.values() if self._prompt_left(r)]
+        return any(name in r.names[r.computed // self.page_size :] for name in names for r in prefilling)
 
     def _find(self, request: Request) -> list[int]:
         """Pages of the request's prompt that are already written; at least one token is left to compute."""
         if self.root is None or request.params.prompt_logprobs is not None:
             return []
-        usable = request.tokens[
-            : self._prefill_end(request) if request.generated else len(request.prompt) - 1
-        ]
-        extend(request.names, usable, self.page_size, self.root)
-        return self.pool.find(request.names[: len(usable) // self.page_size])
+        usable = self._prefill_end(request) if request.generated else len(request.prompt) - 1
+        full = usable // self.page_size
+        extend(request.names, request.tokens, full, self.page_size, self.root)
+        return self.pool.find(request.names[:full])
 
     def _chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under the token budget."""
         budget = self.limits.max_prefill_tokens
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            start = request.computed
-            if request.params.prompt_logprobs is not None and 0 < start < len(request.prompt):
-                start -= 1  # the score of a chunk's first token needs the hidden state before it
-            count = min(self._prefill_end(request) - start, self.limits.chunk, budget)
-            if count <= request.computed - start or not self._prompt_left(request):
-                continue
-            yield Work(request, start, count)
-            budget -= count
+            scored = request.params.prompt_logprobs is not None
+            # the score of a chunk's first token needs the hidden state before it
+            again = int(scored and 0 < request.computed < len(request.prompt))
+            new = min(self._prompt_left(request), self.limits.chunk - again, budget)
+            if new > 0:
+                yield Work(request, request.computed - again, new + again)
+                budget -= new
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
         """A row for every request whose prompt is computed; None where one lacks a page and nobody may be preempted yet."""
@@ -195,10 +209,11 @@ class Scheduler:
         """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need be."""
         need = self._pages_for(tokens) - len(request.pages)
         while need > self.pool.free:
+            if not settled:
+                return False
             victim = max(self.running.values(), key=lambda r: r.rank)
-            if settled:
-                self.preempt(victim)
-            if not settled or victim is request:
+            self.preempt(victim)
+            if victim is request:
                 return False
         if need > 0:
             request.pages += self.pool.issue(need)

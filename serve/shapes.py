@@ -8,19 +8,19 @@ SMALLEST_CHUNK = 64
 SMALLEST_WIDTH = 8
 
 
-def doublings(first: int, last: int, factor: int = 2) -> list[int]:
-    """first, first*factor, ... below last, then last."""
+def doublings(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= factor
+        first *= 2
     return [*sizes, last]
 
 
 def table(max_num_seqs: int, max_prefill_tokens: int, decode_steps: int, reproducible: bool) -> list[Shape]:
     """All shapes of an engine. Without the reproducibility contract prompts may share a prefill and decode may be narrow."""
     chunks = doublings(SMALLEST_CHUNK, round_up(max_prefill_tokens, SMALLEST_CHUNK))
-    widths = doublings(SMALLEST_WIDTH, round_up(max_num_seqs, SMALLEST_WIDTH), 4)
+    widths = doublings(SMALLEST_WIDTH, round_up(max_num_seqs, SMALLEST_WIDTH))
     steps = sorted({1, decode_steps})
     prefill = [Shape("prefill", 1, chunk) for chunk in chunks]
     if not reproducible:

@@ -11,8 +11,8 @@ from ..kvcache.pages import BLOCK, page_bytes
 from ..model.config import ModelConfig
 from ..model.transformer import decoder_spec
 from ..model.tree import abstract, nbytes
-from .engine import Sizes
 from .options import EngineOptions
+from .programs import Sizes
 from .step import empty_slots
 
 HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
@@ -50,19 +50,24 @@ def memory_plan(config: ModelConfig, options: EngineOptions, sizes: Sizes, dtype
     return MemoryPlan(weights, cache, nbytes(slots), scratch_bytes(config, options, dtype))
 
 
-def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, device: jax.Device) -> int:
-    """Bytes that the KV cache may take on a device: what is left beside weights, slots and temporaries."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
+def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, memory: int | None) -> int:
+    """Bytes that the KV cache may take of an accelerator's memory: what is left beside weights, slots and temporaries.
+
+    Without an accelerator (None) it is a share of the host's.
+    """
+    if memory is None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min(HOST_MOST, physical // HOST_SHARE)
     nothing = memory_plan(config, options, Sizes(BLOCK, options.max_num_seqs, 0, options.page_size), dtype)
-    return int(stats["bytes_limit"] * options.gpu_memory_utilization) - nothing.total
+    return int(memory * options.gpu_memory_utilization) - nothing.total
 
 
-def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, device: jax.Device) -> Sizes:
-    """Fixed shapes for a model on a device. Raises ValueError, saying which knob to turn, where they do not fit."""
-    W, budget = options.page_size, cache_budget(config, options, dtype, device)
+def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, memory: int | None) -> Sizes:
+    """Fixed shapes for a model in an accelerator's bytes of memory, or in a host's (None).
+
+    Raises ValueError, saying which knob to turn, where they do not fit.
+    """
+    W, budget = options.page_size, cache_budget(config, options, dtype, memory)
     longest = options.max_model_len or config.max_position
     if longest > config.max_position:
         raise ValueError(f"max_model_len {longest} is beyond the model's {config.max_position} positions")

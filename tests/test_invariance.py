@@ -116,3 +116,19 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
 
     with serve(max_prefill_tokens=64) as small:
         assert scores(base) == scores(small)
+
+
+def test_samples_of_one_prompt_share_its_pages(model, base):
+    """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find them."""
+    base._engine.pool.forget()
+    before = base.report()["cached_tokens"]
+    params = SamplingParams(temperature=0.8, seed=4, n=4, max_tokens=4, logprobs=0)
+    text = prompts(model.config.vocab_size)[5]
+    several = base.generate(text, params, use_tqdm=False)[0]
+    assert base.report()["cached_tokens"] - before == 3 * 128
+    for i, completion in enumerate(several.outputs):
+        alone = SamplingParams(temperature=0.8, seed=4 + i, max_tokens=4, logprobs=0)
+        base._engine.pool.forget()
+        assert bits(base.generate(text, alone, use_tqdm=False)[0]) == bits(
+            RequestOutput("", None, [], [completion])
+        )

@@ -1,0 +1,36 @@
+"""Which device an engine runs on, on machines that can compile for accelerators which they do not have."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Where a kernel shows the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
+DEVICE_FILES = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
+
+
+def default_device() -> Any:
+    """The device that jax chooses; the CPU, without looking further, where only the plugins of `duetto[targets]` are.
+
+    Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at length when jax
+    looks for one. A platform that the user chose (JAX_PLATFORMS) stays.
+    """
+    if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
+        jax.config.update("jax_platforms", "cpu")
+    return jax.devices()[0]
+
+
+def has_plugin() -> bool:
+    names = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    return any(find_spec(name) is not None for name in names)
+
+
+def has_accelerator() -> bool:
+    return any(True for pattern in DEVICE_FILES for _ in Path("/dev").glob(pattern))
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes of an accelerator's memory; None for a host, and where the device does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats.get("bytes_limit") if stats else None
