@@ -52,7 +52,7 @@ def run_batch(
             known = {"input": source.sha256, **own_fingerprint(options), **fingerprint}
             return call.to_file(Place(Path(os.path.realpath(output))), known)
     except JobError as error:
-        say(error, error.hint)
+        say(str(error), error.hint)
         return 1
     except Interrupted as interrupted:
         say("interrupted", interrupted.hint)
@@ -96,14 +96,14 @@ class Call:
     def to_file(self, place: Place, fingerprint: dict[str, str]) -> int:
         """Resumes or begins a job, and makes the finished file of its journal. Raises JobError or Interrupted."""
         if finished(place, fingerprint) and not place.journal.exists():
-            return say(place.output, "is already complete: same input, model and flags")
+            return self._nothing_to_do(place)
         check_folder(place)
         header = Header(fingerprint, datetime.now().isoformat(timespec="seconds"))
         with Journal(place.journal, header) as journal:
             if finished(place, fingerprint):
                 journal.remove()
-                return say(place.output, "is already complete: same input, model and flags")
-            if journal.count < self.source.count:
+                return self._nothing_to_do(place)
+            if journal.count < self.source.count or not journal.count:
                 self._check_free(place, journal, fingerprint)
             try:
                 self._finish(place, journal, self._answer(journal))
@@ -113,6 +113,10 @@ class Call:
                 )
                 error.hint = f"{kept}; run the same command again to go on"
                 raise
+        return 0
+
+    def _nothing_to_do(self, place: Place) -> int:
+        say(f"{place.output} is already complete: same input, model and flags")
         return 0
 
     def _check_free(self, place: Place, journal: Journal, fingerprint: dict[str, str]) -> None:
@@ -240,8 +244,6 @@ def report_pieces(report: Report, requests: Iterator[dict[str, Any]]) -> Iterato
     yield b"\n]}\n"
 
 
-def say(*words: object) -> int:
-    """Tells the user on standard error; 0, so that a success can be said and returned."""
-    lines = " ".join(str(word) for word in words if word)
-    print(f"duetto batch: {lines}", file=sys.stderr, flush=True)
-    return 0
+def say(text: str, hint: str = "") -> None:
+    """Tells the user on standard error."""
+    print("\n".join(["duetto batch: " + text, *([hint] if hint else [])]), file=sys.stderr, flush=True)

@@ -55,3 +55,29 @@ class Interrupts:
         if not self._deferring or self._pending is not None:
             raise Interrupted(signum)
         self._pending = signum
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done; a second one comes through at once.
+
+    Only where Python itself would raise KeyboardInterrupt: in the main thread, unless the program handles the signal.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    heard = []
+
+    def hold(signum, frame):
+        if heard:
+            signal.default_int_handler(signum, frame)
+        heard.append(signum)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if heard:
+            raise KeyboardInterrupt

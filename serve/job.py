@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b, sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import msgspec
 
@@ -18,6 +18,9 @@ from .jsonl import Address, LineError, RawLine, Task, address_of, decode, task_o
 from .outputs import RequestOutput
 from .source import Source
 from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 HELD = 4096  # answers that may wait in memory for an earlier one
 
@@ -34,8 +37,13 @@ class BatchEngine(Protocol):
 
 
 class Sink(Protocol):
-    """Where answers go. Lines are known by their index among those that are not blank, and their digest."""
+    """Where answers go. Lines are known by their index among those that are not blank, and their digest.
 
+    `count` lines have an answer from an earlier run.
+    """
+
+    @property
+    def count(self) -> int: ...
     def has(self, index: int, digest: int) -> bool: ...
     def has_room(self) -> bool: ...
     def append(self, index: int, digest: int, answer: bytes, about: Mapping[str, Any]) -> None: ...
@@ -60,6 +68,8 @@ class BatchOptions:
 
 class OrderedStream:
     """Answers to a stream, given by its descriptor, in the order of their lines; those that are early wait in memory."""
+
+    count = 0
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -106,7 +116,7 @@ class Job:
         self._running: dict[str, tuple[RawLine, Task]] = {}
         self._ids: set[bytes] = set()
         self._openai = False
-        self._progress = Progress(source.count, options.progress)
+        self._progress = Progress(source.count, sink.count, options.progress)
         self.engine_report: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -158,8 +168,6 @@ class Job:
                 answer = self._answers.error(line.number, address, error)
                 self._sink.append(line.index, line.digest, answer, {"line": line.number, "error": error.code})
                 self._progress.answered()
-        if done:
-            self._progress.skipped()
 
     def _submit(self, line: RawLine, task: Task) -> None:
         engine = self._engine or self._load()
@@ -178,6 +186,7 @@ class Job:
         except (OSError, ValueError) as error:
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
+        self._progress.begin()
         return self._engine
 
     def _prompt(self, task: Task, tokenizer: Tokenizer | None) -> list[int]:
@@ -204,28 +213,42 @@ class Job:
 
 
 class Progress:
-    """A bar on standard error: lines answered, and tokens per second of prompts and outputs together."""
+    """A bar on standard error: lines answered, and tokens per second of prompts and outputs together.
 
-    def __init__(self, total: int, shown: bool):
+    It appears, and its clock starts, when the engine is ready; `before` lines were answered earlier.
+    """
+
+    def __init__(self, total: int, before: int, shown: bool):
+        self._total, self._done, self._shown = total, before, shown
+        self._bar: tqdm[NoReturn] | None = None
+        self._tokens, self._since = 0, 0.0
+
+    def begin(self) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, unit="line", mininterval=0.5, disable=not shown, dynamic_ncols=True)
-        self._tokens, self._since = 0, time.monotonic()
+        self._since = time.monotonic()
+        self._bar = tqdm(
+            total=self._total,
+            initial=self._done,
+            unit="line",
+            mininterval=0.5,
+            disable=not self._shown,
+            dynamic_ncols=True,
+        )
 
     def answered(self, output: RequestOutput | None = None) -> None:
+        self._done += 1
+        if self._bar is None:
+            return
         if output is not None:
             self._tokens += usage(output)["total_tokens"]
             rate = self._tokens / max(time.monotonic() - self._since, 1e-9)
             self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update()
 
-    def skipped(self) -> None:
-        """A line answered by an earlier run: part of the whole, but not of the speed."""
-        self._bar.initial += 1
-        self._bar.update()
-
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def about(line: RawLine, output: RequestOutput) -> dict[str, Any]:

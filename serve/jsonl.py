@@ -96,7 +96,9 @@ class LineReader:
         number = index = 0
         while piece := self._read(self._limit + 1):
             number += 1
-            text, size, digest = self._line(piece.removeprefix(BOM) if number == 1 else piece)
+            text, size, digest = self._line(piece)
+            if number == 1 and text is not None:
+                text = text.removeprefix(BOM)
             if text is None or text.strip():
                 yield RawLine(number, index, text, size, digest)
                 index += 1
@@ -109,13 +111,12 @@ class LineReader:
 
     def _line(self, piece: bytes) -> tuple[bytes | None, int, int]:
         """A line's text, if it is short enough, its size and its digest; reads on to its end."""
-        text, size = piece.rstrip(b"\r\n"), len(piece)
+        text, size = piece.removesuffix(b"\n"), len(piece)
         digest = hashlib.blake2b(piece, digest_size=8)
         while not piece.endswith(b"\n") and (piece := self._read(1 << 20)):
             digest.update(piece)
             size += len(piece)
-        short = size <= self._limit + 1 and len(text) <= self._limit
-        return text if short else None, size, int.from_bytes(digest.digest(), "big")
+        return text if len(text) <= self._limit else None, size, int.from_bytes(digest.digest(), "big")
 
 
 def decode(line: RawLine, limit: int) -> dict[str, Any]:
