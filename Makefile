@@ -7,7 +7,9 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/duetto batch examples/prompts.jsonl /tmp/duetto-demo-$$$$.jsonl --show 3
+	@out=$$(mktemp -d)/answers.jsonl && set -x && \
+	$(BIN)/duetto batch examples/prompts.jsonl $$out && \
+	$(BIN)/python examples/show_answers.py examples/prompts.jsonl $$out 3
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term
