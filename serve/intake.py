@@ -49,6 +49,8 @@ class Intake:
 
         Raises ValueError or TypeError, naming what is wrong: nothing has been queued then.
         """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
         text, tokens = self.tokens(prompt)
         self.check(tokens, params)
         end = self.end(tokens, params)
@@ -63,7 +65,7 @@ class Intake:
                 seed=fold_seed(seed, i),
                 end=end,
                 stop_ids=self.stop_ids(params),
-                eos_ids=self.eos_ids,
+                eos_ids=() if params.ignore_eos else self.eos_ids,
                 bad_words=words,
                 text=self._detokenizer(params, tokens),
                 priority=priority,
@@ -79,28 +81,20 @@ class Intake:
             return self._mapping(prompt)
         if isinstance(prompt, str):
             return prompt, self._encode(prompt)
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence) or any(
-            type(t) is not int and not isinstance(t, np.integer) for t in prompt
-        ):
-            raise TypeError(f"a prompt is a string, token ids, or a mapping, not {shown(prompt)}")
-        return None, [int(t) for t in prompt]
+        return None, token_ids(prompt)
 
     def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        known = {"prompt", "prompt_token_ids"}
-        if not prompt or set(prompt) - known:
+        """Ids count where both are given, and the text is only repeated in the result."""
+        if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
             raise TypeError(
                 f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, prompt))}"
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise TypeError(f"prompt must be a string, not {shown(text)}")
-        return (
-            (text, self._encode(text))
-            if ids is None and text is not None
-            else (text, self.tokens(ids or [])[1])
-        )
+        if ids is None and text is not None:
+            return text, self._encode(text)
+        return text, token_ids(ids)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -217,6 +211,24 @@ class Intake:
 
     def _decoded(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode_token(token)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a single prompt rather than several: text, a mapping, or a flat list of token ids."""
+    if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Token ids as Python's integers. Raises TypeError for anything else."""
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    sequence = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
+    if not sequence or any(type(t) is not int and not isinstance(t, np.integer) for t in ids):
+        raise TypeError(
+            f"a prompt is a string, token ids, or a mapping with one of them, not {shown(prompt)}"
+        )
+    return [int(t) for t in ids]
 
 
 def shown(value: Any) -> str:

@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..checkpoints.huggingface import GenerationDefaults
 from ..model.config import ModelConfig
@@ -14,48 +14,13 @@ from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
 from .chat import Message, apply_chat, render_for
 from .engine import Engine
-from .intake import Intake, Prompt, Ticket
+from .intake import Intake, Prompt, Ticket, is_one_prompt
+from .interrupt import uninterrupted
+from .keywords import engine_options
 from .loading import DEMO, keep_compiled, load_folder, start_engine
 from .options import EngineOptions
-from .outputs import Logprob, RequestOutput
+from .outputs import Delta, RequestOutput, Score, score_of
 from .text import Tokenizer
-
-# What scripts for vLLM pass: another name for an option of ours, or a choice that we have made.
-OTHER_NAMES = {"max_num_batched_tokens": "max_prefill_tokens", "block_size": "page_size"}
-FIXED = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "enforce_eager": False,
-    "trust_remote_code": False,
-    "enable_chunked_prefill": True,
-    "disable_log_stats": True,
-    "quantization": None,
-}
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a stream adds: text and tokens since the last one; the last has a finish reason."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Score:
-    """Teacher-forced natural-log probabilities of a text after the first of its tokens, or of a continuation."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.logprobs)
 
 
 class LLM:
@@ -83,6 +48,8 @@ class LLM:
         folder = DEMO if model is None else Path(model)
         config, params, defaults = load_folder(folder, dtype)
         words = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
+        if words is None and tokenizer is not None:
+            raise ValueError(f"tokenizer {str(tokenizer)!r} has no tokenizer.json")
         self._begin(config, params, words, defaults, chosen, name=str(model) if model else "duetto-demo")
 
     @classmethod
@@ -120,6 +87,7 @@ class LLM:
             config.vocab_size, sizes.max_model_len, options, tokenizer, defaults.eos_token_ids
         )
         self._tickets: dict[str, Ticket] = {}
+        self._queued: dict[str, None] = {}  # those of them that `step` gives back, in order
         self._ids = itertools.count()
         self._lock = threading.RLock()
 
@@ -155,7 +123,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Replies to one conversation or to several. Raises ChatTemplateError where the template refuses one."""
-        several = messages if messages and isinstance(messages[0], list) else [messages]
+        several = (
+            messages
+            if isinstance(messages, list) and messages and isinstance(messages[0], list)
+            else [messages]
+        )
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -180,19 +152,25 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def score(
-        self, prompts: Prompt | Sequence[Prompt], continuations: Sequence[str | list[int]] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
     ) -> list[Score]:
         """Log-probabilities of each prompt's tokens after its first, or of its continuation alone (teacher forcing)."""
         prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
         ids = [self._intake.tokens(prompt)[1] for prompt in prompts]
-        ends = [[] for _ in ids] if continuations is None else [self._continuation(c) for c in continuations]
+        if continuations is None:
+            ends, starts = [[] for _ in ids], [1] * len(ids)
+        else:
+            given = [continuations] if is_one_prompt(continuations) else continuations
+            ends, starts = [self._continuation(c) for c in given], [len(a) for a in ids]
         if len(ends) != len(ids):
             raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         results = self.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
-        return [scored(r, len(a) if b else 1) for r, a, b in zip(results, ids, ends, strict=True)]
+        return [score_of(result, start) for result, start in zip(results, starts, strict=True)]
 
-    def _continuation(self, text: str | list[int]) -> list[int]:
+    def _continuation(self, text: str | Sequence[int]) -> list[int]:
         if not isinstance(text, str):
             return list(text)
         if self.tokenizer is None:
@@ -203,39 +181,54 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Iterator[Delta]:
-        """Pieces of the continuation as they are generated; leaving the loop early aborts the request."""
+    ) -> Generator[Delta]:
+        """Pieces of the continuation as they are generated; the request begins with the first piece that is asked for.
+
+        Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
+        """
         ticket = self._ticket(prompt, sampling_params or self.get_default_sampling_params(), priority)
-        self._submit([ticket])
-        seen = [(0, 0)] * len(ticket.requests)
-        try:
-            while not ticket.finished:
-                self._advance()
-                yield from self._deltas(ticket, seen)
-        finally:
-            self._drop(ticket)
+        return self._pieces(ticket)
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[Delta]:
-        """`stream` for an event loop: steps run in a worker thread."""
-        pieces = self.stream(prompt, sampling_params, priority=priority)
+    ) -> AsyncGenerator[Delta]:
+        """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the request."""
+        pieces = await asyncio.to_thread(self.stream, prompt, sampling_params, priority=priority)
+        coming: asyncio.Future[Delta | None] | None = None
         try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            while True:
+                coming = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
+                if (piece := await asyncio.shield(coming)) is None:
+                    return
                 yield piece
         finally:
+            if coming is not None:  # a cancelled task's step still runs in its thread
+                await asyncio.gather(coming, return_exceptions=True)
             await asyncio.to_thread(pieces.close)
 
-    def _deltas(self, ticket: Ticket, seen: list[tuple[int, int]]) -> Iterator[Delta]:
-        for index, request in enumerate(ticket.requests):
-            tokens, chars = seen[index]
-            new, text = request.outputs[tokens:], (request.text.text if request.text else "")[chars:]
-            done = request.finished and tokens >= 0
-            if new or text or done:
-                seen[index] = (tokens + len(new), chars + len(text))
-                yield Delta(index, text, new, request.finish_reason)
-            if done:
-                seen[index] = (-1, chars)
+    def _pieces(self, ticket: Ticket) -> Generator[Delta]:
+        places = dict.fromkeys(range(len(ticket.requests)), (0, 0))
+        try:
+            self._submit([ticket])
+            while places:
+                self._advance()
+                yield from self._deltas(ticket, places)
+        finally:
+            self._drop([ticket])
+
+    def _deltas(self, ticket: Ticket, places: dict[int, tuple[int, int]]) -> list[Delta]:
+        """What is new beyond `places`, the tokens and characters given so far of the completions not given to their end."""
+        found = []
+        with self._turn():
+            for index, (tokens, chars) in list(places.items()):
+                request = ticket.requests[index]
+                new, text = request.outputs[tokens:], (request.text.text if request.text else "")[chars:]
+                if new or text or request.finished:
+                    found.append(Delta(index, text, new, request.finish_reason))
+                places[index] = tokens + len(new), chars + len(text)
+                if request.finished:
+                    del places[index]
+        return found
 
     # ------------------------------------------------------------ one step at a time
 
@@ -243,26 +236,28 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
         """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in use."""
-        ticket = self._ticket(prompt, params, priority, request_id)
-        self._submit([ticket])
+        with self._turn():
+            ticket = self._ticket(prompt, params, priority, request_id)
+            self._submit([ticket])
+            self._queued[ticket.id] = None
         return ticket.id
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one step; gives those queued with `add_request` that have finished since."""
-        with self._lock:
+        with self._turn():
             if self._open_engine().has_work:
                 self._advance()
-            finished = [ticket for ticket in self._tickets.values() if ticket.finished]
-            for ticket in finished:
-                del self._tickets[ticket.id]
+            finished = [ticket for id in self._queued if (ticket := self._tickets[id]).finished]
+            self._drop(finished)
         return [self._intake.output(ticket) for ticket in finished]
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._tickets)
+        """Whether requests queued with `add_request` are still to be given back by `step`."""
+        return bool(self._queued)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has generated is its result, with finish reason "abort"."""
-        with self._lock:
+        """End a request now; what it has generated is its result, with finish reason "abort". An unknown id is none."""
+        with self._turn():
             ticket = self._tickets.get(request_id)
             for request in ticket.requests if ticket else ():
                 self._open_engine().abort(request)
@@ -274,30 +269,32 @@ class LLM:
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs.
         """
-        with self._lock:
+        with self._turn():
             self._open_engine().update_params(params)
+
+    @property
+    def params(self) -> Decoder:
+        """The weights being served, as they lie on the device."""
+        return self._open_engine().params
 
     def report(self) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations."""
-        engine = self._open_engine()
-        return engine.report()
+        return self._open_engine().report()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's authors recommend in generation_config.json, else the usual defaults."""
-        return SamplingParams(**self._defaults.sampling)
+        return SamplingParams.from_dict(self._defaults.sampling)
 
     def close(self) -> None:
         """Abort what runs and give the device's memory back."""
-        with self._lock:
-            if self._engine is not None:
-                for ticket in list(self._tickets.values()):
-                    self._drop(ticket)
+        with self._turn():
+            self._drop(list(self._tickets.values()))
             self._engine = None
 
-    def __enter__(self) -> "LLM":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -311,9 +308,8 @@ class LLM:
     def _params_for(
         self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        if given is None:
-            return [self.get_default_sampling_params()] * len(prompts)
-        if isinstance(given, SamplingParams):
+        given = self.get_default_sampling_params() if given is None else given
+        if not isinstance(given, Sequence):
             return [given] * len(prompts)
         if len(given) != len(prompts):
             raise ValueError(
@@ -322,14 +318,20 @@ class LLM:
         return list(given)
 
     def _ticket(self, prompt: Prompt, params: SamplingParams, priority: int, id: str | None = None) -> Ticket:
-        with self._lock:
-            id = str(next(self._ids)) if id is None else id
-            if id in self._tickets:
-                raise ValueError(f"request_id {id!r} is in use")
-            return self._intake.ticket(id, prompt, params, priority)
+        if id is None:
+            id = next(new for n in self._ids if (new := str(n)) not in self._tickets)
+        elif id in self._tickets:
+            raise ValueError(f"request_id {id!r} is in use")
+        return self._intake.ticket(id, prompt, params, priority)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time, and none is interrupted while the engine is between two states."""
+        with uninterrupted(), self._lock:
+            yield
 
     def _submit(self, tickets: list[Ticket]) -> None:
-        with self._lock:
+        with self._turn():
             engine = self._open_engine()
             for ticket in tickets:
                 self._tickets[ticket.id] = ticket
@@ -337,66 +339,34 @@ class LLM:
                     engine.submit(request)
 
     def _advance(self) -> None:
-        with self._lock:
+        with self._turn():
             self._open_engine().step()
 
-    def _drop(self, ticket: Ticket) -> None:
-        """Forget a ticket, and end it if it has not."""
-        with self._lock:
-            if self._engine is not None:
-                for request in ticket.requests:
-                    self._engine.abort(request)
-            self._tickets.pop(ticket.id, None)
+    def _drop(self, tickets: list[Ticket]) -> None:
+        """Forget tickets, and end those that have not ended."""
+        with self._turn():
+            engine = self._engine
+            for ticket in tickets:
+                for request in ticket.requests if engine is not None else ():
+                    engine.abort(request)
+                self._tickets.pop(ticket.id, None)
+                self._queued.pop(ticket.id, None)
 
     def _finish(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
         """Run tickets to their end; an interrupt aborts what is left of them."""
-        self._submit(tickets)
         try:
+            self._submit(tickets)
             with progress(len(tickets), use_tqdm) as bar:
                 left = tickets
                 while left:
                     self._advance()
                     bar.update(len(left) - len(left := [t for t in left if not t.finished]))
         finally:
-            for ticket in tickets:
-                self._drop(ticket)
+            self._drop(tickets)
         return [self._intake.output(ticket) for ticket in tickets]
 
 
-def engine_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Keywords as options. Raises TypeError for a name that is none, ValueError for a value that is not allowed."""
-    known, options = {f.name for f in fields(EngineOptions)}, {}
-    for name, value in given.items():
-        if name in FIXED:
-            if value != FIXED[name]:
-                raise ValueError(f"{name}={value!r} is not supported: only {FIXED[name]!r}")
-        elif OTHER_NAMES.get(name, name) in known:
-            options[OTHER_NAMES.get(name, name)] = value
-        else:
-            raise TypeError(
-                f"unknown option {name!r}; known are dtype, tokenizer, {', '.join(sorted(known))}"
-            )
-    return replace(EngineOptions(), **options)
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a single prompt rather than several: text, a mapping, or a flat list of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    return (
-        len(prompts) > 0
-        and not isinstance(prompts[0], (str, Mapping, Sequence))
-        and not hasattr(prompts[0], "shape")
-    )
-
-
-def scored(result: RequestOutput, start: int) -> Score:
-    entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
-    ids = result.prompt_token_ids[start:]
-    return Score(ids, [entry[t].logprob for t, entry in zip(ids, entries[start:], strict=True) if entry])
-
-
 def progress(total: int, shown: bool):
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     return tqdm(total=total, desc="requests", disable=not shown, dynamic_ncols=True)

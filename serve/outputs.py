@@ -55,3 +55,35 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a stream adds: text and tokens since the last one; the last of completion `index` has a finish reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Score:
+    """Teacher-forced natural-log probabilities of a text after the first of its tokens, or of a continuation."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+
+def score_of(result: RequestOutput, start: int) -> Score:
+    """The score of a prompt's tokens from position `start` on, of a result with `prompt_logprobs`."""
+    entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
+    ids = result.prompt_token_ids[start:]
+    return Score(ids, [entry[t].logprob for t, entry in zip(ids, entries[start:], strict=True) if entry])

@@ -1,0 +1,290 @@
+"""The command line: `duetto generate`, `batch`, `plan`, `bench`. jax is imported once a command has work to do."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .flags import add_flags, given
+from .options import EngineOptions
+from .report import render, save
+
+if TYPE_CHECKING:
+    from ..sampling.params import SamplingParams
+    from .llm import LLM
+
+T = TypeVar("T")
+GENERATE_MAX_TOKENS = 256
+INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
+NOT_STREAMED = ("n", "logprobs", "prompt_logprobs", "detokenize", "spaces_between_special_tokens")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its arguments and its line in the help, how it adds its flags, and what runs it."""
+
+    arguments: str
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 130 (Ctrl-C)."""
+    args = parse(sys.argv[1:] if argv is None else list(argv))
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its exit
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        print(f"duetto: {sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Flags are only made for the command that is called, since most of them need jax."""
+    parser = argparse.ArgumentParser(
+        "duetto", description="Generate text with large language models in JAX.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"duetto {version('duetto')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    called = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            usage=" ".join(filter(None, ("duetto", name, command.arguments, "[flags]"))),
+            help=command.help,
+            description=f"{command.help[:1].upper()}{command.help[1:]}.",
+            allow_abbrev=False,
+        )
+        sub.set_defaults(run=command.run, usage_error=sub.error)
+        if name == called:
+            command.add_flags(sub)
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------- flags that commands share
+
+
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="DIR", help="a Hugging Face folder (default: the small model that ships)"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    parser.add_argument("--tokenizer", metavar="DIR", help="another folder to take the tokenizer from")
+    parser.add_argument(
+        "--compilation-cache", default="auto", metavar="DIR",
+        help='where compiled programs are kept (default: in your cache directory); "none" keeps none',
+    )  # fmt: skip
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def engine_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, EngineOptions, "engine", leave_out=("seed",))
+
+
+def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str]) -> None:
+    from ..sampling.params import SamplingParams
+
+    add_flags(parser, SamplingParams, f"sampling, {whose}", leave_out)
+
+
+def report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no report at the end")
+    parser.add_argument("--report", metavar="FILE", help="write the closing report as JSON")
+
+
+def checked(args: argparse.Namespace, make: Callable[[], T]) -> T:
+    """What `make` makes of flags; a value that is not allowed ends the program as a usage error."""
+    try:
+        return make()
+    except (TypeError, ValueError) as error:
+        args.usage_error(str(error))
+        raise
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    return checked(args, lambda: EngineOptions(**given(EngineOptions, args, leave_out=("seed",))))
+
+
+def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
+    """The defaults with what the command line says."""
+    return checked(args, lambda: replace(defaults, **given(type(defaults), args)))
+
+
+def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
+    from .llm import LLM
+
+    kept = None if args.compilation_cache == "none" else args.compilation_cache
+    return LLM(
+        args.model, dtype=args.dtype, tokenizer=args.tokenizer, compilation_cache=kept, **asdict(options)
+    )
+
+
+def finish(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Shows an engine's report on standard error, and writes it where --report says."""
+    if not args.quiet:
+        print(f"\n{render(report)}", file=sys.stderr)
+    if args.report:
+        save(report, args.report)
+
+
+# ---------------------------------------------------------------- generate
+
+
+def generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help='the text to continue; "-" reads standard input')
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message to a chat model")
+    model_flags(parser)
+    report_flags(parser)
+    sampling_flags(
+        parser, f"beside the model's own defaults; max-tokens is {GENERATE_MAX_TOKENS} here", NOT_STREAMED
+    )
+    engine_flags(parser)
+
+
+def generate(args: argparse.Namespace) -> int:
+    from ..sampling.params import SamplingParams
+
+    sampling_params(args, SamplingParams())  # what is wrong is said before a model is loaded
+    options = engine_options(args)
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with start(args, options) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
+        defaults = replace(llm.get_default_sampling_params(), max_tokens=GENERATE_MAX_TOKENS)
+        for piece in llm.stream(prompt, sampling_params(args, defaults)):
+            print(piece.text, end="", flush=True)
+        print(flush=True)
+        finish(llm.report(), args)
+    return 0
+
+
+# ---------------------------------------------------------------- batch
+
+
+def batch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", help='JSON lines in OpenAI\'s batch format or plain; "-" is standard input')
+    parser.add_argument(
+        "output", help='where the answers go, in the order of the input; "-" is standard output'
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seeds lines that bring no seed (default: 0)")
+    parser.add_argument(
+        "--in-flight", type=positive, metavar="INT", help="lines in the engine (default: 4 max-num-seqs)"
+    )
+    parser.add_argument(
+        "--model-name", default="duetto", help="the model's name in the answers (default: duetto)"
+    )
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a bar")
+    model_flags(parser)
+    report_flags(parser)
+    sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
+    engine_flags(parser)
+
+
+def batch(args: argparse.Namespace) -> int:
+    from ..sampling.params import SamplingParams
+    from .batch import run_batch
+    from .job import BatchOptions
+
+    options = engine_options(args)
+    sampling = given(SamplingParams, args, leave_out=("seed",))
+    checked(args, lambda: SamplingParams.from_dict(sampling))
+    job = BatchOptions(
+        in_flight=args.in_flight or 4 * options.max_num_seqs,
+        seed=args.seed,
+        sampling=sampling,
+        model_name=args.model_name,
+        progress=args.progress,
+    )
+    known = fingerprint(args, options)
+    return run_batch(
+        lambda: start(args, options), args.input, args.output, job, known, lambda report: finish(report, args)
+    )
+
+
+def fingerprint(args: argparse.Namespace, options: EngineOptions) -> dict[str, str]:
+    """What decides a job's answers beside its input: the model's files, the engine's flags, the device, jax's version."""
+    from .devices import default_device
+    from .loading import DEMO
+
+    folder = DEMO if args.model is None else Path(args.model)
+    words = {} if args.tokenizer is None else {"tokenizer": contents(Path(args.tokenizer))}
+    flags = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(options).items() if k != "seed"}
+    device = {"device": default_device().device_kind, "jax": version("jax"), "--dtype": args.dtype}
+    return {"model": contents(folder), **words, **device, **flags}
+
+
+def contents(folder: Path) -> str:
+    """A hash of the files that make a model or a tokenizer. Raises OSError."""
+    from .source import hash_of
+
+    files = sorted(f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".jinja"))
+    return sha256(" ".join(f"{f.name} {hash_of(f)}" for f in files).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- plan and bench
+
+
+def plan_flags(parser: argparse.ArgumentParser) -> None:
+    from .plan import add_plan_flags
+
+    model_flags(parser)
+    add_plan_flags(parser)
+    engine_flags(parser)
+
+
+def plan(args: argparse.Namespace) -> int:
+    from .plan import run_plan
+
+    return run_plan(args, engine_options(args))
+
+
+def bench_flags(parser: argparse.ArgumentParser) -> None:
+    from .bench import add_bench_flags
+
+    model_flags(parser)
+    add_bench_flags(parser)
+    engine_flags(parser)
+
+
+def bench(args: argparse.Namespace) -> int:
+    from .bench import run_bench
+
+    return run_bench(args, engine_options(args))
+
+
+COMMANDS = {
+    "generate": Command(
+        "PROMPT", "continue one prompt and show the text as it comes", generate_flags, generate
+    ),
+    "batch": Command(
+        "INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped", batch_flags, batch
+    ),
+    "plan": Command("", "show shapes, memory and roofline before anything runs", plan_flags, plan),
+    "bench": Command("", "measure decode, prefill and startup on this machine", bench_flags, bench),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

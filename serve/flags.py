@@ -1,0 +1,63 @@
+"""Command-line flags made from the fields of a dataclass: name, type, default and help are written once, in the field."""
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, record: type, title: str, leave_out: Collection[str] = ()
+) -> None:
+    """A flag for each field; only those that are given appear in the namespace, under the field's name."""
+    group, hints = parser.add_argument_group(title), get_type_hints(record)
+    for f in fields(record):
+        if f.name not in leave_out:
+            default = "" if f.default is None else f" (default: {f.default})"
+            text = (f.metadata["help"] + default).replace("%", "%%")
+            flag = f"--{f.name.replace('_', '-')}"
+            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **reading(hints[f.name]))
+
+
+def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a record that the command line set."""
+    values = vars(args)
+    return {f.name: values[f.name] for f in fields(record) if f.name in values and f.name not in leave_out}
+
+
+def reading(hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type: lists by repeating the flag, mappings as JSON, `none` where it is allowed."""
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
+    origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
+    if bool in origins:
+        return {"action": argparse.BooleanOptionalAction}
+    if Mapping in origins:
+        return {"type": json_object, "metavar": "JSON"}
+    if Sequence in origins:
+        item = int if Sequence[int] in kinds else str
+        return {"action": "append", "type": item, "metavar": f"{item.__name__.upper()} (repeatable)"}
+    number = float if float in origins else int
+    optional = type(None) in get_args(hint)
+    return {"type": or_none(number) if optional else number, "metavar": number.__name__.upper()}
+
+
+CONTAINERS = (Sequence, Mapping)
+
+
+def or_none(number: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else number(text)
+
+    read.__name__ = number.__name__  # argparse names the type in its error
+    return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if isinstance(value, dict):
+        return value
+    raise ValueError(text)
+
+
+json_object.__name__ = "JSON object"

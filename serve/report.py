@@ -1,0 +1,51 @@
+"""The report that closes a run, for people; machines read the same numbers as JSON."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SPANS = {"TTFT": "ttft", "TPOT": "tpot", "end to end": "e2e"}
+
+
+def span(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def latencies(report: Mapping[str, Any]) -> list[str]:
+    """A row for each kind of span that was measured, under its head."""
+    rows = [
+        f"{title:>12}" + "".join(f"{span(report[key][p]):>11}" for p in ("p50", "p90", "p99"))
+        for title, key in SPANS.items()
+        if report[key]
+    ]
+    return [" " * 12 + "".join(f"{p:>11}" for p in ("p50", "p90", "p99")), *rows] if rows else []
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """An engine's report (`LLM.report`) as a few lines of text."""
+    r = report
+    work = (
+        f"{r['requests']} requests, {r['prompt_tokens']} prompt and {r['generated_tokens']} generated tokens"
+    )
+    rates = (
+        f"prefill {r['prefill_tokens_per_second']:.0f}, decode {r['decode_tokens_per_second']:.0f} tokens/s"
+    )
+    padding = f"prefill {r['padding_prefill']:.1%}, decode {r['padding_decode']:.1%} of what was computed"
+    cache = f"peak {r['peak_cache_occupancy']:.1%} of {r['cache_pages']} pages of {r['page_size']} tokens"
+    reuse = f"prefix hits {r['prefix_hit_rate']:.1%} of prompt tokens, {r['preemptions']} preemptions"
+    programs = f"{r['programs']} compiled in {r['warmup_seconds']:.1f} s, {r['compilations']} while serving"
+    lines = [
+        f"{work} in {r['seconds']:.2f} s of steps",
+        *latencies(report),
+        f"throughput   {rates}",
+        f"padding      {padding}",
+        f"cache        {cache}, {reuse}",
+        f"programs     {programs}",
+    ]
+    return "\n".join(lines)
+
+
+def save(report: Mapping[str, Any], path: str | Path) -> None:
+    """Write a report as JSON. Raises OSError."""
+    Path(path).write_text(json.dumps(report, indent=2) + "\n")
