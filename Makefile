@@ -1,7 +1,9 @@
 # Two commands do everything on a machine with Python >= 3.11 and pip: `make demo` and `make test`.
+# `make test EXTRAS=dev,targets` also compiles for accelerators that are not there (1.1 GB of compilers).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo test lint format clean
@@ -32,7 +34,7 @@ $(VENV)/demo.stamp: pyproject.toml
 
 $(VENV)/test.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	touch $(VENV)/demo.stamp $@
 
 clean:

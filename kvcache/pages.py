@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from ..model.attention import MASKED, Attend, grouped
 from ..model.config import ModelConfig
+from ..model.layers import einsum
 from ..model.tree import pytree
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
@@ -52,10 +53,6 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def page_shape(config: ModelConfig, pages: int, page_size: int) -> tuple[int, int, int, int]:
-    return config.num_kv_heads, pages, page_size, config.head_size
-
-
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
     """Bytes of one page in all layers, keys and values."""
     row = config.num_kv_heads * config.head_size * jnp.dtype(dtype).itemsize
@@ -66,14 +63,16 @@ def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> 
     """A cache of zeros. Raises ValueError for a page size that does not fit the blocks that attention reads."""
     if page_size < 1 or (BLOCK % page_size and page_size % BLOCK):
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
-    shape = page_shape(config, pages, page_size)
+    shape = config.num_kv_heads, pages, page_size, config.head_size
     layers = range(config.num_layers)
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in layers) for _ in "kv"))
 
 
 def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
     """Put new [B,T,K,H] into a pool; a page number past the pool drops its token."""
-    return pool.at[:, page, offset].set(new.transpose(2, 0, 1, 3).astype(pool.dtype), mode="drop")
+    head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]  # a slice here costs a TPU a copy of the pool
+    new = new.transpose(2, 0, 1, 3).astype(pool.dtype)
+    return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 
 
 def read_block(pool: Array, page_table: Array, j: Array) -> Array:
@@ -100,12 +99,13 @@ def running_softmax(q: Array, batch: Batch, pools: tuple[Array, Array], pos: Arr
         top, total, out = carry
         at = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         k, v = (read_block(pool, batch.page_table, j) for pool in pools)
-        v = jnp.where((at[None] < end[:, None])[None, ..., None], v, 0)  # a page's unwritten tail may hold anything
-        scores = jnp.einsum("kbqh,kbsh->kbqs", q, k, preferred_element_type=jnp.float32) * H**-0.5
+        # a page's unwritten tail may hold anything
+        v = jnp.where((at[None] < end[:, None])[None, ..., None], v, 0)
+        scores = einsum("kbqh,kbsh->kbqs", q, k, jnp.float32) * H**-0.5
         scores = jnp.where((at[None, None] <= pos[..., None])[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-        add = jnp.einsum("kbqs,kbsh->kbqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        add = einsum("kbqs,kbsh->kbqh", weights.astype(v.dtype), v, jnp.float32)
         return new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
 
     blocks = jnp.max(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK, 0))

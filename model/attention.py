@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .layers import einsum
+
 MASKED = -1e30
 
 
@@ -32,9 +34,9 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with scores in float32; every query must see at least one key."""
     scale = q.shape[-1] ** -0.5
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, preferred_element_type=jnp.float32)
+    scores = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores * scale, MASKED), axis=-1)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
+    out = einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
     return out.reshape(q.shape)
 
 

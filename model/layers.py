@@ -1,15 +1,17 @@
 """The small pure functions that every decoder is made of."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def einsum(equation: str, x: Array, w: Array) -> Array:
-    """The one product of activations and weights; float32 stays float32 on every device."""
+def einsum(equation: str, x: Array, w: Array, dtype: Any = None) -> Array:
+    """The one product of two arrays, in their dtype or another; float32 stays float32 on every device."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x, w, precision=precision)
+    return jnp.einsum(equation, x, w, precision=precision, preferred_element_type=dtype)
 
 
 def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:

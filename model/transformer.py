@@ -139,5 +139,4 @@ def forward(
 def unembed(params: Decoder, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Logits in float32."""
     head = params.embed if params.head is None else params.head
-    precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    return jnp.einsum("...d,vd->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    return einsum("...d,vd->...v", hidden, head, jnp.float32)

@@ -1,6 +1,7 @@
 """What the sampler keeps of the running requests: one pytree on the device, a row for each slot."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,10 +36,6 @@ def empty_state(slots: int, V: int) -> SamplingState:
         bias=jnp.zeros((slots, V), jnp.float32),
         recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), -1, jnp.int32),
     )
-
-
-def replace(state: SamplingState, **leaves: Any) -> SamplingState:
-    return SamplingState(**{**vars(state), **leaves})
 
 
 def admit(state: SamplingState, slot: Int[Array, ""], knobs: Knobs) -> SamplingState:

@@ -21,14 +21,19 @@ class ChatTemplateError(ValueError):
 def apply_chat(tokenizer: "Tokenizer", messages: list[Message], **options: Any) -> list[int]:
     """Token ids of a conversation; the template writes the special tokens, so none is added again.
 
-    Options are those of `render_chat`. Raises ChatTemplateError, also if the model has no chat template.
+    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template.
     """
-    text = render_for(tokenizer, tokenizer.chat_template, messages, **options)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(render_for(tokenizer, messages, **options), add_special_tokens=False)
 
 
-def render_for(tokenizer: "Tokenizer", template: str | None, messages: list[Message], **options: Any) -> str:
-    """`render_chat` with a tokenizer's special tokens. Raises ChatTemplateError if there is no template."""
+def render_for(
+    tokenizer: "Tokenizer", messages: list[Message], *, chat_template: str | None = None, **options: Any
+) -> str:
+    """`render_chat` with a tokenizer's special tokens, and its template unless one is given.
+
+    Raises ChatTemplateError if there is no template.
+    """
+    template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         raise ChatTemplateError("the model has no chat template; give a prompt instead of messages")
     return render_chat(

@@ -5,14 +5,14 @@ into classes; within one, a request's bits do not depend on the shapes that its 
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from ..kvcache.pages import Batch, KVCache
 from ..sampling.params import SamplingParams, knobs_row
-from .programs import Arguments, Programs, Shape
+from .programs import Arguments, Programs, Shape, fill
 from .step import Output, Seat
 
 CANONICAL_PREFILL = Shape("prefill", 1, 64)
@@ -45,11 +45,11 @@ class Probe:
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
         new = Seat(np.int32(0), np.int32(2**31 - 1), np.bool_(False), knobs)
         slots = self.programs.seat(self.arguments.slots, np.int32(slot), new)
-        self.arguments = Arguments(self.arguments.params, self.arguments.cache, slots)
+        self.arguments = replace(self.arguments, slots=slots)
 
     def _run(self, shape: Shape, batch: Batch) -> Output:
         cache, slots, out = self.programs.run(shape, self.arguments, batch)
-        self.arguments = Arguments(self.arguments.params, cache, slots)
+        self.arguments = replace(self.arguments, cache=cache, slots=slots)
         return jax.tree.map(np.asarray, out)
 
     def prefill(self, shape: Shape, tokens: int) -> bytes:
@@ -77,16 +77,6 @@ class Probe:
             logprob = self._run(shape, batch).sampled.logprob
             scores = [scores[row] + logprob[row, :count].tobytes() for row in range(rows)]
         return [digest(self.arguments.cache, [row], steps) + scores[row] for row in range(rows)]
-
-
-Ints = np.ndarray | list[int]
-
-
-def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Ints, slot: int) -> None:
-    """Write one row of a host batch."""
-    batch.tokens[row, : len(tokens)] = tokens
-    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    batch.page_table[row, : len(pages)] = pages
 
 
 def digest(cache: KVCache, pages: np.ndarray | list[int], tokens: int) -> bytes:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .flags import add_flags, given
+from .flags import add_flags, given, positive
 from .options import EngineOptions
 from .report import render, save
 
@@ -92,13 +92,6 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
         "--compilation-cache", default="auto", metavar="DIR",
         help='where compiled programs are kept (default: in your cache directory); "none" keeps none',
     )  # fmt: skip
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def engine_flags(parser: argparse.ArgumentParser) -> None:

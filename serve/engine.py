@@ -1,5 +1,6 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,11 @@ from ..kvcache.pool import PagePool
 from ..model.transformer import Decoder
 from ..model.tree import paths
 from ..sampling.params import knobs_row
+from ..sampling.sample import Sampled, Scores
 from ..sampling.state import dense_bias, needs_history
-from .classes import Classes, fill
+from .classes import Classes
 from .meter import Compilations, Meter
-from .programs import Arguments, Programs, Shape
+from .programs import Arguments, Programs, Shape, fill
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
 from .shapes import smallest
@@ -95,11 +97,12 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """The meter's counts, and what was compiled: `compilations` of them after the warm-up, which must be none."""
+        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which must be none."""
         return self.meter.report() | {
             "programs": self.programs.count,
             "warmup_seconds": self.programs.seconds,
             "compilations": self._compilations.count,
+            "preemptions": self.scheduler.preemptions,
             "cache_pages": self.sizes.pages,
             "page_size": self.sizes.page_size,
         }
@@ -117,7 +120,7 @@ class Engine:
             if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
                 raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
         self.pool.forget()
-        self._state = Arguments(params, self._state.cache, self._state.slots)
+        self._state = replace(self._state, params=params)
 
     def _advance(self) -> list[Request]:
         plan, touched = self.scheduler.plan(settled=not self._flight), []
@@ -136,27 +139,11 @@ class Engine:
     def _dispatch(self, plan: Plan) -> list[Ran]:
         for request in plan.seats:
             self._seat(request)
-        ran = [
-            self._run(self.classes.prefill, group)
-            for group in self._groups(self.classes.prefill, plan.prefill)
-        ]
-        ran += [
-            self._run(self.classes.decode, group) for group in self._groups(self.classes.decode, plan.decode)
-        ]
+        phases = (self.classes.prefill, plan.prefill), (self.classes.decode, plan.decode)
+        ran = [self._run(shapes, group) for shapes, works in phases for group in groups_of(shapes, works)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.pool)
         return ran
-
-    def _groups(self, shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
-        """Work cut into what one call can take: rows of a shape that holds the longest of them."""
-        groups: list[list[Work]] = []
-        for work in works:
-            longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
-            if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
-                groups[-1].append(work)
-            else:
-                groups.append([work])
-        return groups
 
     def _run(self, shapes: tuple[Shape, ...], works: list[Work]) -> Ran:
         shape = smallest(shapes, len(works), max(w.count for w in works))
@@ -166,9 +153,9 @@ class Engine:
             assert slot is not None
             known = request.tokens[work.start : work.start + work.count]
             fill(batch, row, known, work.start, request.pages, slot)
-            batch.count[row] = work.count
+            batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
         cache, slots, output = self.programs.run(shape, self._state, batch)
-        self._state = Arguments(self._state.params, cache, slots)
+        self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works))
         return Ran(works, output)
 
@@ -192,7 +179,7 @@ class Engine:
             bias = dense_bias(request.params, self.config.vocab_size, request.bad_words)
             lengths = np.int32(prompt_len), np.int32(len(request.tokens))
             slots = self.programs.load_history(slots, slot, tokens, *lengths, bias)
-        self._state = Arguments(self._state.params, self._state.cache, slots)
+        self._state = replace(self._state, slots=slots)
         self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran]) -> list[Request]:
@@ -238,7 +225,19 @@ class Engine:
         self._state = self.programs.empty(params)
 
 
-def score_fields(x):
+def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
+    """Work cut into what one call can take: rows of a shape that holds the longest of them."""
+    groups: list[list[Work]] = []
+    for work in works:
+        longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
+        if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
+            groups[-1].append(work)
+        else:
+            groups.append([work])
+    return groups
+
+
+def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
     """The arrays of scores in the order in which a ScoreLog takes them."""
     return x.logprob, x.rank, x.top_ids, x.top_logprobs
 

@@ -53,6 +53,16 @@ def or_none(number: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+positive.__name__ = "positive integer"
+
+
 def json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if isinstance(value, dict):

@@ -13,21 +13,9 @@ from .options import EngineOptions
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .request import Request, ScoreLog
 from .text import Detokenizer, Tokenizer
+from .ticket import Ticket
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(eq=False)
-class Ticket:
-    """What one call of the user became: `n` requests over the same prompt."""
-
-    id: str
-    prompt: str | None
-    requests: list[Request]
-
-    @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
 
 
 @dataclass
@@ -218,6 +206,19 @@ def is_one_prompt(prompts: Any) -> bool:
     if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
         return True
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
+
+
+def params_for(
+    prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams]
+) -> list[SamplingParams]:
+    """One set of sampling parameters for each prompt. Raises ValueError where a list has another length."""
+    if not isinstance(given, Sequence):
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompts have {len(given)} sampling_params; there must be one for each"
+        )
+    return list(given)
 
 
 def token_ids(prompt: Any) -> list[int]:

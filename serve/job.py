@@ -183,7 +183,7 @@ class Job:
     def _load(self) -> BatchEngine:
         try:
             self._engine = self._start_engine()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # jax's own are RuntimeErrors
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
         self._progress.begin()

@@ -39,7 +39,8 @@ NEUTRAL: dict[str, Any] = {
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 # Variables of a chat template that are not the line's to set.
 TEMPLATE_OWN = frozenset(
-    {"template", "tokenizer", "messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "now"}
+    {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "now"}
 )
 
 

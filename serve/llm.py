@@ -12,15 +12,16 @@ from ..checkpoints.huggingface import GenerationDefaults
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
-from .chat import Message, apply_chat, render_for
+from .chat import Message, apply_chat
 from .engine import Engine
-from .intake import Intake, Prompt, Ticket, is_one_prompt
+from .intake import Intake, Prompt, is_one_prompt, params_for
 from .interrupt import uninterrupted
 from .keywords import engine_options
 from .loading import DEMO, keep_compiled, load_folder, start_engine
 from .options import EngineOptions
 from .outputs import Delta, RequestOutput, Score, score_of
 from .text import Tokenizer
+from .ticket import Cursor, Ticket
 
 
 class LLM:
@@ -50,7 +51,7 @@ class LLM:
         words = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if words is None and tokenizer is not None:
             raise ValueError(f"tokenizer {str(tokenizer)!r} has no tokenizer.json")
-        self._begin(config, params, words, defaults, chosen, name=str(model) if model else "duetto-demo")
+        self._begin(config, params, words, defaults, chosen)
 
     @classmethod
     def from_params(
@@ -67,7 +68,7 @@ class LLM:
         chosen = engine_options(options)
         keep_compiled(compilation_cache)
         llm = cls.__new__(cls)
-        llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen, name="params")
+        llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
         return llm
 
     def _begin(
@@ -77,9 +78,8 @@ class LLM:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults,
         options: EngineOptions,
-        name: str,
     ) -> None:
-        self.config, self.tokenizer, self.options, self.name = config, tokenizer, options, name
+        self.config, self.tokenizer, self.options = config, tokenizer, options
         self._defaults = defaults
         self._engine: Engine | None = start_engine(config, params, options)
         sizes = self._engine.sizes
@@ -107,7 +107,9 @@ class LLM:
         the prompts or parameters is not allowed.
         """
         prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
-        params = self._params_for(prompts, sampling_params)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = params_for(prompts, sampling_params)
         tickets = [self._ticket(p, s, priority) for p, s in zip(prompts, params, strict=True)]
         return self._finish(tickets, use_tqdm)
 
@@ -123,11 +125,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Replies to one conversation or to several. Raises ChatTemplateError where the template refuses one."""
-        several = (
-            messages
-            if isinstance(messages, list) and messages and isinstance(messages[0], list)
-            else [messages]
-        )
+        one = not (isinstance(messages, list) and messages and isinstance(messages[0], list))
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -136,20 +134,15 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in several
+            for conversation in ([messages] if one else messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompt(
-        self, messages: list[Message], *, chat_template: str | None = None, **options: Any
-    ) -> list[int]:
-        """A conversation as token ids; options are those of `chat.render_chat`."""
+    def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
+        """A conversation as token ids; options are those of `chat.render_for`."""
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer: chat needs one")
-        if chat_template is None:
-            return apply_chat(self.tokenizer, messages, **options)
-        text = render_for(self.tokenizer, chat_template, messages, **options)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return apply_chat(self.tokenizer, messages, **options)
 
     def score(
         self,
@@ -207,28 +200,18 @@ class LLM:
             await asyncio.to_thread(pieces.close)
 
     def _pieces(self, ticket: Ticket) -> Generator[Delta]:
-        places = dict.fromkeys(range(len(ticket.requests)), (0, 0))
+        """First whatever another caller's steps have brought, and a step only where there is nothing."""
+        cursor = Cursor(ticket)
         try:
             self._submit([ticket])
-            while places:
-                self._advance()
-                yield from self._deltas(ticket, places)
+            while not cursor.at_end:
+                with self._turn():
+                    engine, pieces = self._open_engine(), cursor.take()
+                    if not pieces:
+                        engine.step()
+                yield from pieces
         finally:
             self._drop([ticket])
-
-    def _deltas(self, ticket: Ticket, places: dict[int, tuple[int, int]]) -> list[Delta]:
-        """What is new beyond `places`, the tokens and characters given so far of the completions not given to their end."""
-        found = []
-        with self._turn():
-            for index, (tokens, chars) in list(places.items()):
-                request = ticket.requests[index]
-                new, text = request.outputs[tokens:], (request.text.text if request.text else "")[chars:]
-                if new or text or request.finished:
-                    found.append(Delta(index, text, new, request.finish_reason))
-                places[index] = tokens + len(new), chars + len(text)
-                if request.finished:
-                    del places[index]
-        return found
 
     # ------------------------------------------------------------ one step at a time
 
@@ -304,18 +287,6 @@ class LLM:
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
-
-    def _params_for(
-        self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        given = self.get_default_sampling_params() if given is None else given
-        if not isinstance(given, Sequence):
-            return [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts have {len(given)} sampling_params; there must be one for each"
-            )
-        return list(given)
 
     def _ticket(self, prompt: Prompt, params: SamplingParams, priority: int, id: str | None = None) -> Ticket:
         if id is None:

@@ -28,7 +28,6 @@ class Meter:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
-    preemptions: int = 0
     occupancy: float = 0.0
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
@@ -50,12 +49,11 @@ class Meter:
         self.occupancy = max(self.occupancy, 1 - pool.free / pool.pages)
 
     def admitted(self, request: Request) -> None:
-        if request.clock.admitted:
-            self.preemptions += 1
-            return
-        request.clock.admitted = time.monotonic()
-        self.prompt_tokens += len(request.prompt)
-        self.cached_tokens += request.cached
+        """Only the first time counts: a preempted request is admitted again."""
+        if not request.clock.admitted:
+            request.clock.admitted = time.monotonic()
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.cached
 
     def finished(self, request: Request) -> None:
         self.generated_tokens += request.generated
@@ -84,7 +82,6 @@ class Meter:
             "padding_decode": self.padded["decode"] / max(self.padded["decode"] + self.computed["decode"], 1),
             "peak_cache_occupancy": self.occupancy,
             "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
-            "preemptions": self.preemptions,
             "steps": dict(sorted(self.steps.items())),
             "finish_reasons": self.finish_reasons,
         }

@@ -40,7 +40,7 @@ class EngineOptions:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.type in (int, "int", "int | None") and value is not None and f.name != "seed" and value < 1:
+            if f.type in (int, int | None) and value is not None and f.name != "seed" and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -112,7 +112,7 @@ class Programs:
     def _compile_history(self, slots: Slots, history: int):
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
-            return Slots(slots.last, slots.live, slots.known, slots.end, slots.scored, sampling)
+            return replace(slots, sampling=sampling)
 
         one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
         tokens, bias = jax.ShapeDtypeStruct((history,), jnp.int32), jax.ShapeDtypeStruct((V,), jnp.float32)
@@ -122,14 +122,19 @@ class Programs:
         """Dispatch one step; the cache and the slots that are passed are consumed."""
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
-    def temporary_bytes(self) -> int:
-        """The largest scratch memory of any program."""
-        plans = (step.memory_analysis() for step in self.steps.values())
-        return max(plan.temp_size_in_bytes for plan in plans if plan is not None)
-
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
         """A host batch of empty rows, to be filled in."""
         B, T = shape.rows, shape.tokens
         table = np.zeros((B, self.table_width), np.int32)
         slot = np.full(B, empty_slot, np.int32)
         return Batch(np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), table, slot)
+
+
+Ints = np.ndarray | list[int]
+
+
+def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Ints, slot: int) -> None:
+    """Write one row of a host batch."""
+    batch.tokens[row, : len(tokens)] = tokens
+    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
+    batch.page_table[row, : len(pages)] = pages

@@ -99,7 +99,7 @@ class Request:
         below_min = self.generated <= self.params.min_tokens
         is_stop = token in self.stop_ids
         if self.text is not None and (not is_stop or self.params.include_stop_str_in_output):
-            self.text.push([token], below_min=1 if below_min else 0)
+            self.text.push([token], below_min=int(below_min))
             if self.text.stop_hit is not None:
                 self.finish("stop", self.text.stop_hit)
         if is_stop and not self.finished:

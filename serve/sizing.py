@@ -1,7 +1,6 @@
 """How much fits: an engine's sizes from the model, the options and the memory, before anything is allocated."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,20 +18,6 @@ HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part i
 HOST_MOST = 4 << 30  # at most so many bytes
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes an engine will hold: weights, KV cache, slots; `scratch` is an estimate of the steps' temporaries."""
-
-    weights: int
-    cache: int
-    slots: int
-    scratch: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.slots + self.scratch
-
-
 def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> int:
     """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in float32."""
     c, size = config, jnp.dtype(dtype).itemsize
@@ -40,14 +25,6 @@ def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> in
     activations = options.max_prefill_tokens * (4 * c.hidden_size + 2 * c.ffn_size + 2 * heads) * size
     attention = 8 * options.max_prefill_tokens * c.num_heads * (c.head_size + BLOCK)
     return activations + attention + 16 * options.max_num_seqs * c.vocab_size
-
-
-def memory_plan(config: ModelConfig, options: EngineOptions, sizes: Sizes, dtype: Any) -> MemoryPlan:
-    """What an engine of these sizes takes, from shapes alone."""
-    weights = nbytes(abstract(decoder_spec(config), jnp.dtype(dtype)))
-    slots = jax.eval_shape(lambda: empty_slots(sizes.max_num_seqs, config.vocab_size))
-    cache = sizes.pages * page_bytes(config, sizes.page_size, dtype)
-    return MemoryPlan(weights, cache, nbytes(slots), scratch_bytes(config, options, dtype))
 
 
 def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, memory: int | None) -> int:
@@ -58,8 +35,10 @@ def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, memory
     if memory is None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min(HOST_MOST, physical // HOST_SHARE)
-    nothing = memory_plan(config, options, Sizes(BLOCK, options.max_num_seqs, 0, options.page_size), dtype)
-    return int(memory * options.gpu_memory_utilization) - nothing.total
+    weights = nbytes(abstract(decoder_spec(config), jnp.dtype(dtype)))
+    slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
+    scratch = scratch_bytes(config, options, dtype)
+    return int(memory * options.gpu_memory_utilization) - weights - slots - scratch
 
 
 def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, memory: int | None) -> Sizes:

@@ -3,6 +3,7 @@
 Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows share a batch.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,13 +81,8 @@ def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
 def awake(slots: Slots, batch: Batch) -> Batch:
     """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
-    return Batch(
-        tokens=jnp.where(batch.tokens < 0, last[:, None], batch.tokens),
-        start=batch.start,
-        count=jnp.where(live, batch.count, 0),
-        page_table=batch.page_table,
-        slot=batch.slot,
-    )
+    tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
+    return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
 
 
 def emit(
@@ -96,12 +92,10 @@ def emit(
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = jnp.where(wanted, batch.slot, slots.live.shape[0])
-    slots = Slots(
+    slots = replace(
+        slots,
         last=slots.last.at[where].set(token, mode="drop"),
         live=slots.live.at[where].set(~ended, mode="drop"),
-        known=slots.known,
-        end=slots.end,
-        scored=slots.scored,
         sampling=commit(slots.sampling, batch.slot, token, wanted),
     )
     return slots, jnp.where(wanted, token, -1)
@@ -124,7 +118,7 @@ def sample_rows(
         position = batch.start + index + 1
         drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
         slots, token = emit(slots, batch, drawn.token, position, wanted)
-        outputs.append(Sampled(token, drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs))
+        outputs.append(replace(drawn, token=token))
         following = batch.tokens[rows, jnp.minimum(index + 1, batch.tokens.shape[1] - 1)]
         wanted = wanted & (token == following) & slots.live[batch.slot]
     return slots, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *outputs)
@@ -132,7 +126,7 @@ def sample_rows(
 
 def score_prompt(params: Decoder, hidden: Float[Array, "B T D"], following: Int[Array, "B T"]) -> Scores:
     """Log-probabilities of the token after each position, a tile of positions at a time."""
-    B, T, D = hidden.shape
+    B, T = hidden.shape[:2]
     tile = SCORE_TILE if T % SCORE_TILE == 0 else T
 
     def tiles(x: Array) -> Array:
@@ -192,7 +186,7 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
     def column(i: Array) -> Batch:
         tokens = jax.lax.dynamic_slice_in_dim(batch.tokens, i, 1, axis=1)
         count = (i < batch.count).astype(jnp.int32)
-        return Batch(tokens, batch.start + i, count, batch.page_table, batch.slot)
+        return replace(batch, tokens=tokens, start=batch.start + i, count=count)
 
     def more(carry: Any) -> Array:
         i, _, slots, _ = carry
@@ -204,9 +198,7 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
         sampled = jax.tree.map(lambda all, new: all.at[:, i].set(new[:, 0]), sampled, out.sampled)
         return i + 1, cache, slots, sampled
 
-    single = jax.eval_shape(partial(step, config=config), params, cache, slots, column(jnp.int32(0)))[
-        2
-    ].sampled
-    nothing = jax.tree.map(lambda s: jnp.full((B, T, *s.shape[2:]), -1, s.dtype), single)
+    _, _, out = jax.eval_shape(partial(step, config=config), params, cache, slots, column(jnp.int32(0)))
+    nothing = jax.tree.map(lambda s: jnp.full((B, T, *s.shape[2:]), -1, s.dtype), out.sampled)
     _, cache, slots, sampled = jax.lax.while_loop(more, one, (jnp.int32(0), cache, slots, nothing))
     return cache, slots, Output(sampled, None)

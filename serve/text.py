@@ -118,13 +118,11 @@ class Tokenizer:
 
         Raises chat.ChatTemplateError if there is no template, it refuses the messages, or they are malformed.
         """
-        from .chat import render_for
+        from .chat import apply_chat, render_for
 
-        template = chat_template or self.chat_template
-        text = render_for(
-            self, template, messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        applied = apply_chat if tokenize else render_for
+        options = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        return applied(self, messages, tools=tools, **options, **kwargs)
 
     def keeps(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """The token that decoding would use for an id; None where it leaves the id out."""

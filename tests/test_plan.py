@@ -1,0 +1,129 @@
+"""Plans: work counted from sizes agrees with XLA's count, memory with what an engine holds, and the command shows both."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import abstract, nbytes
+from duetto.serve.cli import main
+from duetto.serve.devices import memory_limit
+from duetto.serve.options import EngineOptions
+from duetto.serve.plan import (
+    Job,
+    abstract_arguments,
+    compile_for,
+    device_bytes,
+    make_rows,
+    memory_of,
+    plan_job,
+)
+from duetto.serve.presets import PRESETS
+from duetto.serve.programs import Shape, Sizes
+from duetto.serve.roofline import Work, work
+from duetto.serve.targets import here
+
+SMALL = ModelConfig(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
+SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=32, page_size=64)
+
+
+def small_job(context: int) -> Job:
+    return Job("small", SMALL, "float32", EngineOptions(), here(), SIZES, context)
+
+
+# XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts as many.
+@pytest.mark.parametrize(
+    "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 1, 256), 0)], ids=str
+)
+def test_operations_agree_with_xla(shape: Shape, context: int):
+    job = small_job(max(context, 1))
+    analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
+    assert analysed is not None
+    assert work(shape, SMALL, "float32", context).flops == pytest.approx(analysed["flops"], rel=0.1)
+
+
+def test_the_bytes_of_a_step_are_a_floor_of_those_xla_counts():
+    shape, job = Shape("decode", 8, 1), small_job(127)
+    analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
+    assert analysed is not None
+    weights = nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
+    assert weights < work(shape, SMALL, "float32", 127).bytes < analysed["bytes accessed"]
+
+
+def test_work_grows_as_it_should():
+    def decode(rows: int, steps: int, context: int) -> Work:
+        return work(Shape("decode", rows, steps), SMALL, "float32", context)
+
+    assert decode(8, 4, 100).flops == 4 * decode(8, 1, 100).flops
+    assert decode(16, 1, 100).flops == 2 * decode(8, 1, 100).flops
+    keys = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_size * 4
+    assert decode(8, 1, 200).bytes - decode(8, 1, 100).bytes == 8 * 100 * keys
+    verify, prefill = (work(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
+    assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
+
+
+def test_a_floor_is_the_slower_of_two():
+    assert Work(10, 2).floor(5, 4) == 2.0 and Work(10, 2).bound(5, 4) == "compute"
+    assert Work(10, 20).floor(5, 4) == 5.0 and Work(10, 20).bound(5, 4) == "memory"
+
+
+def test_memory_is_what_the_arrays_take():
+    job = small_job(64)
+    arguments, shape = abstract_arguments(job), Shape("decode", 8, 1)
+    rows = make_rows(dataclasses.replace(job, options=EngineOptions(max_num_seqs=8)), arguments, [shape])
+    memory = memory_of(job, arguments, rows)
+    assert memory.weights == nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
+    assert memory.cache == 2 * SMALL.num_layers * 32 * 64 * SMALL.num_kv_heads * SMALL.head_size * 4
+    assert memory.slots == device_bytes(arguments.slots)
+    compiled = [row.facts for row in rows if row.facts]
+    assert [memory.temporaries] == [f.temporaries for f in compiled]
+
+
+def test_a_plan_chooses_what_a_start_would():
+    options = EngineOptions(max_num_seqs=4, max_model_len=512, page_size=32)
+    job = plan_job(None, "135m", "auto", options, here(), None)
+    assert job.sizes == Sizes(512, 4, 4 * 512 // 32, 32)
+    assert (job.dtype, job.context, memory_limit(here().devices[0])) == ("float32", 512, None)
+
+
+@pytest.mark.parametrize("context", [0, 513])
+def test_a_context_that_does_not_fit_is_refused(context: int):
+    with pytest.raises(ValueError, match=f"context {context} is not allowed: 1 to max_model_len 512"):
+        plan_job(None, "135m", "auto", EngineOptions(max_model_len=512), here(), context)
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--shape", "0.6b", "--compile", "none", "--max-num-seqs", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "0.6b in float32 on cpu" in shown and "prefill[1,512]" in shown and "decode[8,1]" in shown
+    params = nbytes(abstract(decoder_spec(PRESETS["0.6b"]), jnp.dtype("float32")))
+    assert f"{params / 2**20:.1f} MiB" in shown
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
+    flags = [
+        "--max-num-seqs",
+        "8",
+        "--max-prefill-tokens",
+        "64",
+        "--max-model-len",
+        "128",
+        "--decode-steps",
+        "1",
+    ]
+    assert main(["plan", "--json", *flags]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [p["shape"] for p in plan["programs"]] == ["prefill[1,64]", "decode[8,1]"]
+    assert all(p["facts"]["temporaries"] < plan["memory"]["cache"] for p in plan["programs"])
+    assert plan["sizes"]["max_model_len"] == 128
+
+
+def test_a_plan_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--target", "h300"]) == 1
+    assert main(["plan", "--target", "h200", "--measure"]) == 1
+    assert main(["plan", "--model", "/nowhere"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("duetto: ") for line in lines] == [True] * 3
