@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is jax's: no such device, no memory
         print(f"duetto: {sentence(error)}", file=sys.stderr)
         return 1
 
@@ -198,12 +198,14 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
 
 def batch(args: argparse.Namespace) -> int:
     from ..sampling.params import SamplingParams
+    from ..checkpoints.huggingface import generation_defaults
     from .batch import run_batch
     from .job import BatchOptions
 
     options = engine_options(args)
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))
+    sampling = generation_defaults(folder_of(args)).sampling | sampling
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.max_num_seqs,
         seed=args.seed,
@@ -220,13 +222,17 @@ def batch(args: argparse.Namespace) -> int:
 def fingerprint(args: argparse.Namespace, options: EngineOptions) -> dict[str, str]:
     """What decides a job's answers beside its input: the model's files, the engine's flags, the device, jax's version."""
     from .devices import default_device
-    from .loading import DEMO
 
-    folder = DEMO if args.model is None else Path(args.model)
     words = {} if args.tokenizer is None else {"tokenizer": contents(Path(args.tokenizer))}
     flags = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(options).items() if k != "seed"}
     device = {"device": default_device().device_kind, "jax": version("jax"), "--dtype": args.dtype}
-    return {"model": contents(folder), **words, **device, **flags}
+    return {"model": contents(folder_of(args)), **words, **device, **flags}
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    from .loading import DEMO
+
+    return DEMO if args.model is None else Path(args.model)
 
 
 def contents(folder: Path) -> str:

@@ -39,6 +39,8 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
+        if type(priority) is not int:
+            raise TypeError(f"priority is an integer, not {shown(priority)}")
         text, tokens = self.tokens(prompt)
         self.check(tokens, params)
         end = self.end(tokens, params)

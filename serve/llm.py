@@ -159,6 +159,8 @@ class LLM:
             ends, starts = [self._continuation(c) for c in given], [len(a) for a in ids]
         if len(ends) != len(ids):
             raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
+        if 0 in starts:
+            raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         results = self.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
         return [score_of(result, start) for result, start in zip(results, starts, strict=True)]

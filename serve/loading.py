@@ -12,7 +12,7 @@ from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from .classes import choose_classes
 from .devices import default_device, memory_limit
-from .engine import Engine
+from .engine import Engine, require_arrays
 from .options import EngineOptions
 from .programs import Programs
 from .scheduler import Limits
@@ -56,7 +56,8 @@ def load_folder(path: Path, dtype: str) -> tuple[ModelConfig, Decoder, Generatio
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    """Size, compile and warm up an engine for parameters that are on their device."""
+    """Size, compile and warm up an engine for parameters that are on their device. Raises ValueError for others."""
+    require_arrays(params)
     device = next(iter(params.embed.devices()))
     sizes = choose_sizes(config, options, params.embed.dtype, memory_limit(device))
     longest_chunk = min(options.max_prefill_tokens, sizes.max_model_len)

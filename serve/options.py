@@ -4,6 +4,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
+MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
+
+
 def knob(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
@@ -42,6 +45,8 @@ class EngineOptions:
             value = getattr(self, f.name)
             if f.type in (int, int | None) and value is not None and f.name != "seed" and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
+        if self.decode_steps > MAX_DECODE_STEPS:
+            raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"

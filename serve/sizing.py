@@ -33,12 +33,26 @@ def cache_budget(config: ModelConfig, options: EngineOptions, dtype: Any, memory
     Without an accelerator (None) it is a share of the host's.
     """
     if memory is None:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(HOST_MOST, physical // HOST_SHARE)
+        return min(HOST_MOST, host_memory() // HOST_SHARE)
     weights = nbytes(abstract(decoder_spec(config), jnp.dtype(dtype)))
     slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
     scratch = scratch_bytes(config, options, dtype)
     return int(memory * options.gpu_memory_utilization) - weights - slots - scratch
+
+
+def check_slots(config: ModelConfig, options: EngineOptions, memory: int | None) -> None:
+    """Raises ValueError where the sampling state of all slots alone would take more than the cache may of a host."""
+    most = host_memory() // HOST_SHARE if memory is None else memory
+    slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
+    if slots > most:
+        raise ValueError(
+            f"max_num_seqs {options.max_num_seqs} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
+            f"at most {most / 2**30:.1f} GiB are free: lower it"
+        )
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, memory: int | None) -> Sizes:
@@ -46,10 +60,13 @@ def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, memory
 
     Raises ValueError, saying which knob to turn, where they do not fit.
     """
+    check_slots(config, options, memory)
     W, budget = options.page_size, cache_budget(config, options, dtype, memory)
     longest = options.max_model_len or config.max_position
     if longest > config.max_position:
         raise ValueError(f"max_model_len {longest} is beyond the model's {config.max_position} positions")
+    if longest < 2:
+        raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
     one_page = page_bytes(config, W, dtype)
     wanted = options.max_batched_token_mem or options.max_num_seqs * longest
     pages = -(-wanted // W)
@@ -62,7 +79,7 @@ def choose_sizes(config: ModelConfig, options: EngineOptions, dtype: Any, memory
             f"max_batched_token_mem {wanted} needs {pages * one_page / 2**30:.1f} GiB of cache, {budget / 2**30:.1f} GiB are "
             "free: lower it, or raise gpu_memory_utilization"
         )
-    if pages < -(-longest // W) or longest < 2:
+    if pages < -(-longest // W):
         raise ValueError(
             f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: lower max_model_len, "
             "or raise max_batched_token_mem or gpu_memory_utilization"

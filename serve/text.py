@@ -71,8 +71,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. The special tokens are those of tokenizer.json's post-processor; bos is added where it lacks
-        one though `add_bos_token` is true (DeepSeek's folders). None are added with `add_special_tokens=False`."""
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        one though `add_bos_token` is true (DeepSeek's folders). None are added with `add_special_tokens=False`.
+
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            text.encode()
+            raise
         missing = add_special_tokens and ids[: len(self._prefix)] != self._prefix
         return [*self._prefix, *ids] if missing else ids
 

@@ -78,6 +78,17 @@ def test_stream_gives_what_generate_gives(llm):
         assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + [completion.finish_reason]
 
 
+def test_a_stream_gives_what_others_steps_brought_before_it_steps(llm):
+    one, two = (llm.stream(IDS, replace(GREEDY, max_tokens=40)) for _ in range(2))
+    for stream in (one, two):
+        next(stream)
+    before = llm.report()["steps"]
+    assert next(one).token_ids
+    assert llm.report()["steps"] == before
+    for stream in (one, two):
+        stream.close()
+
+
 def test_leaving_a_stream_aborts_it(llm):
     done = llm.report()["finish_reasons"].get("abort", 0)
     for piece in llm.stream(IDS, replace(GREEDY, max_tokens=100)):

@@ -183,6 +183,7 @@ def test_options_and_their_other_names():
     [
         ({"max_num_seq": 4}, TypeError, "unknown option 'max_num_seq'; known are .*max_num_seqs"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs 0 is not allowed"),
+        ({"max_output_length": 0}, ValueError, "max_output_length 0 is not allowed"),
         ({"max_num_seqs": "8"}, TypeError, "max_num_seqs='8': expected `int`"),
         ({"max_model_len": 1.5}, TypeError, "max_model_len=1.5"),
         ({"reproducible": "no"}, TypeError, "reproducible='no': expected `bool`"),
@@ -325,3 +326,12 @@ def test_recommended_parameters_are_the_default(tiny, tmp_path):
             (ended,) = llm.generate(IDS, SamplingParams(logit_bias={eos: 100.0}), use_tqdm=False)
             assert (ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == ([eos], "stop")
             assert ended.outputs[0].stop_reason is None
+
+
+def test_parameters_on_the_host_are_refused(tiny, llm):
+    """They would be copied to the device in every step."""
+    host = jax.tree.map(np.asarray, tiny.params)
+    with pytest.raises(ValueError, match="parameter embed is a ndarray"):
+        LLM.from_params(tiny.config, host)
+    with pytest.raises(ValueError, match=r"use jax\.device_put"):
+        llm.update_params(host)

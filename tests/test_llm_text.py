@@ -47,6 +47,29 @@ def test_forms_of_text(llm, plain):
         llm.generate("")
 
 
+def test_half_a_surrogate_pair_is_refused_wherever_text_is_read(llm):
+    user = [{"role": "user", "content": "\udfff"}]
+    bad_word = replace(SEEDED, bad_words=["\ud800"])
+    for call in (
+        lambda: llm.generate("a\ud800"),
+        lambda: llm.score("a", "\ud800"),
+        lambda: llm.chat(user),
+        lambda: llm.generate(PROMPT, bad_word),
+    ):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            call()
+
+
+def test_a_continuation_of_nothing_has_no_score(llm):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.score(["def", ""], ["a", "b"])
+
+
+def test_a_priority_that_cannot_be_compared_is_refused_at_once(llm):
+    with pytest.raises(TypeError, match="priority is an integer, not 'high'"):
+        llm.generate(PROMPT, SEEDED, priority="high")
+
+
 def test_text_is_what_the_tokens_say(llm, plain):
     (output,) = llm.generate(PROMPT, replace(SEEDED, logprobs=1), use_tqdm=False)
     (completion,) = output.outputs
