@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -62,7 +62,16 @@ def read_history(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def draw_losses(history: Iterable[dict], path: Path) -> None:
+def joined(histories: Sequence[list[dict]]) -> list[dict]:
+    """The histories of runs that follow each other, as one."""
+    rows, before = [], 0
+    for history in histories:
+        rows += [row | {"step": before + row["step"]} for row in history]
+        before = rows[-1]["step"]
+    return rows
+
+
+def draw_losses(rows: list[dict], path: Path) -> None:
     """The loss curve as a small SVG, the same bytes for the same history."""
     import matplotlib
 
@@ -70,7 +79,6 @@ def draw_losses(history: Iterable[dict], path: Path) -> None:
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "duetto"}
     from matplotlib import pyplot
 
-    rows = list(history)
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     for name in ("train", "validation"):
         axes.plot([r["step"] for r in rows], [r[name] for r in rows], label=name, linewidth=1.5)
@@ -153,24 +161,32 @@ validation if the SHA-256 of its name says so (one in sixteen). The library is Â
 used under the PSF License Agreement Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it."""
 
 
-def training_lines(folder: Path, history: list[dict], recipe: Recipe, teacher: Path | None) -> str:
-    command = f"python examples/train_demo.py --out {folder}" + (f" --teacher {teacher}" if teacher else "")
+def run_line(recipe: Recipe) -> str:
     stretches = ", then ".join(f"{p.steps} steps of {p.batch} x {p.context} tokens" for p in recipe.phases)
-    tokens = sum(p.steps * p.batch * p.context for p in recipe.phases)
-    minutes = sum(row["seconds"] for row in history) / 60
+    return f"{stretches} at a peak rate of {recipe.learning_rate}"
+
+
+def training_lines(folder: Path, rows: list[dict], runs: Sequence[Recipe], teacher: Path | None) -> str:
+    command = f"python examples/train_demo.py --out {folder}" + (f" --teacher {teacher}" if teacher else "")
+    tokens = sum(p.steps * p.batch * p.context for recipe in runs for p in recipe.phases)
+    minutes, one = sum(row["seconds"] for row in rows) / 60, runs[0]
     loss = (
         "Nats per token"
         if teacher is None
-        else "Training: the mixed loss. Validation: nats per token of the text"
+        else "Training: the mixed loss. Other curve: nats per token of the text"
     )
-    return f"""`{command} --seed {recipe.seed}`: {stretches}, {tokens / 1e6:.1f} M tokens in all. AdamW, peak rate {recipe.learning_rate}, weight
-decay {recipe.weight_decay}, gradients clipped at {recipe.clip}; warm-up, plateau, and a line to zero over the last three tenths. One word in
-fifty is cut from the space before it, so that prompts may end in a space. It took {minutes:.0f} minutes on two shared CPU cores.
-The run depends on the corpus, the seed and the number of steps, not on the clock; other processors round differently.
+    return f"""`{command} --seed {one.seed}`
+
+Two runs, {tokens / 1e6:.1f} M tokens in all: {"; then, to look back further, ".join(map(run_line, runs))}.
+The weights kept are the mean of both ends, a quarter of the first and three of the second. AdamW, weight decay {one.weight_decay}, gradients clipped at {one.clip}; in each run warm-up, plateau, and a line to zero over the
+last three tenths. One word in fifty is cut from the space before it, so that prompts may end in a space. It took {minutes:.0f} minutes
+on two busy CPU cores. The result depends on the corpus, the seed and the number of steps, not on the clock; other
+processors round differently.
 
 ![loss by step](loss.svg)
 
-{loss}, by step."""
+{loss}, validation in windows of 256 tokens.
+"""
 
 
 def introduction(folder: Path, draft: Model, teacher: Path | None, stream: np.ndarray) -> str:
@@ -191,10 +207,16 @@ the two distributions share **{sampled:.1%}** of their probability (rejection sa
 """
 
 
-def write_card(folder: Path, history: Path, recipe: Recipe, corpus: Corpus, teacher: Path | None) -> None:
-    """README.md and loss.svg of a finished folder."""
+def write_card(
+    folder: Path,
+    histories: Sequence[list[dict]],
+    runs: Sequence[Recipe],
+    corpus: Corpus,
+    teacher: Path | None,
+) -> None:
+    """README.md and loss.svg of a finished folder, from the runs that made it and their histories."""
     model, tokenizer = load(folder, jnp.float32), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    rows = read_history(history)
+    rows = joined(histories)
     draw_losses(rows, folder / "loss.svg")
     stream = encode(tokenizer, list(corpus.validation.values()))
     card = f"""{introduction(folder, model, teacher, stream)}
@@ -207,7 +229,7 @@ def write_card(folder: Path, history: Path, recipe: Recipe, corpus: Corpus, teac
 
 ## Training
 
-{training_lines(folder, rows, recipe, teacher)}
+{training_lines(folder, rows, runs, teacher)}
 ## Quality
 
 {quality_lines(model, tokenizer, corpus)}

@@ -22,7 +22,7 @@ from duetto.model.tree import init
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training at one batch shape; the last phase is long in T so that the model reads that far."""
+    """A number of steps at one batch shape."""
 
     steps: int
     batch: int
@@ -76,6 +76,14 @@ class Teacher:
     weight: float = 0.8
 
 
+@dataclass(frozen=True)
+class Material:
+    """What is learned from: a stream of tokens, and for a draft its teacher."""
+
+    stream: np.ndarray
+    teacher: Teacher | None = None
+
+
 def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Next-token logits of every position, float32 [B,T,V], by the forward pass that the engine serves."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -117,9 +125,11 @@ def make_step(recipe: Recipe, teacher: Teacher | None) -> Callable:
     return step
 
 
-def start(recipe: Recipe) -> tuple:
-    """Parameters and optimizer moments before the first step."""
-    params: Any = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
+def start(recipe: Recipe, params: Any) -> tuple:
+    """Parameters, random unless given, and optimizer moments before the first step, which may destroy them."""
+    if params is None:
+        params = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
+    params = jax.tree.map(jnp.copy, params)
     return params, recipe.optimizer().init(params)
 
 
@@ -143,12 +153,12 @@ def evaluate(params: Decoder, config: ModelConfig, stream: np.ndarray, T: int, l
 
 def fit(
     recipe: Recipe,
-    stream: np.ndarray,
+    material: Material,
     work: Path,
     report: Callable[[int, Decoder], dict[str, float]],
-    teacher: Teacher | None = None,
+    params: Decoder | None = None,
 ) -> Decoder:
-    """Train to the last step, from the newest checkpoint in `work` if there is one.
+    """Train `params`, or random ones, to the last step; from the newest checkpoint in `work` if there is one.
 
     Every `evaluate_every` steps `report(step, params)` measures and writes what it likes; its figures, the mean
     training loss and the state are kept in `work` (Orbax, and `history.jsonl` beside it).
@@ -157,12 +167,12 @@ def fit(
 
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(work.absolute() / "state", options=options) as manager:
-        state, done = start(recipe), manager.latest_step() or 0
+        state, done = start(recipe, params), manager.latest_step() or 0
         if done:
             state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        step, losses, clock = make_step(recipe, teacher), [], time.perf_counter()
-        guide = None if teacher is None else teacher.params
-        for number, window in enumerate(windows(recipe, stream, done), done + 1):
+        step, losses, clock = make_step(recipe, material.teacher), [], time.perf_counter()
+        guide = None if material.teacher is None else material.teacher.params
+        for number, window in enumerate(windows(recipe, material.stream, done), done + 1):
             state, loss = step(state, window, guide)
             losses.append(loss)
             if number % recipe.evaluate_every == 0 or number == recipe.steps:

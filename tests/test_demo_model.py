@@ -168,8 +168,8 @@ def test_cut_words_spell_the_same_text(examples: SimpleNamespace, tokenizer: Tok
 def test_a_resumed_run_ends_with_the_same_weights(examples: SimpleNamespace, tmp_path: Path):
     fit = examples.demo_fit
     config = ModelConfig(64, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
-    recipe = fit.Recipe(config, (fit.Phase(4, 2, 8), fit.Phase(2, 1, 16)), 1e-2, evaluate_every=2)
-    stream = np.random.default_rng(0).integers(0, 64, 400).astype(np.int32)
+    recipe = fit.Recipe(config, (fit.Phase(4, 2, 8), fit.Phase(2, 2, 8)), 1e-2, evaluate_every=2)
+    material = fit.Material(np.random.default_rng(0).integers(0, 64, 400).astype(np.int32))
 
     def stop_at(last: int):
         def report(step: int, params) -> dict[str, float]:
@@ -179,11 +179,13 @@ def test_a_resumed_run_ends_with_the_same_weights(examples: SimpleNamespace, tmp
 
         return report
 
-    for name in ("whole", "broken"):
+    for name in ("whole", "broken", "further"):
         (tmp_path / name).mkdir()
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        whole = fit.fit(recipe, stream, tmp_path / "whole", stop_at(6))
+        whole = fit.fit(recipe, material, tmp_path / "whole", stop_at(6))
         with pytest.raises(KeyboardInterrupt):
-            fit.fit(recipe, stream, tmp_path / "broken", stop_at(2))
-        resumed = fit.fit(recipe, stream, tmp_path / "broken", stop_at(6))
+            fit.fit(recipe, material, tmp_path / "broken", stop_at(2))
+        resumed = fit.fit(recipe, material, tmp_path / "broken", stop_at(6))
+        further = fit.fit(recipe, material, tmp_path / "further", stop_at(6), params=whole)
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    assert not np.array_equal(further.embed, whole.embed)
