@@ -70,7 +70,9 @@ def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> 
 
 def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
     """Put new [B,T,K,H] into a pool; a page number past the pool drops its token."""
-    head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]  # a slice here costs a TPU a copy of the pool
+    head = jnp.arange(pool.shape[0], dtype=jnp.int32)[
+        :, None, None
+    ]  # a slice here costs a TPU a copy of the pool
     new = new.transpose(2, 0, 1, 3).astype(pool.dtype)
     return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 

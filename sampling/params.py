@@ -13,6 +13,7 @@ import numpy as np
 
 from ..model.tree import pytree
 
+MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its own
 MAX_LOGPROBS = 20  # alternatives reported beside a token
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
@@ -135,7 +136,7 @@ def require(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def check_ranges(p: SamplingParams) -> None:
-    require(p.n >= 1, "n", p.n, "at least 1")
+    require(1 <= p.n <= MAX_N, "n", p.n, f"1 to {MAX_N}")
     hot = f"0 (greedy) to {MAX_TEMPERATURE:g}"
     require(0 <= p.temperature <= MAX_TEMPERATURE, "temperature", p.temperature, hot)
     require(p.top_k >= -1, "top_k", p.top_k, "1 or more; 0 or -1 is off")

@@ -1,7 +1,8 @@
 """`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster than.
 
 A program is called back to back on a batch that is on the device; its time is the median over groups of calls. The host gap is
-what the engine adds: its wall time for a step, less the program's, as a share of the former.
+what the engine adds: its wall time for a step, less the program's, as a share of the former; groups of both are interleaved,
+and the gap is the median of their pairs.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the engine's seconds for the same step."""
+    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the engine's step."""
 
     part: str
     what: str
@@ -62,12 +64,7 @@ class Row:
     seconds: float
     tokens_per_second: float
     floor: float | None = None
-    engine_seconds: float | None = None
-
-    @property
-    def host_gap(self) -> float | None:
-        """Share of the engine's step in which the device's program does not run."""
-        return None if self.engine_seconds is None else 1 - self.seconds / self.engine_seconds
+    host_gap: float | None = None
 
 
 def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
@@ -81,17 +78,19 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
     return Model(args.shape, config, init(jax.random.key(0), decoder_spec(config), chosen), options)
 
 
-def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a call among `repeats` back to back, where only the last is waited for; the median of GROUPS such groups."""
-    spans = []
+def group_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds of a call among `repeats` back to back, where only the last is waited for."""
+    begin = time.perf_counter()
+    for _ in range(repeats - 1):
+        call()
     jax.block_until_ready(call())
-    for _ in range(GROUPS):
-        begin = time.perf_counter()
-        for _ in range(repeats - 1):
-            call()
-        jax.block_until_ready(call())
-        spans.append((time.perf_counter() - begin) / repeats)
-    return statistics.median(spans)
+    return (time.perf_counter() - begin) / repeats
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """The median of GROUPS groups of calls, after one call that does not count."""
+    jax.block_until_ready(call())
+    return statistics.median(group_seconds(call, repeats) for _ in range(GROUPS))
 
 
 # ---------------------------------------------------------------- single programs
@@ -143,14 +142,26 @@ def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterat
     for width in args.widths:
         for i, context in enumerate(args.contexts):
             row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
-            yield replace(row, engine_seconds=None if i else engine_step(model, width, context, args.repeats))
+            yield row if i else replace(row, host_gap=host_gap(model, width, context, args.repeats))
 
 
-def engine_step(model: Model, width: int, context: int, repeats: int) -> float:
-    """Seconds of an engine's step while `width` requests decode from `context` tokens on.
+def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
+    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the program does not run.
 
     Where the context is a multiple of attention's block, both read the same number of blocks.
     """
+    program = Bench(model, Shape("decode", width, 1), context)
+    jax.block_until_ready(program.step())
+    with decoding(model, width, context, repeats) as llm:
+        pairs = [
+            (group_seconds(program.step, repeats), group_seconds(llm.step, repeats)) for _ in range(GROUPS)
+        ]
+    return statistics.median(1 - alone / served for alone, served in pairs)
+
+
+@contextmanager
+def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[LLM]:
+    """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
     chunks = width * -(-context // model.options.max_prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
     options = replace(
@@ -164,7 +175,7 @@ def engine_step(model: Model, width: int, context: int, repeats: int) -> float:
         while seen < prefills(llm):  # until a step has none left to dispatch
             seen = prefills(llm)
             llm.step()
-        return median_seconds(llm.step, repeats)
+        yield llm
 
 
 def prefills(llm: LLM) -> int:
@@ -239,7 +250,7 @@ def run_bench(args: argparse.Namespace, options: EngineOptions) -> int:
             rows.append(row)
             print(shown(row), flush=True)
     if args.json:
-        found = [{**asdict(row), "host_gap": row.host_gap} for row in rows]
+        found = [asdict(row) for row in rows]
         Path(args.json).write_text(
             json.dumps({"about": about, "peaks": asdict(peaks), "rows": found}, indent=2) + "\n"
         )

@@ -197,8 +197,8 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def batch(args: argparse.Namespace) -> int:
-    from ..sampling.params import SamplingParams
     from ..checkpoints.huggingface import generation_defaults
+    from ..sampling.params import SamplingParams
     from .batch import run_batch
     from .job import BatchOptions
 

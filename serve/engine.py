@@ -254,10 +254,12 @@ def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -
 
 
 def require_arrays(params: Decoder) -> None:
-    """Raise ValueError unless every parameter is on a device: others would be copied there in every step."""
+    """Raise TypeError unless every parameter is on a device: others would be copied there in every step."""
     for path, leaf in paths(params).items():
         if not isinstance(leaf, jax.Array):
-            raise ValueError(f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put")
+            raise TypeError(
+                f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
+            )
 
 
 def describe(x: jax.Array | None) -> str:

@@ -14,6 +14,7 @@ from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
 from .chat import Message, apply_chat
 from .engine import Engine
+from .hostmemory import give_back
 from .intake import Intake, Prompt, is_one_prompt, params_for
 from .interrupt import uninterrupted
 from .keywords import engine_options
@@ -160,7 +161,9 @@ class LLM:
         if len(ends) != len(ids):
             raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
         if 0 in starts:
-            raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
+            raise ValueError(
+                "a prompt is empty: its continuation's first token would have no log-probability"
+            )
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         results = self.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
         return [score_of(result, start) for result, start in zip(results, starts, strict=True)]
@@ -278,6 +281,7 @@ class LLM:
         with self._turn():
             self._drop(list(self._tickets.values()))
             self._engine = None
+            give_back()
 
     def __enter__(self) -> Self:
         return self

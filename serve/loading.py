@@ -13,6 +13,7 @@ from ..model.transformer import Decoder
 from .classes import choose_classes
 from .devices import default_device, memory_limit
 from .engine import Engine, require_arrays
+from .hostmemory import keep_freed
 from .options import EngineOptions
 from .programs import Programs
 from .scheduler import Limits
@@ -56,9 +57,11 @@ def load_folder(path: Path, dtype: str) -> tuple[ModelConfig, Decoder, Generatio
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    """Size, compile and warm up an engine for parameters that are on their device. Raises ValueError for others."""
+    """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for others."""
     require_arrays(params)
     device = next(iter(params.embed.devices()))
+    if device.platform == "cpu":
+        keep_freed()
     sizes = choose_sizes(config, options, params.embed.dtype, memory_limit(device))
     longest_chunk = min(options.max_prefill_tokens, sizes.max_model_len)
     shapes = table(sizes.max_num_seqs, longest_chunk, options.decode_steps, options.reproducible)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
 
 

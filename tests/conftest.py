@@ -13,20 +13,20 @@ XLA_CACHE = ROOT / ".pytest_cache" / "xla"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
-from duetto import SamplingParams  # noqa: E402
-from duetto.checkpoints.huggingface import load  # noqa: E402
-from duetto.model.attention import causal  # noqa: E402
-from duetto.model.config import ModelConfig, Rope  # noqa: E402
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed  # noqa: E402
-from duetto.model.tree import init  # noqa: E402
-from duetto.sampling.params import fold_seed, knobs_row  # noqa: E402
-from duetto.sampling.sample import sample  # noqa: E402
-from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history  # noqa: E402
+from duetto import SamplingParams
+from duetto.checkpoints.huggingface import load
+from duetto.model.attention import causal
+from duetto.model.config import ModelConfig, Rope
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.tree import init
+from duetto.sampling.params import fold_seed, knobs_row
+from duetto.sampling.sample import sample
+from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -65,7 +65,9 @@ def shared(*parts: str) -> Path:
 def tiny_model() -> Model:
     """Random, with weights large enough that greedy tokens have clear margins."""
     spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(TINY), is_leaf=lambda x: hasattr(x, "axes")
+        lambda s: replace(s, scale=0.3) if s.mean == 0 else s,
+        decoder_spec(TINY),
+        is_leaf=lambda x: hasattr(x, "axes"),
     )
     return Model("tiny", TINY, init(jax.random.key(1), spec))
 
@@ -102,7 +104,11 @@ def oracle() -> Callable[[Model], Oracle]:
 
 def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
     tokens, V = list(prompt), model.config.vocab_size
-    state = admit(empty_state(1, V), jnp.int32(0), knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)))
+    state = admit(
+        empty_state(1, V),
+        jnp.int32(0),
+        knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
+    )
     if needs_history(params):
         padded = jnp.asarray(np.resize(np.array(prompt, np.int32), 512))
         lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))

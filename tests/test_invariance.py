@@ -8,13 +8,28 @@ from duetto import LLM, RequestOutput, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)
 PENALISED = SamplingParams(
-    temperature=0.8, min_p=0.01, seed=5, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, max_tokens=24, logprobs=3
+    temperature=0.8,
+    min_p=0.01,
+    seed=5,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    max_tokens=24,
+    logprobs=3,
 )
-BIASED = SamplingParams(temperature=0.7, seed=2**40 + 1, logit_bias={5: 2.0, 9: -3.0}, max_tokens=24, logprobs=3)
+BIASED = SamplingParams(
+    temperature=0.7, seed=2**40 + 1, logit_bias={5: 2.0, 9: -3.0}, max_tokens=24, logprobs=3
+)
 PARAMS = [GREEDY, SEEDED, PENALISED, BIASED, GREEDY, SEEDED, PENALISED]
 LENGTHS = [1, 5, 63, 64, 65, 130, 200]
 
-BASE = {"max_num_seqs": 8, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 64, "decode_steps": 4}
+BASE = {
+    "max_num_seqs": 8,
+    "max_prefill_tokens": 128,
+    "max_model_len": 256,
+    "page_size": 64,
+    "decode_steps": 4,
+}
 VARIANTS = {
     "pages of 16 tokens, more seats": {"page_size": 16, "max_num_seqs": 16},
     "pages of 128 tokens, one step a dispatch": {"page_size": 128, "decode_steps": 1},

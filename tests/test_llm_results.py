@@ -331,7 +331,7 @@ def test_recommended_parameters_are_the_default(tiny, tmp_path):
 def test_parameters_on_the_host_are_refused(tiny, llm):
     """They would be copied to the device in every step."""
     host = jax.tree.map(np.asarray, tiny.params)
-    with pytest.raises(ValueError, match="parameter embed is a ndarray"):
+    with pytest.raises(TypeError, match="parameter embed is a ndarray"):
         LLM.from_params(tiny.config, host)
-    with pytest.raises(ValueError, match=r"use jax\.device_put"):
+    with pytest.raises(TypeError, match=r"use jax\.device_put"):
         llm.update_params(host)

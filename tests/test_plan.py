@@ -24,6 +24,7 @@ from duetto.serve.plan import (
 from duetto.serve.presets import PRESETS
 from duetto.serve.programs import Shape, Sizes
 from duetto.serve.roofline import Work, work
+from duetto.serve.sizing import choose_sizes
 from duetto.serve.targets import here
 
 SMALL = ModelConfig(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
@@ -87,6 +88,27 @@ def test_a_plan_chooses_what_a_start_would():
     job = plan_job(None, "135m", "auto", options, here(), None)
     assert job.sizes == Sizes(512, 4, 4 * 512 // 32, 32)
     assert (job.dtype, job.context, memory_limit(here().devices[0])) == ("float32", 512, None)
+
+
+@pytest.mark.parametrize(
+    "options, memory, message",
+    [
+        ({"max_num_seqs": 10**9}, None, "max_num_seqs 1000000000 needs .* GiB .* lower it"),
+        ({"max_num_seqs": 10**6}, 1 << 30, "max_num_seqs 1000000 needs .* at most 1.0 GiB"),
+        ({"max_model_len": 1}, None, "max_model_len 1 is not allowed: 2 or more"),
+        ({"max_model_len": 257}, None, "beyond the model's 256 positions"),
+        ({"max_batched_token_mem": 64}, None, "max_model_len 256 does not fit a cache of 64 tokens"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(options, memory, message):
+    config = dataclasses.replace(SMALL, max_position=256)
+    with pytest.raises(ValueError, match=message):
+        choose_sizes(config, EngineOptions(**options), jnp.float32, memory)
+
+
+def test_steps_of_a_dispatch_are_bounded():
+    with pytest.raises(ValueError, match="decode_steps 1025 is not allowed: 1 to 1024"):
+        EngineOptions(decode_steps=1025)
 
 
 @pytest.mark.parametrize("context", [0, 513])

@@ -55,7 +55,8 @@ def test_every_field_explains_itself():
 @pytest.mark.parametrize(
     ("given", "allowed"),
     [
-        ({"n": 0}, "at least 1"),
+        ({"n": 0}, "1 to 16384"),
+        ({"n": 10**9}, "1 to 16384"),
         ({"n": 2, "temperature": 0}, "temperature 0"),
         ({"temperature": -0.1}, "0 (greedy) to"),
         ({"temperature": float("nan")}, "0 (greedy) to"),
