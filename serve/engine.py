@@ -114,7 +114,6 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
-        require_arrays(params)
         old, new = paths(self.params), paths(params)
         for path in old | new:
             a, b = old.get(path), new.get(path)
@@ -251,15 +250,6 @@ def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -
     for position in range(work.start + 1, min(work.start + work.count, len(request.prompt))):
         if position > len(request.prompt_scores.logprob):
             request.prompt_scores.append(*(x[position - work.start - 1] for x in fields))
-
-
-def require_arrays(params: Decoder) -> None:
-    """Raise TypeError unless every parameter is on a device: others would be copied there in every step."""
-    for path, leaf in paths(params).items():
-        if not isinstance(leaf, jax.Array):
-            raise TypeError(
-                f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
-            )
 
 
 def describe(x: jax.Array | None) -> str:

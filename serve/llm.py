@@ -18,7 +18,7 @@ from .hostmemory import give_back
 from .intake import Intake, Prompt, is_one_prompt, params_for
 from .interrupt import uninterrupted
 from .keywords import engine_options
-from .loading import DEMO, keep_compiled, load_folder, start_engine
+from .loading import DEMO, keep_compiled, load_folder, require_arrays, start_engine
 from .options import EngineOptions
 from .outputs import Delta, RequestOutput, Score, score_of
 from .text import Tokenizer
@@ -255,9 +255,11 @@ class LLM:
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on, without a copy or a compilation.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs.
+        Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs, TypeError for
+        parameters that are not on a device.
         """
         with self._turn():
+            require_arrays(params)
             self._open_engine().update_params(params)
 
     @property

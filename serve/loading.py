@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from ..checkpoints.huggingface import GenerationDefaults, generation_defaults, load
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
+from ..model.tree import paths
 from .classes import choose_classes
 from .devices import default_device, memory_limit
-from .engine import Engine, require_arrays
+from .engine import Engine
 from .hostmemory import keep_freed
 from .options import EngineOptions
 from .programs import Programs
@@ -74,3 +75,12 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
         decode_steps=max(s.tokens for s in classes.decode),
     )
     return Engine(programs, classes, state, limits, options.enable_prefix_caching)
+
+
+def require_arrays(params: Decoder) -> None:
+    """Raise TypeError unless every parameter is on a device: others would be copied there in every step."""
+    for path, leaf in paths(params).items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
+            )
