@@ -32,7 +32,7 @@ class EngineOptions:
         0.9, "share of an accelerator's memory for weights, cache and temporaries"
     )
     page_size: int = knob(64, "tokens of a page of the KV cache: a divisor or a multiple of 128")
-    decode_steps: int = knob(4, "decode steps taken in one dispatch while no prompt waits")
+    decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
     reproducible: bool = knob(
         True, "a request's bits depend on the request alone; False may batch prefills and narrow decode"
     )
