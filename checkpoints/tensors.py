@@ -1,7 +1,7 @@
 """Safetensors files, read and written piece by piece, so that a model is never twice in the host's memory.
 
 The safetensors package checks a file; the numbers are read by plain reads, because its own readers either map the
-whole file into the process or hold each tensor twice. What is quantised (FP8, packed integers) is not read yet.
+whole file into the process or hold each tensor twice.
 """
 
 import io
@@ -10,21 +10,47 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from .joined import PIECE, Joined
+
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-PIECE = 1 << 20  # bytes; larger ones fall out of the CPU's caches while they are transposed
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded, in one sentence: the file, the tensor or field, what was found, what is expected."""
 
 
+class Source(Protocol):
+    """A tensor that can be read as floats, whatever its file holds: the seam for quantised checkpoints.
+
+    `code` is the file format's name of its dtype, `dtype` that of the rows (None where they cannot be read as floats),
+    `start` its first byte in the file, by which tensors are read in order.
+    """
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def dtype(self) -> np.dtype | None: ...
+    def rows(self, a: int, b: int) -> np.ndarray:
+        """Rows a to b, a new array [b - a, width]: all axes but the last count as one; a vector's rows are its numbers."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in a safetensors file: `code` is the format's name of its dtype, `start` its first byte in the file."""
+    """One tensor as it lies in a safetensors file."""
 
     file: Path
     name: str
@@ -33,8 +59,25 @@ class Tensor:
     start: int
 
     @property
-    def dtype(self) -> np.dtype:
-        return FLOATS[self.code]
+    def dtype(self) -> np.dtype | None:
+        return FLOATS.get(self.code)
+
+    def rows(self, a: int, b: int) -> np.ndarray:
+        assert self.dtype is not None, self
+        return self.raw(a, b, self.dtype)
+
+    def raw(self, a: int, b: int, dtype: np.dtype) -> np.ndarray:
+        """Rows a to b as numbers of any dtype that has the width of the stored one."""
+        values = np.empty((b - a, width(self.shape)), dtype)
+        with open(self.file, "rb", buffering=0) as f:
+            f.seek(self.start + a * values.shape[1] * dtype.itemsize)
+            fill(f, values, self)
+        return values
+
+
+def width(shape: tuple[int, ...]) -> int:
+    """Numbers in a row of a tensor."""
+    return shape[-1] if len(shape) > 1 else 1
 
 
 def contents(file: Path) -> dict[str, Tensor]:
@@ -44,7 +87,7 @@ def contents(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="np"):
             pass
-    except SafetensorError as e:
+    except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{file}: cut off, or not a safetensors file ({e})") from e
     with open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
@@ -56,38 +99,32 @@ def contents(file: Path) -> dict[str, Tensor]:
     }
 
 
-def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Slices of the first axis of about PIECE bytes each."""
-    step = max(1, PIECE // max(1, math.prod(shape[1:]) * itemsize))
-    return (slice(i, i + step) for i in range(0, shape[0], step))
-
-
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no float is NaN or infinite, by its bits: numpy's own test takes eight times as long for bfloat16."""
+    """Whether no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for bfloat16."""
+    if x.dtype.kind in "iu":
+        return True
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     without_sign = x.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
     return bool(np.all(without_sign < np.array(np.inf, x.dtype).view(unsigned)))
 
 
-def read(tensor: Tensor, out: np.ndarray) -> None:
-    """Fill `out`, any view whose order of elements is the file's, with a tensor's numbers cast to its dtype.
+def read(source: Source, out: Joined) -> None:
+    """Fill the arrays that lie in one tensor with its numbers, cast to their dtype.
 
     Raises CheckpointError where a number is NaN or infinite, or becomes so in the cast.
     """
-    assert out.size == math.prod(tensor.shape), (tensor, out.shape)
-    with open(tensor.file, "rb", buffering=0) as f:
-        f.seek(tensor.start)
-        for piece in pieces(out.shape, tensor.dtype.itemsize):
-            values = np.empty(out[piece].shape, tensor.dtype)
-            fill(f, values, tensor)
-            with np.errstate(over="ignore", invalid="ignore"):
-                values = values.astype(out.dtype, copy=False)
-            if not is_finite(values):
-                raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r} holds NaN or infinity as {out.dtype}, "
-                    "expected finite numbers"
-                )
-            out[piece] = values
+    assert out.size == math.prod(source.shape) and source.dtype is not None, (source, out)
+    row = 0
+    for block in out.blocks(source.dtype.itemsize):
+        count = block.size // width(source.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = source.rows(row, row + count).astype(out.dtype, copy=False)
+        if not is_finite(values):
+            raise CheckpointError(
+                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, expected finite numbers"
+            )
+        block.fill(values)
+        row += count
 
 
 def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
@@ -99,16 +136,14 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
         rest = rest[count:]
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are stored with the same dtype, shape and bits."""
-    if (a.code, a.shape) != (b.code, b.shape) or a.code not in FLOATS:
+def same_numbers(a: Source, b: Source) -> bool:
+    """Whether two tensors are read with the same dtype, shape and bits."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
         return False
-    size = math.prod(a.shape) * a.dtype.itemsize
-    with open(a.file, "rb") as f, open(b.file, "rb") as g:
-        f.seek(a.start)
-        g.seek(b.start)
-        counts = (min(PIECE, size - i) for i in range(0, size, PIECE))
-        return all(f.read(count) == g.read(count) for count in counts)
+    rows = math.prod(a.shape) // max(1, width(a.shape))
+    step = max(1, PIECE // max(1, width(a.shape) * a.dtype.itemsize))
+    spans = ((i, min(rows, i + step)) for i in range(0, rows, step))
+    return all(a.rows(*span).tobytes() == b.rows(*span).tobytes() for span in spans)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -120,35 +155,39 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def write(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterable[np.ndarray], dtype: np.dtype
+    file: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[Joined]
 ) -> None:
-    """Write tensors of these names and shapes as a safetensors file, which takes its name when it is whole.
+    """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is whole.
 
-    `arrays` gives the numbers in the same order, each as any view whose order of elements is the file's.
-    Raises ValueError where a number is NaN or infinite, or becomes so in the cast.
+    `arrays` gives the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes so in the cast.
     """
-    code = next(code for code, known in FLOATS.items() if known == dtype)
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text = header(shapes)
     partial = file.with_name(file.name + ".partial")
     try:
         with open(partial, "wb") as f:
             f.write(len(text).to_bytes(8, "little") + text)
-            for name, array in zip(shapes, arrays, strict=True):
-                f.writelines(cast(name, array[piece], dtype) for piece in pieces(array.shape, dtype.itemsize))
+            for (name, (_, dtype)), joined in zip(shapes.items(), arrays, strict=True):
+                f.writelines(cast_blocks(name, joined, dtype))
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def cast(name: str, values: np.ndarray, dtype: np.dtype) -> memoryview:
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = np.ascontiguousarray(values, dtype)
-    if not is_finite(values):
-        raise ValueError(f"tensor {name!r} holds NaN or infinity as {dtype}, expected finite numbers")
-    return values.reshape(-1).view(np.uint8).data
+def header(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+    codes = {dtype: code for code, dtype in FLOATS.items()}
+    tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        tensors[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(tensors).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def cast_blocks(name: str, joined: Joined, dtype: np.dtype) -> Iterator[memoryview]:
+    for block in joined.blocks(dtype.itemsize):
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = np.ascontiguousarray(block.values(), dtype)
+        if not is_finite(values):
+            raise ValueError(f"tensor {name!r} holds NaN or infinity as {dtype}, expected finite numbers")
+        yield values.reshape(-1).view(np.uint8).data

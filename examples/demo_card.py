@@ -16,7 +16,7 @@ from demo_sample import complete, definitions, parses
 from tokenizers import Tokenizer
 
 from duetto.checkpoints.huggingface import load
-from duetto.model.config import ModelConfig
+from duetto.model.config import Dense, GroupedQuery, ModelConfig
 from duetto.model.transformer import Decoder
 
 Model = tuple[ModelConfig, Decoder]
@@ -95,14 +95,16 @@ def fenced(text: str) -> str:
 
 def size_lines(folder: Path, model: Model) -> str:
     config, params = model
+    mixer, ffn = config.layers[0].mixer, config.layers[0].ffn
+    assert isinstance(mixer, GroupedQuery) and isinstance(ffn, Dense)
     count = sum(x.size for x in jax.tree.leaves(params))
     size = (folder / "model.safetensors").stat().st_size
     return f"""| | |
 |---|---|
 | parameters | {count:,}, embedding tied to the output |
 | `model.safetensors` | {size:,} bytes, bfloat16 |
-| layers, width, FFN | {config.num_layers}, {config.hidden_size}, {config.ffn_size} |
-| heads | {config.num_heads} query, {config.num_kv_heads} key/value, of {config.head_size} |
+| layers, width, FFN | {config.num_layers}, {config.hidden_size}, {ffn.size} |
+| heads | {mixer.num_heads} query, {mixer.num_kv_heads} key/value, of {mixer.head_size} |
 | vocabulary | {config.vocab_size}, byte-level BPE; `<\\|endoftext\\|>` begins and ends a file |
 | context | {config.max_position} tokens |
 """

@@ -88,7 +88,7 @@ def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array
     """Next-token logits of every position, float32 [B,T,V], by the forward pass that the engine serves."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = forward(params, config, tokens, positions, causal)
-    return unembed(params, hidden)
+    return unembed(params, config, hidden)
 
 
 def cross_entropy(params: Decoder, config: ModelConfig, window: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def mean(first: Decoder, second: Decoder) -> Decoder:
 
 def demo_recipe(steps: int, seed: int) -> Recipe:
     """2.4 M parameters."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=VOCABULARY,
         hidden_size=192,
         ffn_size=512,
@@ -67,7 +67,7 @@ def demo_recipe(steps: int, seed: int) -> Recipe:
 
 def draft_recipe(steps: int, seed: int) -> Recipe:
     """0.23 M parameters, more than half of them the embedding."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=VOCABULARY,
         hidden_size=64,
         ffn_size=192,

@@ -5,13 +5,14 @@ a running softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao
 keys changes no bit of the result, so a row's output depends neither on its neighbours' lengths nor on the page size.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..model.attention import MASKED, Attend, grouped
+from ..model.attention import MASKED, Attend, Reading, grouped
 from ..model.config import ModelConfig
 from ..model.layers import einsum
 from ..model.tree import pytree
@@ -21,14 +22,13 @@ BLOCK = 128  # key positions read at once; page sizes divide it or are multiples
 
 @pytree
 class KVCache:
-    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W."""
+    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
+
+    Layers of one window have pools of the same number of pages and share a page table. A latent layer has keys only.
+    """
 
     k: tuple[jax.Array, ...]  # L of [K,P,W,H]
-    v: tuple[jax.Array, ...]  # L of [K,P,W,H]
-
-    @property
-    def pages(self) -> int:
-        return self.k[0].shape[1]
+    v: tuple[jax.Array | None, ...]  # L of [K,P,W,H]
 
     @property
     def page_size(self) -> int:
@@ -45,7 +45,9 @@ class Batch:
     tokens: Any  # int32 [B,T], padded on the right
     start: Any  # int32 [B], tokens already in the cache
     count: Any  # int32 [B], real tokens among the T; 0 is an empty row
-    page_table: Any  # int32 [B,M], the row's pages in order
+    page_tables: tuple[
+        Any, ...
+    ]  # int32 [B,M] for each window: the row's pages in order, any number where none is read
     slot: Any  # int32 [B], which slot of the sampling state the row owns
 
 
@@ -53,19 +55,28 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
-    """Bytes of one page in all layers, keys and values."""
-    row = config.num_kv_heads * config.head_size * jnp.dtype(dtype).itemsize
-    return 2 * config.num_layers * page_size * row
+def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> tuple[int, ...]:
+    """Bytes of one page of each window, keys and values of all its layers together."""
+
+    def row(window: int | None) -> int:
+        mixers = [layer.mixer for layer in config.layers if layer.mixer.window == window]
+        return sum(heads * size for m in mixers for heads, size in filter(None, m.cached))
+
+    return tuple(row(w) * page_size * jnp.dtype(dtype).itemsize for w in config.windows)
 
 
-def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros. Raises ValueError for a page size that does not fit the blocks that attention reads."""
+def empty_cache(config: ModelConfig, pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
+    """A cache of zeros with so many pages for each window. Raises ValueError for a page size that does not fit the blocks
+    that attention reads."""
     if page_size < 1 or (BLOCK % page_size and page_size % BLOCK):
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
-    shape = config.num_kv_heads, pages, page_size, config.head_size
-    layers = range(config.num_layers)
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in layers) for _ in "kv"))
+    count = dict(zip(config.windows, pages, strict=True))
+
+    def pool(window: int | None, row: tuple[int, int] | None) -> jax.Array | None:
+        return row and jnp.zeros((row[0], count[window], page_size, row[1]), dtype)
+
+    mixers = [layer.mixer for layer in config.layers]
+    return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))  # type: ignore[arg-type]
 
 
 def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
@@ -78,59 +89,102 @@ def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
 
 
 def read_block(pool: Array, page_table: Array, j: Array) -> Array:
-    """Positions [j*BLOCK, (j+1)*BLOCK) of every row, [K,B,BLOCK,H]."""
+    """Positions [j*BLOCK, (j+1)*BLOCK) of every row, j [B] its own -> [K,B,BLOCK,H]; past the table its last page is read."""
     K, _, W, H = pool.shape
-    B = page_table.shape[0]
-    if W <= BLOCK:
-        pages = jax.lax.dynamic_slice_in_dim(page_table, j * (BLOCK // W), BLOCK // W, axis=1)
-        return pool[:, pages].reshape(K, B, BLOCK, H)
-    blocks = pool.reshape(K, -1, BLOCK, H)  # a page of several blocks, seen as so many small pages
-    per_page = W // BLOCK
-    page = jax.lax.dynamic_slice_in_dim(page_table, j // per_page, 1, axis=1)[:, 0]
-    return blocks[:, page * per_page + j % per_page]
+    per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
+    entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
+    page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
+    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as so many small pages
+    return blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
 
 
-def running_softmax(q: Array, batch: Batch, pools: tuple[Array, Array], pos: Array) -> Array:
-    """Attention of q [B,T,K,G,H] over the rows' pages -> [B,T,K,G,H]."""
-    B, T, K, G, H = q.shape
-    end = batch.start + batch.count
-    q = q.transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, H)
-    pos = jnp.repeat(pos, G, axis=1)  # [B,T*G]
+def read_keys(
+    pools: tuple[Array, Array | None], page_table: Array, j: Array, reading: Reading
+) -> tuple[Array, Array]:
+    """Keys [K,B,BLOCK,H] and values [K,B,BLOCK,U] of block j of every row; a latent layer's are made here."""
+    rows = read_block(pools[0], page_table, j)
+    if pools[1] is not None:
+        return rows, read_block(pools[1], page_table, j)
+    assert reading.expand is not None
+    k, v = reading.expand(rows.transpose(1, 2, 0, 3))
+    return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
+
+
+def running_softmax(
+    q: Array, batch: Batch, read: Callable[[Array], tuple[Array, Array]], reading: Reading
+) -> Array:
+    """Attention of q [B,T,N,H] over the rows' keys, of which `read(j)` gives block j [B] of every row -> [B,T,N,U]."""
+    B, T, N, _ = q.shape
+    k, v = jax.eval_shape(read, batch.start)
+    K, U, G = k.shape[0], v.shape[-1], N // k.shape[0]
+    pos, end = jnp.repeat(positions(batch), G, axis=1), batch.start + batch.count  # [B,T*G], [B]
+    low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
+    q = grouped(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1)
 
     def block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        at = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-        k, v = (read_block(pool, batch.page_table, j) for pool in pools)
-        # a page's unwritten tail may hold anything
-        v = jnp.where((at[None] < end[:, None])[None, ..., None], v, 0)
-        scores = einsum("kbqh,kbsh->kbqs", q, k, jnp.float32) * H**-0.5
-        scores = jnp.where((at[None, None] <= pos[..., None])[None], scores, MASKED)
+        at = (first + j)[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]  # [B,BLOCK]
+        k, v = read(first + j)
+        # pages before the window and a page's unwritten tail may hold anything
+        written = (at >= low[:, None]) & (at < end[:, None])
+        v = jnp.where(written[None, ..., None], v, 0)
+        scores = reading.scores(einsum("kbqh,kbsh->kbqs", q, k, jnp.float32))
+        scores = jnp.where(reading.sees(pos[..., None], at[:, None])[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
-        add = einsum("kbqs,kbsh->kbqh", weights.astype(v.dtype), v, jnp.float32)
+        add = einsum("kbqs,kbsu->kbqu", weights.astype(v.dtype), v, jnp.float32)
         return new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
 
-    blocks = jnp.max(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK, 0))
-    first = jnp.full((K, B, T * G), MASKED), jnp.zeros((K, B, T * G)), jnp.zeros((K, B, T * G, H))
-    _, total, out = jax.lax.fori_loop(0, blocks, block, first)
+    # each row begins at its own: a window spans few blocks, wherever its neighbours are
+    first = jnp.maximum(low, 0) // BLOCK
+    most = jnp.max(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0))
+    start = (*before_any_key(reading, (K, B, T, G)), jnp.zeros((K, B, T * G, U)))
+    _, total, out = jax.lax.fori_loop(0, most, block, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
-    return out.reshape(K, B, T, G, H).transpose(1, 2, 0, 3, 4)
+    return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
 
 
-def paged(batch: Batch) -> Attend:
+def before_any_key(reading: Reading, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
+    """The running softmax's highest score and total [K,B,T*G] at the start: nothing, or the sinks."""
+    K, B, T, G = shape
+    if reading.sinks is None:
+        return jnp.full((K, B, T * G), MASKED), jnp.zeros((K, B, T * G))
+    sinks = reading.sinks.astype(jnp.float32).reshape(K, 1, 1, G)
+    return jnp.broadcast_to(sinks, shape).reshape(K, B, T * G), jnp.ones((K, B, T * G))
+
+
+def stored(
+    pools: tuple[Array, Array | None], batch: Batch, table: Array, k: Array, v: Array | None
+) -> tuple[Array, Array | None]:
+    """A layer's pools with the rows' new keys and values [B,T,K,H] in their pages."""
+    (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
+    entry = jnp.minimum(pos // W, table.shape[1] - 1)
+    real = jnp.arange(pos.shape[1], dtype=jnp.int32)[None] < batch.count[:, None]
+    page = jnp.where(real, jnp.take_along_axis(table, entry, 1), keys.shape[1])
+    keys = write(keys, page, pos % W, k)
+    if v is not None:
+        assert values is not None
+        values = write(values, page, pos % W, v)
+    return keys, values
+
+
+def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
     """`attend` over a KVCache: writes the rows' new keys and values into their pages, then reads the pages."""
 
-    def attend(cache: KVCache, layer: int, q: Array, k: Array, v: Array) -> tuple[KVCache, Array]:
-        W, pos = cache.page_size, positions(batch)
-        entry = jnp.minimum(pos // W, batch.page_table.shape[1] - 1)
-        real = jnp.arange(pos.shape[1], dtype=jnp.int32)[None] < batch.count[:, None]
-        page = jnp.where(real, jnp.take_along_axis(batch.page_table, entry, 1), cache.pages)
-        pools = tuple(write(p[layer], page, pos % W, new) for p, new in ((cache.k, k), (cache.v, v)))
-        out = running_softmax(grouped(q, k.shape[2]), batch, pools, pos).astype(q.dtype).reshape(q.shape)
-        return KVCache(replace(cache.k, layer, pools[0]), replace(cache.v, layer, pools[1])), out
+    def attend(
+        cache: KVCache, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
+    ) -> tuple[KVCache, Array]:
+        table = batch.page_tables[windows.index(reading.window)]
+        keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
+
+        def read(j: Array) -> tuple[Array, Array]:
+            return read_keys(pools, table, j, reading)
+
+        out = running_softmax(q, batch, read, reading).astype(q.dtype)
+        return KVCache(replace(cache.k, layer, keys), replace(cache.v, layer, values)), out
 
     return attend
 
 
-def replace(pools: tuple[Array, ...], layer: int, pool: Array) -> tuple[Array, ...]:
-    return pools[:layer] + (pool,) + pools[layer + 1 :]
+def replace(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:
+    return (*pools[:layer], pool, *pools[layer + 1 :])

@@ -52,15 +52,9 @@ class PagePool:
             self._page_of[name] = page
             self._name_of[page] = name
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """Pages of the longest prefix of `names` that is here; nothing is taken yet."""
-        pages: list[int] = []
-        for name in names:
-            page = self._page_of.get(name)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def find(self, name: bytes) -> int | None:
+        """The page of a name, if it is here; nothing is taken yet."""
+        return self._page_of.get(name)
 
     def idle(self, pages: Iterable[int]) -> int:
         """How many of these pages are in the free list, and would leave it when shared."""

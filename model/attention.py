@@ -1,27 +1,122 @@
-"""Grouped-query attention over keys that lie side by side: the reference, and the attention of a model without a cache."""
+"""Grouped-query attention: its parameters, the seam to every cache, and the reference over keys that lie side by side."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .layers import einsum
+from .config import GroupedQuery
+from .layers import biased, einsum, rms_norm, softcapped
+from .rope import Turn, rotate
+from .tree import Spec, pytree
 
 MASKED = -1e30
+
+
+@pytree
+class Attention:
+    """Projections of grouped-query attention; what the family does not have is None."""
+
+    q: Any  # [D,N,H]
+    k: Any  # [D,K,H]
+    v: Any  # [D,K,H]
+    o: Any  # [N,H,D]
+    q_bias: Any = None  # [N,H]
+    k_bias: Any = None  # [K,H]
+    v_bias: Any = None  # [K,H]
+    o_bias: Any = None  # [D]
+    q_norm: Any = None  # [H]
+    k_norm: Any = None  # [H]
+    sinks: Any = None  # [N]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
+
+    `sinks` [N] are scores of seeing nothing. `expand` makes keys [B,S,K,H] and values [B,S,K,U] of cached rows [B,S,1,R] where
+    a layer caches one kind of row only.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    expand: Callable[[Array], tuple[Array, Array]] | None = None
+
+    def scores(self, products: Array) -> Array:
+        """Products of queries and keys as they go into the softmax."""
+        return softcapped(products * self.scale, self.softcap)
+
+    def sees(self, query: Array, key: Array) -> Array:
+        """Which positions of keys those of queries see."""
+        seen = key <= query
+        return seen if self.window is None else seen & (query - key < self.window)
 
 
 class Attend(Protocol):
     """How keys are kept and read, the seam between the model and every cache.
 
-    Takes the state, the layer's number, queries [B,T,N,H], new keys and values [B,T,K,H]; gives the new state and [B,T,N,H].
+    Takes the state, the layer's number, queries [B,T,N,H], new keys and values [B,T,K,H] and how they are read; gives the new
+    state and [B,T,N,U]. A latent layer's keys are its rows [B,T,1,R], and it has no values.
     """
 
-    def __call__(self, state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]: ...
+    def __call__(
+        self, state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
+    ) -> tuple[Any, Array]: ...
+
+
+def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
+    """The parameters of one layer of `depth`."""
+
+    def optional(here: bool, *sizes: int, axes: tuple[str, ...], mean: float = 0.0) -> Spec | None:
+        return Spec(sizes, axes, mean=mean, scale=0.0) if here else None
+
+    N, K, H = c.num_heads, c.num_kv_heads, c.head_size
+    gain = 1.0 - c.qk_norm.offset if c.qk_norm else 0.0
+    return Attention(
+        q=Spec((D, N, H), ("model", "heads", "head")),
+        k=Spec((D, K, H), ("model", "kv_heads", "head")),
+        v=Spec((D, K, H), ("model", "kv_heads", "head")),
+        o=Spec((N, H, D), ("heads", "head", "model"), scale=0.02 / (2 * depth) ** 0.5),
+        q_bias=optional(c.bias, N, H, axes=("heads", "head")),
+        k_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
+        v_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
+        o_bias=optional(c.output_bias, D, axes=("model",)),
+        q_norm=optional(c.qk_norm is not None, H, axes=("head",), mean=gain),
+        k_norm=optional(c.qk_norm is not None, H, axes=("head",), mean=gain),
+        sinks=optional(c.sinks, N, axes=("heads",)),
+    )
+
+
+def mix_heads(
+    w: Attention,
+    c: GroupedQuery,
+    x: Array,
+    turn: Turn | None,
+    attend: Attend,
+    state: Any,
+    i: int,
+) -> tuple[Any, Float[Array, "B T D"]]:
+    """Attention of layer i: normed x [B,T,D] -> state, [B,T,D]."""
+
+    def head(x: Array, gain: Any) -> Array:
+        x = x if c.qk_norm is None else rms_norm(x, gain, c.qk_norm)
+        return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
+
+    q = head(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm)
+    k = head(biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias), w.k_norm)
+    v = biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
+    scale = c.head_size**-0.5 if c.scale is None else c.scale
+    state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
+    return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
 def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:
-    """Query heads grouped by the key head that they share (Ainslie et al., GQA, arXiv 2305.13245)."""
+    """Query heads grouped by the key head that they share."""
     B, T, N, H = q.shape
     return q.reshape(B, T, kv_heads, N // kv_heads, H)
 
@@ -29,18 +124,27 @@ def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G 
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
     mask: Bool[Array, "#B T S"],
-) -> Float[Array, "B T N H"]:
+    reading: Reading,
+) -> Float[Array, "B T N U"]:
     """Softmax attention with scores in float32; every query must see at least one key."""
-    scale = q.shape[-1] ** -0.5
-    scores = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores * scale, MASKED), axis=-1)
-    out = einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
-    return out.reshape(q.shape)
+    B, T, N, _ = q.shape
+    products = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
+    scores = jnp.where(mask[:, None, None], reading.scores(products), MASKED)
+    if reading.sinks is not None:
+        sinks = reading.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    return einsum("bkgts,bsku->btkgu", weights.astype(v.dtype), v).reshape(B, T, N, -1)
 
 
-def causal(state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Any, Array]:
+def causal(
+    state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
+) -> tuple[Any, Array]:
     """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it."""
-    T = q.shape[1]
-    return state, attention(q, k, v, jnp.tril(jnp.ones((1, T, T), bool)))
+    at = jnp.arange(q.shape[1], dtype=jnp.int32)
+    if v is None:
+        assert reading.expand is not None
+        k, v = reading.expand(k)
+    return state, attention(q, k, v, reading.sees(at[None, :, None], at[None, None, :]), reading)

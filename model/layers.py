@@ -1,34 +1,79 @@
 """The small pure functions that every decoder is made of."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .config import NormKind
+from .tree import Spec, pytree
 
-def einsum(equation: str, x: Array, w: Array, dtype: Any = None) -> Array:
-    """The one product of two arrays, in their dtype or another; float32 stays float32 on every device."""
+
+@pytree
+class Norm:
+    """A normalisation's gain, and its bias where it has one."""
+
+    gain: Any  # [D]
+    bias: Any = None  # [D]
+
+
+def norm_spec(kind: NormKind, size: int) -> Norm:
+    gain = Spec((size,), ("model",), mean=1.0 - kind.offset, scale=0.0)
+    return Norm(gain, Spec((size,), ("model",), scale=0.0) if kind.kind == "layer" else None)
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """A record that stands where a weight stood in the tree of parameters, and multiplies in its place."""
+
+    def einsum(self, equation: str, x: Array, dtype: Any = None) -> Array: ...
+    def ragged(self, rows: Array, sizes: Array, owner: Array) -> Array: ...
+
+
+def einsum(equation: str, x: Array, w: Array | Weight, dtype: Any = None) -> Array:
+    """The one product of x and a weight, in x's dtype or another; float32 stays float32 on every device."""
+    if isinstance(w, Weight):
+        return w.einsum(equation, x, dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, w, precision=precision, preferred_element_type=dtype)
 
 
-def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
+def ragged_product(
+    rows: Float[Array, "n D"], w: Array | Weight, sizes: Int[Array, " E"], owner: Int[Array, " n"]
+) -> Float[Array, "n F"]:
+    """Products of consecutive rows with one expert's matrix of w [E,D,F] each: expert e owns the next sizes[e] rows."""
+    if isinstance(w, Weight):
+        return w.ragged(rows, sizes, owner)
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return jax.lax.ragged_dot(rows, w, sizes, precision=precision)
+
+
+def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], kind: NormKind) -> Float[Array, "*rows D"]:
     """Root-mean-square normalisation in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * jnp.expand_dims(gain, range(x.ndim - 1))
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + kind.eps)
+    gain = jnp.expand_dims(gain, range(x.ndim - 1))
+    if kind.offset:
+        return (normed * (kind.offset + gain.astype(jnp.float32))).astype(x.dtype)
+    return normed.astype(x.dtype) * gain
 
 
-def rotation(positions: Int[Array, "B T"], frequencies: np.ndarray) -> tuple[Array, Array]:
-    """Cosine and sine of every position's angles, float32 [B, T, 1, H/2] each."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+def normalise(x: Float[Array, "*rows D"], w: Norm, kind: NormKind) -> Float[Array, "*rows D"]:
+    """Either normalisation; the layer's own is Ba et al.'s (arXiv 1607.06450)."""
+    if kind.kind == "rms":
+        return rms_norm(x, w.gain, kind)
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + kind.eps)
+    gain, bias = (jnp.expand_dims(p, range(x.ndim - 1)) for p in (w.gain, w.bias))
+    return normed.astype(x.dtype) * gain + bias
 
 
-def rotate(x: Float[Array, "B T heads H"], turn: tuple[Array, Array]) -> Float[Array, "B T heads H"]:
-    """Turn the pairs (i, i + H/2) of each head by their position's angle."""
-    cos, sin = turn
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+def biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """Values pressed into (-cap, cap)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -1,19 +1,27 @@
 """Which axes of a model are split over which axis of a mesh: tensor parallelism as one table (Shoeybi et al., Megatron-LM,
 arXiv 1909.08053). XLA's partitioner derives the collectives."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .tree import Spec, is_spec
 
-RULES = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "vocab": "tensor"}
+RULES = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "expert_ffn": "tensor", "vocab": "tensor"}
 
 
 def shardings(specs: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> Any:
-    """A sharding for each parameter of a tree of specs. Raises ValueError where a size is no multiple of the devices."""
+    """A sharding for each parameter of a tree of specs.
+
+    Raises ValueError where a size is no multiple of the devices, and for a mesh that lacks an axis of the rules.
+    """
+    if missing := set(rules.values()) - set(mesh.axis_names):
+        raise ValueError(
+            f"mesh has axes {', '.join(mesh.axis_names)}, expected {', '.join(sorted(missing))} among them"
+        )
     return jax.tree.map(lambda spec: sharding(spec, mesh, rules), specs, is_leaf=is_spec)
 
 
@@ -26,3 +34,24 @@ def sharding(spec: Spec, mesh: Mesh, rules: Mapping[str, str] = RULES) -> NamedS
                 f"{size} {name} cannot be split over {mesh.shape[axis]} devices: choose a divisor of {size}"
             )
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def fitted(own: Sharding, shape: Sequence[int]) -> Sharding:
+    """A parameter's sharding for one of the arrays that stand for it, codes, scales or factors: split where its axes allow it."""
+    if not isinstance(own, NamedSharding):
+        return own
+    mesh: Any = own.mesh
+    spec = own.spec if len(own.spec) <= len(shape) else ()
+    kept = [axes if size % ways(mesh, axes) == 0 else None for axes, size in zip(spec, shape, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*kept))
+
+
+def ways(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
+    """Into how many parts the devices along some axes of a mesh cut an array."""
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return prod(mesh.shape[name] for name in names)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays on one of their devices."""
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

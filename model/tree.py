@@ -37,13 +37,15 @@ class Spec:
     """One parameter before it has numbers: its shape, its axes' names, and how it is initialised.
 
     `axes` names each dimension by meaning ("model", "heads", ...); shardings map those names to a mesh.
-    A fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`.
+    A fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`. One with a `dtype`
+    keeps it whatever the model's is.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     mean: float = 0.0
     scale: float = 0.02
+    dtype: Any = None
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the axes of {self.shape}"
@@ -58,7 +60,9 @@ def init(key: jax.Array, specs: T, dtype: jnp.dtype = jnp.float32) -> T:
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def draw(spec: Spec, k: jax.Array) -> jax.Array:
-        return (spec.mean + spec.scale * jax.random.normal(k, spec.shape, jnp.float32)).astype(dtype)
+        return (spec.mean + spec.scale * jax.random.normal(k, spec.shape, jnp.float32)).astype(
+            spec.dtype or dtype
+        )
 
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(leaves, keys, strict=True)])
@@ -67,7 +71,7 @@ def init(key: jax.Array, specs: T, dtype: jnp.dtype = jnp.float32) -> T:
 def abstract(specs: T, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> T:
     """The tree as shapes without numbers, for compiling ahead of time and for memory plans."""
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding), specs, is_leaf=is_spec
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype, sharding=sharding), specs, is_leaf=is_spec
     )
 
 

@@ -69,10 +69,13 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
-    scores = jax.lax.cond(
-        jnp.any(live & (rows.knobs.logprobs >= 0)), score, lambda x, _: no_scores(x.shape[0]), logits, token
-    )
-    return Sampled(token, scores.logprob, scores.rank, scores.top_ids, scores.top_logprobs)
+    return scored(logits, token, live & (rows.knobs.logprobs >= 0))
+
+
+def scored(logits: Float[Array, "B V"], token: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Sampled:
+    """Chosen tokens with their scores, which are only computed where a row wants its own."""
+    x = jax.lax.cond(jnp.any(wanted), score, lambda x, _: no_scores(x.shape[0]), logits, token)
+    return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
 
 
 # ---------------------------------------------------------------- scores

@@ -21,15 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoints.huggingface import load
+from ..model.compress import form_spec
 from ..model.config import ModelConfig
-from ..model.transformer import Decoder, decoder_spec
+from ..model.transformer import Decoder
 from ..model.tree import init
 from ..sampling.params import SamplingParams
 from .devices import default_device
 from .flags import positive
 from .llm import LLM
-from .loading import DEMO, compute_dtype, keep_compiled
+from .loading import DEMO, compute_dtype, keep_compiled, read_folder
 from .options import EngineOptions
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes
@@ -69,13 +69,14 @@ class Row:
 
 def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
     """Random parameters of a preset, or a folder's."""
-    dtype = compute_dtype(args.dtype, default_device())
+    device = default_device()
+    dtype = compute_dtype(args.dtype, device)
     if not args.shape:
-        return Model(
-            args.model or "demo", *load(DEMO if args.model is None else Path(args.model), dtype), options
-        )
+        folder = DEMO if args.model is None else Path(args.model)
+        return Model(args.model or "demo", *read_folder(folder, dtype, device, options.quantization), options)
     config, chosen = PRESETS[args.shape], jnp.dtype("bfloat16" if dtype == "auto" else dtype)
-    return Model(args.shape, config, init(jax.random.key(0), decoder_spec(config), chosen), options)
+    specs = form_spec(config, options.quantization)
+    return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -103,20 +104,23 @@ class Bench:
         W, rows = model.options.page_size, shape.rows
         longest = max(context + shape.tokens, 2)
         pages = rows * -(-longest // W)
-        self.programs = Programs(model.config, model.params, Sizes(longest, rows, pages, W), [shape])
+        sizes = Sizes(longest, rows, (pages,) * len(model.config.windows), W)
+        self.programs = Programs(model.config, model.params, sizes, [shape])
         self.shape, self.model = shape, model
         state = self.programs.empty(model.params)
-        awake = {"live": jnp.ones(rows, bool), "end": jnp.full(rows, longest + 1, jnp.int32)}
-        slots = Slots(**{**vars(state.slots), **awake})
+        # an end that the sampled token does not reach either: rows that have ended are not computed
+        awake = {"live": jnp.ones(rows, bool), "end": jnp.full(rows, longest + 2, jnp.int32)}
+        slots = Slots(**{**vars(state.slots), **jax.device_put(awake, state.everywhere)})
         self.state = Arguments(state.params, state.cache, slots)
-        self.batch = jax.device_put(self._batch(context, -(-longest // W)))
+        self.batch = jax.device_put(self._batch(context, -(-longest // W)), state.everywhere)
 
     def _batch(self, context: int, pages: int) -> Any:
         batch = self.programs.empty_batch(self.shape, 0)
         tokens = np.arange(batch.tokens.size) % self.model.config.vocab_size
         batch.tokens[:] = tokens.reshape(batch.tokens.shape)
         batch.start[:], batch.count[:] = context, self.shape.tokens
-        batch.page_table[:, :pages] = np.arange(batch.slot.size * pages).reshape(-1, pages)
+        for table in batch.page_tables:
+            table[:, :pages] = np.arange(batch.slot.size * pages).reshape(-1, pages)
         batch.slot[:] = np.arange(batch.slot.size)
         return batch
 
@@ -129,7 +133,7 @@ class Bench:
 def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Row:
     """A row for one program whose every row has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
-    least = work(shape, model.config, model.dtype, context)
+    least = work(shape, model.config, model.dtype, context, model.params)
     floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
     return Row(shape.phase, str(shape), context, seconds, shape.rows * shape.tokens / seconds, floor)
 

@@ -1,10 +1,11 @@
-"""Which compiled shapes give the same bits: found by running all of them on the same rows before the first request.
+"""Which compiled shapes give the same bits, and how long they take: found by running all of them before the first request.
 
 A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it. So shapes fall
 into classes; within one, a request's bits do not depend on the shapes that its tokens happened to run in.
 """
 
 import hashlib
+import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,11 +13,14 @@ import numpy as np
 
 from ..kvcache.pages import Batch, KVCache
 from ..sampling.params import SamplingParams, knobs_row
+from .ahead import target_of
 from .programs import Arguments, Programs, Shape, fill
+from .shapes import doublings, smallest
 from .step import Output, Seat
 
 CANONICAL_PREFILL = Shape("prefill", 1, 64)
 CANONICAL_DECODE = Shape("decode", 8, 1)
+REPEATS = 5  # runs of a shape that is timed
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Classes:
     prefill: tuple[Shape, ...]
     decode: tuple[Shape, ...]
     joined: bool
+    verify: tuple[Shape, ...] = ()
 
 
 class Probe:
@@ -33,8 +38,9 @@ class Probe:
 
     def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
         self.programs, self.arguments = programs, arguments
-        self.page_size, self.pool = arguments.cache.page_size, arguments.cache.pages
-        self.tokens = min(tokens, self.page_size * min(self.pool, programs.table_width))
+        self.page_size, self.pool = programs.sizes.page_size, min(programs.sizes.pages)
+        self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
+        self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
         self.capacity, V = arguments.slots.sampling.bias.shape
         self.text = np.random.default_rng(0).integers(0, V, (8, self.tokens), dtype=np.int32)
         for slot in range(self.capacity):
@@ -52,6 +58,9 @@ class Probe:
         self.arguments = replace(self.arguments, cache=cache, slots=slots)
         return jax.tree.map(np.asarray, out)
 
+    def _own(self, pages: np.ndarray) -> list[np.ndarray]:
+        return [pages] * len(self.programs.sizes.pages)
+
     def prefill(self, shape: Shape, tokens: int) -> bytes:
         """Digest of the keys and values of one sequence's first tokens, and of the last sample's log-probability."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
@@ -59,30 +68,56 @@ class Probe:
         for start in range(0, tokens, shape.tokens):
             batch = self.programs.empty_batch(shape, self.capacity)
             count = min(shape.tokens, tokens - start)
-            fill(batch, 0, self.text[0, start : start + count], start, pages, 0)
+            fill(batch, 0, self.text[0, start : start + count], start, self._own(pages), 0)
             out = self._run(shape, batch)
         assert out is not None
-        return digest(self.arguments.cache, pages, tokens) + out.sampled.logprob[0, 0].tobytes()
+        return self._digest(pages, tokens) + out.sampled.logprob[0, 0].tobytes()
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
         """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
-        rows = min(shape.rows, self.pool, self.capacity)
-        scores = [b""] * rows
+        scores = [b""] * self._rows(shape)
         for start in range(0, steps, shape.tokens):
-            batch = self.programs.empty_batch(shape, self.capacity)
             count = min(shape.tokens, steps - start)
-            for row in range(rows):
-                page = np.array([row], np.int32)
-                fill(batch, row, self.text[row % 8, start : start + count], start, page, row)
-            logprob = self._run(shape, batch).sampled.logprob
-            scores = [scores[row] + logprob[row, :count].tobytes() for row in range(rows)]
-        return [digest(self.arguments.cache, [row], steps) + scores[row] for row in range(rows)]
+            logprob = self._run(shape, self._batch(shape, start, count)).sampled.logprob
+            scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
+        return [self._digest([row], steps) + score for row, score in enumerate(scores)]
+
+    def _digest(self, pages: np.ndarray | list[int], tokens: int) -> bytes:
+        cache = self.arguments.cache
+        return digest(KVCache(cache.k[: self.layers], cache.v[: self.layers]), pages, tokens)
+
+    def _rows(self, shape: Shape) -> int:
+        return min(shape.rows, self.pool, self.capacity)
+
+    def _batch(self, shape: Shape, start: int, count: int) -> Batch:
+        """Rows of one page each, with the sequences' tokens [start, start + count)."""
+        batch = self.programs.empty_batch(shape, self.capacity)
+        for row in range(self._rows(shape)):
+            page = np.array([row], np.int32)
+            fill(batch, row, self.text[row % 8, start : start + count], start, self._own(page), row)
+        return batch
+
+    def write(self, steps: int) -> None:
+        """Let each sequence's first tokens be what decode makes of its first one: guesses that are right."""
+        for step in range(1, steps):
+            token = self._run(CANONICAL_DECODE, self._batch(CANONICAL_DECODE, step - 1, 1)).sampled.token
+            self.text[:, step] = np.resize(token[: self._rows(CANONICAL_DECODE), 0], 8)
+
+    def seconds(self, shape: Shape) -> float:
+        """The best time of a step of full rows whose guesses are right."""
+        batch = self._batch(shape, 0, min(shape.tokens, self.page_size))
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            self._run(shape, batch)
+            times.append(time.perf_counter() - began)
+        return min(times)
 
 
 def digest(cache: KVCache, pages: np.ndarray | list[int], tokens: int) -> bytes:
     """A hash of the keys and values of a sequence's first tokens in all layers."""
     found = hashlib.blake2b(digest_size=16)
-    for pool in (*cache.k, *cache.v):
+    for pool in filter(lambda pool: pool is not None, (*cache.k, *cache.v)):
         rows = np.asarray(pool[:, np.asarray(pages)])
         K, P, W, H = rows.shape
         found.update(np.ascontiguousarray(rows.reshape(K, P * W, H)[:, :tokens]).tobytes())
@@ -93,17 +128,19 @@ def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool)
     """The shapes that may serve together: those of one class under the reproducibility contract, else all."""
     if reproducible:
         return find_classes(programs, arguments)
-    phases = ("prefill", "decode")
-    prefill, decode = (tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases)
-    return Classes(prefill, decode, True), arguments
+    phases = ("prefill", "decode", "verify")
+    prefill, decode, verify = (
+        tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases
+    )
+    return Classes(prefill, decode, True, verify), arguments
 
 
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
     """Compare every shape with the canonical one of its phase; the cache and the slots are used as scratch."""
     shapes = sorted(programs.steps)
     chunks = [s for s in shapes if s.phase == "prefill"]
-    widths = [s for s in shapes if s.phase == "decode"]
-    steps = max(s.tokens for s in widths)
+    widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
+    steps = max(s.tokens for s in (*widths, *guessed))
     probe = Probe(programs, arguments, max(s.tokens for s in chunks))
     reference = probe.prefill(CANONICAL_PREFILL, probe.tokens)
     prefill = tuple(s for s in chunks if probe.prefill(s, probe.tokens) == reference)
@@ -111,7 +148,33 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
     rows = probe.decode(CANONICAL_DECODE, few)
     decode = tuple(s for s in widths if same_rows(probe.decode(s, few), rows))
     joined = probe.decode(CANONICAL_DECODE, few)[0][:16] == probe.prefill(CANONICAL_PREFILL, few)[:16]
-    return Classes(prefill, decode, joined), probe.arguments
+    probe.write(few)
+    rows = probe.decode(CANONICAL_DECODE, few)
+    verify = tuple(s for s in guessed if same_rows(probe.decode(s, few), rows))
+    return Classes(prefill, decode, joined, verify), probe.arguments
+
+
+def step_seconds(
+    programs: Programs, arguments: Arguments, classes: Classes, k: int
+) -> tuple[dict[tuple[int, int], float], Arguments]:
+    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that are full.
+
+    Rows beyond what a shape holds take several calls. The cache and the slots are used as scratch.
+    """
+    probe = Probe(programs, arguments, programs.sizes.page_size)
+    probe.write(min(max((s.tokens for s in classes.verify), default=1), probe.tokens))
+    seconds = {shape: probe.seconds(shape) for shape in (*classes.decode, *classes.verify)}
+    ks = sorted({0} | {min(s.tokens - 1, k) for s in classes.verify})
+
+    def step(rows: int, guesses: int) -> float:
+        shapes = classes.verify if guesses else classes.decode
+        most = max(s.rows for s in shapes if s.tokens > guesses)
+        full, rest = divmod(rows, most)
+        calls = [most] * full + [rest] * (rest > 0)
+        return sum(seconds[smallest(shapes, n, guesses + 1)] for n in calls)
+
+    sizes = doublings(1, probe.capacity)
+    return {(rows, guesses): step(rows, guesses) for rows in sizes for guesses in ks}, probe.arguments
 
 
 def same_rows(found: list[bytes], reference: list[bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `duetto generate`, `batch`, `plan`, `bench`. jax is imported once a command has work to do."""
+"""The command line: `duetto generate`, `batch`, `plan`, `bench`, `convert`. jax is imported once a command has work to do."""
 
 import argparse
 import os
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GENERATE_MAX_TOKENS = 256
 INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 NOT_STREAMED = ("n", "logprobs", "prompt_logprobs", "detokenize", "spaces_between_special_tokens")
 
 
@@ -197,15 +198,15 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def batch(args: argparse.Namespace) -> int:
-    from ..checkpoints.huggingface import generation_defaults
     from ..sampling.params import SamplingParams
     from .batch import run_batch
     from .job import BatchOptions
+    from .loading import checked_defaults
 
     options = engine_options(args)
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))
-    sampling = generation_defaults(folder_of(args)).sampling | sampling
+    sampling = checked_defaults(folder_of(args)).sampling | sampling
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.max_num_seqs,
         seed=args.seed,
@@ -239,11 +240,11 @@ def contents(folder: Path) -> str:
     """A hash of the files that make a model or a tokenizer. Raises OSError."""
     from .source import hash_of
 
-    files = sorted(f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".jinja"))
+    files = sorted(f for f in folder.iterdir() if f.suffix in MODEL_FILES)
     return sha256(" ".join(f"{f.name} {hash_of(f)}" for f in files).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------- plan and bench
+# ---------------------------------------------------------------- plan, bench and convert
 
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +275,18 @@ def bench(args: argparse.Namespace) -> int:
     return run_bench(args, engine_options(args))
 
 
+def convert_flags(parser: argparse.ArgumentParser) -> None:
+    from .convert import add_convert_flags
+
+    add_convert_flags(parser)
+
+
+def convert(args: argparse.Namespace) -> int:
+    from .convert import run_convert
+
+    return run_convert(args)
+
+
 COMMANDS = {
     "generate": Command(
         "PROMPT", "continue one prompt and show the text as it comes", generate_flags, generate
@@ -283,6 +296,9 @@ COMMANDS = {
     ),
     "plan": Command("", "show shapes, memory and roofline before anything runs", plan_flags, plan),
     "bench": Command("", "measure decode, prefill and startup on this machine", bench_flags, bench),
+    "convert": Command(
+        "SOURCE TARGET", "write a model's folder as an Orbax or a Hugging Face one", convert_flags, convert
+    ),
 }
 
 if __name__ == "__main__":

@@ -7,26 +7,29 @@ import jax
 import numpy as np
 
 from ..kvcache.names import root
-from ..kvcache.pool import PagePool
+from ..kvcache.tables import PageTables
 from ..model.transformer import Decoder
 from ..model.tree import paths
 from ..sampling.params import knobs_row
 from ..sampling.sample import Sampled, Scores
 from ..sampling.state import dense_bias, needs_history
+from .ahead import Guided, target_of
 from .classes import Classes
 from .meter import Compilations, Meter
 from .programs import Arguments, Programs, Shape, fill
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
 from .shapes import smallest
+from .speculation import Speculation
 from .step import Output, Seat
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
 class Ran(NamedTuple):
-    """A dispatched step: its rows' work and its results, which may still be on their way."""
+    """A dispatched step: its shape, its rows' work and its results, which may still be on their way."""
 
+    shape: Shape
     rows: list[Work]
     output: Output
 
@@ -35,31 +38,39 @@ class Engine:
     """Serves requests with one model on one device (or one mesh).
 
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read, since the
-    device remembers each slot's last token. Not thread-safe; callers take turns. `limits` are such that one of `classes`
-    holds every chunk and every dispatch of decode.
+    device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe; callers take turns.
+    `limits` are such that one of `classes` holds every chunk and every row of decode and verification.
     """
 
     def __init__(
-        self, programs: Programs, classes: Classes, state: Arguments, limits: Limits, prefix_caching: bool
+        self,
+        programs: Programs,
+        classes: Classes,
+        state: Arguments,
+        limits: Limits,
+        prefix_caching: bool,
+        speculation: Speculation | None = None,
     ):
         self.programs, self.classes, self._state = programs, classes, state
         self.config, self.sizes = programs.config, programs.sizes
-        self.pool = PagePool(self.sizes.pages)
-        salt = str(self.config), str(state.params.embed.dtype)
+        sizes, work = self.sizes, limits.most_tokens
+        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, work)
+        salt = str(self.config), str(jax.tree.map(lambda x: x.dtype, state.params))
         self.scheduler = Scheduler(
             limits,
-            self.pool,
-            self.sizes.page_size,
+            self.tables,
             root(*salt) if prefix_caching else None,
             recompute_outputs=classes.joined,
+            boundary=self.config.boundary,
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self.speculation = speculation
         self.meter, self._compilations = Meter(), Compilations()
 
     @property
     def params(self) -> Decoder:
-        return self._state.params
+        return target_of(self._state.params)
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +86,7 @@ class Engine:
         if not request.finished:
             request.finish("abort")
             self.scheduler.abort(request)
-            self.meter.finished(request)
+            self._ended(request)
 
     def step(self) -> list[Request]:
         """Plan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
@@ -98,19 +109,24 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which must be none."""
-        return self.meter.report() | {
-            "programs": self.programs.count,
-            "warmup_seconds": self.programs.seconds,
-            "compilations": self._compilations.count,
-            "preemptions": self.scheduler.preemptions,
-            "cache_pages": self.sizes.pages,
-            "page_size": self.sizes.page_size,
-        }
+        guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        return (
+            self.meter.report()
+            | guesses
+            | {
+                "programs": self.programs.count,
+                "warmup_seconds": self.programs.seconds,
+                "compilations": self._compilations.count,
+                "preemptions": self.scheduler.preemptions,
+                "cache_pages": sum(self.sizes.pages),
+                "page_size": self.sizes.page_size,
+            }
+        )
 
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are forgotten.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs.
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs.
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
@@ -119,11 +135,21 @@ class Engine:
             a, b = old.get(path), new.get(path)
             if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
                 raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
-        self.pool.forget()
-        self._state = replace(self._state, params=params)
+            if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
+                raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
+        self.tables.forget()
+        whole: Any = self._state.params
+        whole = replace(whole, target=params) if isinstance(whole, Guided) else params
+        self._state = replace(self._state, params=whole)
 
     def _advance(self) -> list[Request]:
-        plan, touched = self.scheduler.plan(settled=not self._flight), []
+        ahead, touched = self.speculation, []
+        guess = ahead.guess if ahead is not None and ahead.wanted(self.scheduler.decoding) else None
+        if not self._flight and ahead is not None:
+            ahead.committed(None)
+        if guess or any(ran.shape.phase == "verify" for ran in self._flight):
+            touched = self._settle()
+        plan = self.scheduler.plan(not self._flight, guess)
         if plan is None:
             touched = self._settle()
             plan = self.scheduler.plan(settled=True)
@@ -139,10 +165,15 @@ class Engine:
     def _dispatch(self, plan: Plan) -> list[Ran]:
         for request in plan.seats:
             self._seat(request)
-        phases = (self.classes.prefill, plan.prefill), (self.classes.decode, plan.decode)
+        classes = self.classes
+        phases = (
+            (classes.prefill, plan.prefill),
+            (classes.decode, plan.decode),
+            (classes.verify, plan.verify),
+        )
         ran = [self._run(shapes, group) for shapes, works in phases for group in groups_of(shapes, works)]
         self.scheduler.dispatched(plan)
-        self.meter.planned(self.pool)
+        self.meter.planned(self.tables)
         return ran
 
     def _run(self, shapes: tuple[Shape, ...], works: list[Work]) -> Ran:
@@ -152,12 +183,12 @@ class Engine:
             request, slot = work.request, work.request.slot
             assert slot is not None
             known = request.tokens[work.start : work.start + work.count]
-            fill(batch, row, known, work.start, request.pages, slot)
+            fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
             batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works))
-        return Ran(works, output)
+        return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
         """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back on."""
@@ -171,7 +202,7 @@ class Engine:
             bad_words=request.bad_words,
         )
         scored = np.bool_(request.params.prompt_logprobs is not None)
-        new = Seat(np.int32(len(request.tokens)), np.int32(request.end), scored, knobs)
+        new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored, knobs)
         slots = self.programs.seat(self._state.slots, slot, new)
         if needs_history(request.params):
             tokens = np.zeros(self.sizes.max_model_len, np.int32)
@@ -191,25 +222,42 @@ class Engine:
                 if work.request.finished:
                     continue  # aborted, or stopped by its text, while this step was on its way
                 take_prompt_scores(work.request, ran.output, row, work)
-                if self._take(work.request, ran.output, row, tokens[row]):
+                if self._take(work, ran, row, tokens[row]):
                     touched.append(work.request)
+        if self.speculation is not None and flight:
+            prompts = any(ran.shape.phase == "prefill" for ran in flight)
+            self.speculation.committed(None if prompts else [work for ran in flight for work in ran.rows])
         return touched
 
-    def _take(self, request: Request, output: Output, row: int, tokens: np.ndarray) -> bool:
+    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> bool:
         """Append a row's sampled tokens to its request; whether there were any."""
+        request, output = work.request, ran.output
         emitted, known = np.flatnonzero(tokens >= 0), len(request.tokens)
+        if ran.shape.phase == "verify":
+            request.computed = work.start + max(1, len(emitted))
         for i in emitted:
             if request.params.logprobs is not None:
                 request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(output.sampled)))
             request.append(int(tokens[i]))
             if request.finished:
                 break
-        if self.classes.joined:
+        if self.speculation is not None and len(emitted):
+            self.speculation.grew(request, request.tokens[known:])
+            if ran.shape.phase != "prefill":
+                self.speculation.judged(len(work.guesses), len(emitted))
+        if self.classes.joined and len(request.tokens) <= request.reach:
             self.scheduler.name_pages(request, known - 1, len(request.tokens) - 1)
         if request.finished:
             self.scheduler.release(request)
-            self.meter.finished(request)
+            self._ended(request)
+        elif len(request.tokens) >= request.reach:
+            self.scheduler.preempt(request)
         return len(emitted) > 0
+
+    def _ended(self, request: Request) -> None:
+        self.meter.finished(request)
+        if self.speculation is not None:
+            self.speculation.ended(request)
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
@@ -219,7 +267,7 @@ class Engine:
                 self.scheduler.release(request)
             else:
                 self.scheduler.preempt(request)
-        self.pool.forget()
+        self.tables.forget()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)

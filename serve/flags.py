@@ -37,19 +37,19 @@ def reading(hint: Any) -> dict[str, Any]:
     if Sequence in origins:
         item = int if Sequence[int] in kinds else str
         return {"action": "append", "type": item, "metavar": f"{item.__name__.upper()} (repeatable)"}
-    number = float if float in origins else int
+    kind = next((kind for kind in (float, str) if kind in origins), int)
     optional = type(None) in get_args(hint)
-    return {"type": or_none(number) if optional else number, "metavar": number.__name__.upper()}
+    return {"type": or_none(kind) if optional else kind, "metavar": kind.__name__.upper()}
 
 
 CONTAINERS = (Sequence, Mapping)
 
 
-def or_none(number: Callable[[str], Any]) -> Callable[[str], Any]:
+def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        return None if text.lower() == "none" else number(text)
+        return None if text.lower() == "none" else kind(text)
 
-    read.__name__ = number.__name__  # argparse names the type in its error
+    read.__name__ = kind.__name__  # argparse names the type in its error
     return read
 
 

@@ -14,7 +14,6 @@ FIXED = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_chunked_prefill": (True,),
-    "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "load_format": ("auto", "safetensors"),
     "tokenizer_mode": ("auto",),

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from jax.sharding import Mesh
+
 from ..checkpoints.huggingface import GenerationDefaults
+from ..model.compress import in_form
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
@@ -23,13 +26,15 @@ from .options import EngineOptions
 from .outputs import Delta, RequestOutput, Score, score_of
 from .text import Tokenizer
 from .ticket import Cursor, Ticket
+from .vocabularies import EXPECTED
 
 
 class LLM:
     """A model ready to generate.
 
-    `model` is a Hugging Face folder (default: the small model that ships with duetto), `dtype` one of "auto", "float32",
-    "bfloat16", "float16", `tokenizer` another folder to take the tokenizer from. `compilation_cache` is a directory for
+    `model` is a Hugging Face folder or one written by `duetto convert` (default: the small model that ships with duetto), `dtype` one of "auto", "float32",
+    "bfloat16", "float16", `tokenizer` another folder to take the tokenizer from. `mesh` spreads the model over the devices of its
+    axis "tensor". `compilation_cache` is a directory for
     compiled programs, "auto" for one in the user's cache home, None for none. Other keywords are those of EngineOptions.
 
     Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
@@ -42,16 +47,17 @@ class LLM:
         *,
         dtype: str = "auto",
         tokenizer: str | Path | None = None,
+        mesh: Mesh | None = None,
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ):
         chosen = engine_options(options)
         keep_compiled(compilation_cache)
         folder = DEMO if model is None else Path(model)
-        config, params, defaults = load_folder(folder, dtype)
+        config, params, defaults = load_folder(folder, dtype, mesh, chosen.quantization)
         words = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         if words is None and tokenizer is not None:
-            raise ValueError(f"tokenizer {str(tokenizer)!r} has no tokenizer.json")
+            raise ValueError(f"tokenizer {str(tokenizer)!r} has no {EXPECTED}")
         self._begin(config, params, words, defaults, chosen)
 
     @classmethod
@@ -65,7 +71,10 @@ class LLM:
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ) -> "LLM":
-        """An LLM over parameters that are already on their device; they are used as they are, without a copy."""
+        """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
+
+        They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as the heads of the keys' projections are.
+        """
         chosen = engine_options(options)
         keep_compiled(compilation_cache)
         llm = cls.__new__(cls)
@@ -255,11 +264,12 @@ class LLM:
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on, without a copy or a compilation.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape or dtype differs, TypeError for
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs, TypeError for
         parameters that are not on a device.
         """
         with self._turn():
             require_arrays(params)
+            params = in_form(params, self.options.quantization, params.embed.dtype)
             self._open_engine().update_params(params)
 
     @property

@@ -1,25 +1,35 @@
 """From a folder, or from parameters at hand, to a warm engine."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from ..checkpoints.huggingface import GenerationDefaults, generation_defaults, load
+from ..checkpoints import huggingface, orbax
+from ..checkpoints.huggingface import GenerationDefaults, generation_defaults, read_config
+from ..checkpoints.tensors import CheckpointError
+from ..model.compress import in_form
 from ..model.config import ModelConfig
-from ..model.transformer import Decoder
-from ..model.tree import paths
-from .classes import choose_classes
+from ..model.sharding import shardings
+from ..model.transformer import Decoder, decoder_spec
+from ..model.tree import abstract, paths
+from ..sampling.params import MAX_STOP_IDS, SamplingParams
+from .classes import Classes, choose_classes, step_seconds
 from .devices import default_device, memory_limit
+from .draft import host_drafter
 from .engine import Engine
+from .guides import read_beside
 from .hostmemory import keep_freed
 from .options import EngineOptions
-from .programs import Programs
+from .programs import Arguments, Programs
 from .scheduler import Limits
 from .shapes import table
 from .sizing import choose_sizes
+from .speculation import Speculation
 
 DEMO = Path(__file__).parent.parent / "checkpoints" / "demo"
 
@@ -51,36 +61,134 @@ def compute_dtype(dtype: str, device: jax.Device) -> Any:
     return jnp.dtype(dtype)
 
 
-def load_folder(path: Path, dtype: str) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
-    """A model folder's configuration, parameters and generation defaults. Raises CheckpointError."""
-    config, params = load(path, compute_dtype(dtype, default_device()))
-    return config, params, generation_defaults(path)
+def load_folder(
+    path: Path, dtype: str, mesh: Mesh | None = None, quantization: str | None = None
+) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
+    """A model folder's configuration, parameters and generation defaults, split over a mesh by `model.sharding`'s rules.
+
+    Raises CheckpointError for the folder, ValueError for sizes that are no multiple of the mesh's.
+    """
+    defaults = checked_defaults(path)
+    device = default_device() if mesh is None else mesh.devices.flat[0]
+    # with axes of automatic type, as `jax.make_mesh` does not make them
+    plain = mesh and Mesh(mesh.devices, mesh.axis_names)
+    where = shardings(decoder_spec(read_config(path)), plain) if plain else device
+    config, params = read_folder(path, compute_dtype(dtype, device), where, quantization)
+    return config, params, defaults
+
+
+def checked_defaults(path: Path) -> GenerationDefaults:
+    """A folder's generation defaults, within the sampler's limits. Raises CheckpointError with the file and the field."""
+    found, file = generation_defaults(path), path / "generation_config.json"
+    try:
+        SamplingParams.from_dict(found.sampling)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise CheckpointError(f"{file}: {e}") from e
+    if len(set(found.eos_token_ids)) > MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{path}: eos_token_id has {len(set(found.eos_token_ids))} ids, expected at most {MAX_STOP_IDS}"
+        )
+    return found
+
+
+def read_folder(
+    path: Path, dtype: Any, where: Any, quantization: str | None = None
+) -> tuple[ModelConfig, Decoder]:
+    """The model in a Hugging Face folder, or in one that `duetto convert` has written, on a device or in shardings."""
+    where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
+    if not orbax.is_orbax(path):
+        return huggingface.load(path, dtype, where, quantization=quantization)
+    config, params = orbax.load(path, dtype, where)
+    return config, in_form(params, quantization, params.embed.dtype, donate=True)
+
+
+def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Decoder:
+    """What `read_folder` gives, without numbers; no weight is read. Raises CheckpointError."""
+    if not orbax.is_orbax(path):
+        return abstract(huggingface.read_specs(path, dtype, quantization), jnp.dtype(dtype))
+    shapes = abstract(orbax.read_specs(path), jnp.dtype(dtype))
+    return jax.eval_shape(lambda params: in_form(params, quantization, dtype), shapes)
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for others."""
     require_arrays(params)
+    params = in_form(params, options.quantization, params.embed.dtype)
     device = next(iter(params.embed.devices()))
     if device.platform == "cpu":
         keep_freed()
-    sizes = choose_sizes(config, options, params.embed.dtype, memory_limit(device))
+    beside = read_beside(options.speculation, config, params)
+    params = beside.join(params)
+    sizes = choose_sizes(beside.served(config), options, params, memory_limit(device))
+    sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
     longest_chunk = min(options.max_prefill_tokens, sizes.max_model_len)
-    shapes = table(sizes.max_num_seqs, longest_chunk, options.decode_steps, options.reproducible)
-    programs = Programs(config, params, sizes, shapes)
+    shapes = table(
+        sizes.max_num_seqs,
+        longest_chunk,
+        options.decode_steps,
+        options.reproducible,
+        options.guesses,
+        options.nodes,
+    )
+    config, beside = config.within(sizes.max_model_len), beside.within(sizes.max_model_len)
+    steps = beside.phases(config, options.speculation)
+    programs = Programs(beside.served(config), params, sizes, shapes, steps)
     classes, state = choose_classes(programs, programs.empty(params), options.reproducible)
+    speculation, state = start_speculation(programs, classes, state, options)
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
         max_prefill_tokens=options.max_prefill_tokens,
         chunk=max(s.tokens for s in classes.prefill),
         decode_steps=max(s.tokens for s in classes.decode),
+        guesses=options.guesses,
     )
-    return Engine(programs, classes, state, limits, options.enable_prefix_caching)
+    return Engine(programs, classes, state, limits, options.enable_prefix_caching, speculation)
+
+
+def start_speculation(
+    programs: Programs, classes: Classes, state: Arguments, options: EngineOptions
+) -> tuple[Speculation | None, Arguments]:
+    """The drafter and, where the number of guesses adapts, the time of every shape; None without guesses.
+
+    Raises ValueError where verification cannot keep the reproducibility contract.
+    """
+    config, k = options.speculation, options.guesses
+    if not k:
+        return None, state
+    if not classes.verify:
+        raise ValueError(
+            "speculative_config: on this device no verification gives the bits of decode: set reproducible=False"
+        )
+    k, seconds = min(k, max(s.tokens for s in classes.verify) - 1), None
+    if config.adaptive:
+        seconds, state = step_seconds(programs, state, classes, k)
+    return Speculation(host_drafter(config), k, seconds), state
 
 
 def require_arrays(params: Decoder) -> None:
-    """Raise TypeError unless every parameter is on a device: others would be copied there in every step."""
+    """Raise TypeError unless every parameter is on a device: others would be copied there in every step.
+
+    Raises ValueError for one that lies on other devices than the embedding, and on several without saying how.
+    """
     for path, leaf in paths(params).items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(
                 f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
             )
+    expected = params.embed.sharding.device_set
+    for path, leaf in paths(params).items():
+        own, found = leaf.sharding, leaf.sharding.device_set
+        if found != expected:
+            raise ValueError(
+                f"parameter {path} lies on {named(found)}, embed on {named(expected)}: all must lie on the same devices"
+            )
+        if len(found) > 1 and not isinstance(own, NamedSharding):
+            raise ValueError(f"parameter {path} has a {type(own).__name__}, expected a NamedSharding")
+        if not leaf.is_fully_addressable:
+            raise ValueError(
+                f"parameter {path} lies on other processes' devices too, expected this one's only"
+            )
+
+
+def named(devices: set[Any]) -> str:
+    return " and ".join(sorted(map(str, devices)))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..kvcache.pool import PagePool
+from ..kvcache.tables import PageTables
 from .outputs import RequestMetrics
 from .programs import Shape
 from .request import Request
@@ -45,8 +45,8 @@ class Meter:
         self.padded[shape.phase] += shape.rows * shape.tokens - tokens
         self.steps[str(shape)] = self.steps.get(str(shape), 0) + 1
 
-    def planned(self, pool: PagePool) -> None:
-        self.occupancy = max(self.occupancy, 1 - pool.free / pool.pages)
+    def planned(self, tables: PageTables) -> None:
+        self.occupancy = max(self.occupancy, tables.occupancy)
 
     def admitted(self, request: Request) -> None:
         """Only the first time counts: a preempted request is admitted again."""

@@ -1,9 +1,14 @@
 """How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from .speculative import SpeculativeConfig
+
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
+QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 
 
 def knob(default: Any, help: str) -> Any:
@@ -37,6 +42,12 @@ class EngineOptions:
         True, "a request's bits depend on the request alone; False may batch prefills and narrow decode"
     )
     enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
+    speculative_config: Mapping[str, Any] | None = knob(
+        None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
+    )
+    quantization: str | None = knob(
+        None, "int8, int4 or fp8 weights, or dequantize; default: as the checkpoint stores them"
+    )
     seed: int = knob(0, "seed of requests that bring none")
 
     def __post_init__(self):
@@ -44,9 +55,37 @@ class EngineOptions:
             value = getattr(self, f.name)
             if f.type in (int, int | None) and value is not None and f.name != "seed" and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ValueError(
+                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
+                "weights as the checkpoint stores them"
+            )
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
+        if self.guesses and self.decode_steps > 1:
+            raise ValueError(
+                f"decode_steps {self.decode_steps} is not allowed with speculative_config: only 1"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
             )
+
+    @cached_property
+    def speculation(self) -> SpeculativeConfig:
+        return SpeculativeConfig.from_dict(self.speculative_config)
+
+    @property
+    def guesses(self) -> int:
+        """The most guesses of a row in a step; 0 without speculation."""
+        return self.speculation.guesses
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of a row that a verification computes, where guesses branch; 0 where they do not."""
+        return 0 if self.speculation.tree is None else self.speculation.tree.nodes
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
+        return max(self.max_prefill_tokens, self.decode_steps, self.guesses) + 1

@@ -11,23 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from ..checkpoints.huggingface import read_config
-from ..kvcache.pages import empty_cache
+from ..model.compress import form_spec
 from ..model.config import ModelConfig
-from ..model.sharding import RULES, sharding, shardings
-from ..model.transformer import decoder_spec
-from ..model.tree import Spec
+from ..model.sharding import device_bytes, fitted, shardings
+from ..model.transformer import Decoder, decoder_spec
+from ..model.tree import abstract, is_spec
 from .facts import Facts, facts
-from .loading import DEMO, compute_dtype, keep_compiled
+from .loading import DEMO, compute_dtype, keep_compiled, read_shapes
 from .options import EngineOptions
 from .presets import PRESETS
-from .programs import Arguments, Shape, Sizes, batch_like, lower
+from .programs import Arguments, Shape, Sizes, arguments_like, lower
 from .roofline import Work, work
 from .shapes import table
-from .sizing import choose_sizes, scratch_bytes
-from .step import empty_slots
+from .sizing import choose_sizes, scratch_bytes, widened_bytes
 from .targets import Target, find_target, here
 
 
@@ -42,11 +41,14 @@ class Job:
     target: Target
     sizes: Sizes
     context: int
+    params: Decoder | None = (
+        None  # without numbers; by default those of the sizes in the option's quantization
+    )
 
     @property
     def shapes(self) -> list[Shape]:
         o, chunk = self.options, min(self.options.max_prefill_tokens, self.sizes.max_model_len)
-        return table(self.sizes.max_num_seqs, chunk, o.decode_steps, o.reproducible)
+        return table(self.sizes.max_num_seqs, chunk, o.decode_steps, o.reproducible, o.guesses, o.nodes)
 
 
 @dataclass(frozen=True)
@@ -90,59 +92,49 @@ def plan_job(
     config = PRESETS[shape] if shape else read_config(DEMO if model is None else Path(model))
     chosen = compute_dtype(dtype, target.devices[0])
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
-    memory = None if target.memory is None else target.memory * len(target.devices)
-    sizes = choose_sizes(config, options, chosen, memory)
+    if shape:
+        weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
+    else:
+        weights = read_shapes(DEMO if model is None else Path(model), chosen, options.quantization)
+    params = abstract_params(config, chosen, target, weights)
+    sizes = choose_sizes(config, options, params, target.memory)
+    config = config.within(sizes.max_model_len)
     context = min(1024, sizes.max_model_len) if context is None else context
     if not 0 < context <= sizes.max_model_len:
         raise ValueError(f"context {context} is not allowed: 1 to max_model_len {sizes.max_model_len}")
-    return Job(shape or model or "the demo model", config, chosen, options, target, sizes, context)
+    return Job(shape or model or "the demo model", config, chosen, options, target, sizes, context, params)
 
 
 def abstract_arguments(job: Job) -> Arguments:
     """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several devices."""
-    config, sizes, mesh = job.config, job.sizes, Mesh(np.array(job.target.devices), ("tensor",))
-    cache = jax.eval_shape(lambda: empty_cache(config, sizes.pages, sizes.page_size, job.dtype))
-    slots = jax.eval_shape(lambda: empty_slots(sizes.max_num_seqs, config.vocab_size))
-    specs = decoder_spec(config)
-    if mesh.size == 1:
-        one = SingleDeviceSharding(job.target.devices[0])
-        return Arguments(placed(shapes_of(specs, job.dtype), one), placed(cache, one), placed(slots, one))
-    pool = sharding(Spec(cache.k[0].shape, ("kv_heads", "pages", "slots", "head")), mesh, RULES)
-    params = jax.tree.map(placed, shapes_of(specs, job.dtype), shardings(specs, mesh))
-    return Arguments(params, placed(cache, pool), placed(slots, NamedSharding(mesh, PartitionSpec())))
+    weights = abstract(form_spec(job.config, job.options.quantization), jnp.dtype(job.dtype))
+    params = abstract_params(job.config, job.dtype, job.target, job.params or weights)
+    return arguments_like(job.config, params, job.sizes)
 
 
-def shapes_of(specs: Any, dtype: str) -> Any:
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)),
-        specs,
-        is_leaf=lambda x: isinstance(x, Spec),
-    )
+def abstract_params(
+    config: ModelConfig, dtype: Any, target: Target, weights: Decoder | None = None
+) -> Decoder:
+    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the parameter would."""
+    specs, one = decoder_spec(config), SingleDeviceSharding(target.devices[0])
+    where: Any = jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
+    if len(target.devices) > 1:
+        where = shardings(specs, Mesh(np.array(target.devices), ("tensor",)))
 
+    def placed(own: Any, weight: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitted(own, x.shape)), weight
+        )
 
-def placed(tree: Any, where: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+    return jax.tree.map(placed, where, abstract(specs, jnp.dtype(dtype)) if weights is None else weights)
 
 
 def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
-    """One program, ahead of time, for the job's target; the cache and the slots stay where and how they are."""
-    everywhere = arguments.slots.last.sharding
-    batch = batch_like(shape, job.sizes.table_width, everywhere)
-    kept = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
-    out = (*kept, None) if len(job.target.devices) > 1 else None
+    """One program, ahead of time, for the job's target."""
     with warnings.catch_warnings():
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-        return lower(shape, job.config, arguments, batch, out).compile()
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays on one of their devices."""
-    sizes = (
-        np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
-    return int(sum(sizes))
+        return lower(shape, job.config, arguments, job.sizes).compile()
 
 
 def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Row]:
@@ -150,7 +142,7 @@ def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list
     chosen, peaks, n = set(compiled), job.target.peaks, len(job.target.devices)
     rows = []
     for shape in job.shapes:
-        whole = work(shape, job.config, job.dtype, job.context)
+        whole = work(shape, job.config, job.dtype, job.context, arguments.params)
         share = Work(whole.flops / n, whole.bytes / n)
         at_most = (peaks.flops(job.dtype), peaks.bandwidth) if peaks else None
         found = facts(compile_for(job, shape, arguments)) if shape in chosen else None
@@ -174,11 +166,12 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
 
 def memory_of(job: Job, arguments: Arguments, rows: list[Row]) -> Memory:
     found = [row.facts.temporaries for row in rows if row.facts]
+    estimate = scratch_bytes(job.config, job.options, job.dtype) + widened_bytes(arguments.params)
     return Memory(
         weights=device_bytes(arguments.params),
         cache=device_bytes(arguments.cache),
         slots=device_bytes(arguments.slots),
-        temporaries=max(found) if found else scratch_bytes(job.config, job.options, job.dtype),
+        temporaries=max(found) if found else estimate,
         limit=job.target.memory,
     )
 
@@ -193,10 +186,11 @@ def render(job: Job, memory: Memory, rows: list[Row]) -> str:
 
 def head(job: Job) -> str:
     s, n = job.sizes, len(job.target.devices)
+    pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
     return (
         f"{job.name} in {job.dtype} on {job.target.name}{each}\n"
-        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {s.pages} pages of {s.page_size} tokens"
+        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens"
     )
 
 

@@ -1,7 +1,7 @@
 """The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache
+from ..kvcache.placement import automatic, cache_shardings, everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.state import load_history
@@ -34,12 +36,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """An engine's fixed shapes: tokens of a request, seats, pages, tokens of a page."""
+    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a page."""
 
     max_model_len: int
     max_num_seqs: int
-    pages: int
+    pages: tuple[int, ...]
     page_size: int
+    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
 
     @property
     def table_width(self) -> int:
@@ -56,67 +59,114 @@ class Arguments:
     cache: KVCache
     slots: Slots
 
+    @property
+    def everywhere(self) -> Sharding:
+        """Whole on each device."""
+        return self.slots.last.sharding
+
 
 def like(tree: Any) -> Any:
     """Shapes, types and placement of a tree's arrays, without their numbers."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), tree
+    )
 
 
-def batch_like(shape: Shape, table_width: int, sharding: jax.sharding.Sharding | None = None) -> Batch:
-    """The abstract batch of a shape; M is the page table's width."""
+def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any) -> tuple[KVCache, Slots]:
+    """A cache and slots that nobody has used."""
+    cache = empty_cache(config, sizes.pages, sizes.page_size, dtype)
+    hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
+    return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden)
+
+
+def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Arguments:
+    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too, ask for them."""
+
+    def at(x: Any, where: Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, params.embed.dtype))
+    cache = jax.tree.map(at, cache, cache_shardings(config, params))
+    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, everywhere(params)), slots))
+
+
+def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
+    """The abstract batch of a shape."""
 
     def ints(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
 
     B, T = shape.rows, shape.tokens
-    return Batch(ints(B, T), ints(B), ints(B), ints(B, table_width), ints(B))
+    tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B))
 
 
 def lower(
-    shape: Shape, config: ModelConfig, arguments: Arguments, batch: Batch, out_shardings: Any = None
+    shape: Shape,
+    config: ModelConfig,
+    arguments: Arguments,
+    sizes: Sizes,
+    phases: Mapping[str, Callable] = PHASES,
 ) -> jax.stages.Lowered:
-    """One step's program with the cache and the slots donated."""
-    step = partial(PHASES[shape.phase], config=config)
-    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-    return jitted.lower(arguments.params, arguments.cache, arguments.slots, batch)
+    """One step's program. The cache and the slots are donated, and stay where and how they are."""
+    step, whole = partial(phases[shape.phase], config=config), arguments.everywhere
+    out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    return jitted.lower(arguments.params, arguments.cache, arguments.slots, batch_like(shape, sizes, whole))
 
 
 class Programs:
     """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
 
-    def __init__(self, config: ModelConfig, params: Decoder, sizes: Sizes, shapes: Iterable[Shape]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Decoder,
+        sizes: Sizes,
+        shapes: Iterable[Shape],
+        phases: Mapping[str, Callable] = PHASES,
+    ):
         started = time.perf_counter()
-        self.config, self.sizes, self.table_width = config, sizes, sizes.table_width
-        empty = self.empty(params)
-        arguments = Arguments(like(params), like(empty.cache), like(empty.slots))
-        jobs = {s: lower(s, config, arguments, batch_like(s, self.table_width)) for s in shapes}
+        self.config, self.sizes = config, sizes
+        arguments = arguments_like(config, params, sizes)
+        jobs = {s: lower(s, config, arguments, sizes, phases) for s in shapes}
         with ThreadPoolExecutor(2) as pool:
             self.steps = dict(zip(jobs, pool.map(lambda job: job.compile(), jobs.values()), strict=True))
-        self.seat = self._compile_seat(arguments.slots)
-        self.load_history = self._compile_history(arguments.slots, sizes.max_model_len)
-        self.count = len(self.steps) + 2
+        self.seat = self._compile_seat(arguments)
+        self.load_history = self._compile_history(arguments, sizes.max_model_len)
+        self.fresh = self._compile_fresh(arguments)
+        self.count = len(self.steps) + 3
         self.seconds = time.perf_counter() - started
 
     def empty(self, params: Decoder) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""
-        sizes = self.sizes
-        cache = empty_cache(self.config, sizes.pages, sizes.page_size, params.embed.dtype)
-        return Arguments(params, cache, empty_slots(sizes.max_num_seqs, self.config.vocab_size))
+        return Arguments(params, *self.fresh())
 
-    def _compile_seat(self, slots: Slots):
+    def _compile_fresh(self, arguments: Arguments):
+        dtype = arguments.cache.k[0].dtype
+        out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
+        return (
+            jax.jit(lambda: empty_state(self.config, self.sizes, dtype), out_shardings=out).lower().compile()
+        )
+
+    def _compile_seat(self, arguments: Arguments):
+        slots, whole = arguments.slots, arguments.everywhere
         knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
         one = jax.ShapeDtypeStruct((), jnp.int32)
         new = Seat(one, one, jax.ShapeDtypeStruct((), bool), knobs)
-        return jax.jit(seat, donate_argnums=0).lower(slots, one, new).compile()
+        return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new).compile()
 
-    def _compile_history(self, slots: Slots, history: int):
+    def _compile_history(self, arguments: Arguments, history: int):
+        slots, whole = arguments.slots, arguments.everywhere
+
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
         one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
         tokens, bias = jax.ShapeDtypeStruct((history,), jnp.int32), jax.ShapeDtypeStruct((V,), jnp.float32)
-        return jax.jit(load, donate_argnums=0).lower(slots, one, tokens, one, one, bias).compile()
+        jitted = jax.jit(load, donate_argnums=0, out_shardings=whole)
+        return jitted.lower(slots, one, tokens, one, one, bias).compile()
 
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
         """Dispatch one step; the cache and the slots that are passed are consumed."""
@@ -125,16 +175,19 @@ class Programs:
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
         """A host batch of empty rows, to be filled in."""
         B, T = shape.rows, shape.tokens
-        table = np.zeros((B, self.table_width), np.int32)
+        tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
-        return Batch(np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), table, slot)
+        return Batch(
+            np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+        )
 
 
 Ints = np.ndarray | list[int]
 
 
-def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Ints, slot: int) -> None:
-    """Write one row of a host batch."""
+def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Sequence[Ints], slot: int) -> None:
+    """Write one row of a host batch; `pages` has the row's own for each window."""
     batch.tokens[row, : len(tokens)] = tokens
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    batch.page_table[row, : len(pages)] = pages
+    for table, own in zip(batch.page_tables, pages, strict=True):
+        table[row, : len(own)] = own

@@ -43,6 +43,12 @@ def render(report: Mapping[str, Any]) -> str:
         f"cache        {cache}, {reuse}",
         f"programs     {programs}",
     ]
+    if guesses := r.get("speculation"):
+        share = guesses["accepted"] / max(guesses["drafted"], 1)
+        lines.append(
+            f"guesses      {guesses['accepted']} of {guesses['drafted']} accepted ({share:.1%}), "
+            f"{guesses['tokens_per_pass']:.2f} tokens a pass of a row"
+        )
     return "\n".join(lines)
 
 

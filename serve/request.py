@@ -56,9 +56,10 @@ class Request:
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)  # for each window
     names: list[bytes] = field(default_factory=list)
     slot: int | None = None
+    reach: int = 0  # tokens up to which it can stay in its slot
     cached: int = 0
     preemptions: int = 0
     scores: ScoreLog = field(default_factory=ScoreLog)

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..model.config import ModelConfig
-from ..model.transformer import decoder_spec
-from ..model.tree import is_spec, paths
+from ..model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
+from ..model.transformer import Decoder, decoder_spec
+from ..model.tree import abstract, nbytes, paths
 from .programs import Shape
+from .sizing import head_sizes
 
 
 @dataclass(frozen=True)
@@ -38,52 +39,88 @@ class Work:
         return "compute" if self.flops / flops > self.bytes / bandwidth else "memory"
 
 
-def work(shape: Shape, config: ModelConfig, dtype: Any, context: int) -> Work:
-    """One dispatch of a program: every row of a decode or verify has `context` tokens in the cache, a prefill has none."""
+def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None) -> Work:
+    """One dispatch of a program: every row of a decode or verify has `context` tokens in the cache, a prefill has none.
+
+    `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
+    """
     B, T = shape.rows, shape.tokens
+    params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
     if shape.phase == "decode":
-        one = step_work(config, dtype, rows=B, tokens=1, context=context, sampled=1)
+        one = step_work(config, params, rows=B, tokens=1, context=context, sampled=1)
         return Work(T * one.flops, T * one.bytes)
     past, sampled = (0, 1) if shape.phase == "prefill" else (context, T)
-    return step_work(config, dtype, rows=B, tokens=T, context=past, sampled=sampled)
+    return step_work(config, params, rows=B, tokens=T, context=past, sampled=sampled)
 
 
-def step_work(config: ModelConfig, dtype: Any, *, rows: int, tokens: int, context: int, sampled: int) -> Work:
+def step_work(
+    config: ModelConfig, params: Decoder, *, rows: int, tokens: int, context: int, sampled: int
+) -> Work:
     """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal."""
-    size, queries = jnp.dtype(dtype).itemsize, rows * tokens
+    size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
-    inner = inner_parameters(config)
-    keys = context + (tokens + 1) / 2
-    flops = 2 * inner * queries + 2 * head * rows * sampled + attention_flops(config, queries, keys)
-    weights = (inner + head + queries * config.hidden_size) * size
-    cache = (
-        rows * (context + 2 * tokens) * key_bytes(config, size)
-    )  # read what is there, write and read what is new
+    flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
+    flops += (
+        sum(pair_flops(kind) * seen(kind, context + (tokens + 1) / 2) for kind in config.layers) * queries
+    )
+    output = params.embed if params.head is None else params.head
+    weights = inner_bytes(config, params, queries) + nbytes(output) + queries * config.hidden_size * size
+    # read what is there, write and read what is new
+    cache = sum((seen(kind, context) + 2 * tokens) * row_size(kind) for kind in config.layers) * rows * size
     return Work(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
 
 
-def inner_parameters(config: ModelConfig) -> int:
-    """Parameters that every token meets: all but the embedding and the head."""
+def inner_numbers(config: ModelConfig) -> float:
+    """Parameters that one token is multiplied with, but those of the head."""
     specs = paths(decoder_spec(config))
-    return sum(
-        math.prod(spec.shape)
-        for path, spec in specs.items()
-        if path not in ("embed", "head") and is_spec(spec)
-    )
+    return sum(math.prod(spec.shape) * share(config, path, 1) for path, spec in specs.items())
 
 
-def attention_flops(config: ModelConfig, queries: float, keys: float) -> float:
-    """Scores and weighted values of `queries` tokens over `keys` positions each, in all layers."""
-    return 4 * config.num_layers * config.num_heads * config.head_size * queries * keys
+def inner_bytes(config: ModelConfig, params: Decoder, tokens: int) -> float:
+    """Bytes that so many tokens meet: of all but the embedding, the head, and the experts that none of them goes to."""
+    return sum(nbytes(leaf) * share(config, path, tokens) for path, leaf in paths(params).items())
 
 
-def key_bytes(config: ModelConfig, size: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_size * size
+def share(config: ModelConfig, path: str, tokens: int) -> float:
+    """The share of a parameter, or of a part of one, that so many tokens meet."""
+    place, *rest = path.split(".")
+    if place in ("embed", "head", "positions"):
+        return 0.0
+    if rest[1:3] != ["ffn", "experts"]:
+        return 1.0
+    experts = config.layers[int(rest[0])].ffn
+    assert isinstance(experts, Experts)
+    return min(1.0, tokens * experts.active / experts.count)
+
+
+def pair_flops(kind: LayerKind) -> int:
+    """Operations for one query and one key in all heads: a score, and a weighted value; latents are read as they are."""
+    m = kind.mixer
+    if isinstance(m, GroupedQuery):
+        return 4 * m.num_heads * m.head_size
+    return 2 * m.num_heads * (2 * m.rank + m.rope_size)
+
+
+def seen(kind: LayerKind, keys: float) -> float:
+    """How many of the keys before it a query sees."""
+    return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
+
+
+def row_size(kind: LayerKind) -> int:
+    """Numbers that a token leaves in the cache of a layer."""
+    return sum(heads * size for heads, size in filter(None, kind.mixer.cached))
 
 
 def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int) -> float:
     """Results of each product, written and read once, and the logits in 32 bits."""
-    c = config
-    layer = 3 * c.hidden_size + 2 * c.ffn_size + 2 * (c.num_heads + c.num_kv_heads) * c.head_size
-    return 2 * queries * c.num_layers * layer * size + 2 * 4 * sampled * c.vocab_size
+
+    def layer(kind: LayerKind) -> int:
+        heads = kind.mixer.num_heads * sum(head_sizes(kind)) + 2 * row_size(kind)
+        inner = (
+            kind.ffn.size
+            if isinstance(kind.ffn, Dense)
+            else kind.ffn.active * kind.ffn.size + kind.ffn.shared
+        )
+        return 3 * config.hidden_size + 2 * inner + heads
+
+    return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size

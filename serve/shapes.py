@@ -6,6 +6,7 @@ from .programs import Shape
 
 SMALLEST_CHUNK = 64
 SMALLEST_WIDTH = 8
+WIDEST = 4  # tokens of a verification for each seat
 
 
 def doublings(first: int, last: int) -> list[int]:
@@ -17,8 +18,18 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def table(max_num_seqs: int, max_prefill_tokens: int, decode_steps: int, reproducible: bool) -> list[Shape]:
-    """All shapes of an engine. Without the reproducibility contract prompts may share a prefill and decode may be narrow."""
+def table(
+    max_num_seqs: int,
+    max_prefill_tokens: int,
+    decode_steps: int,
+    reproducible: bool,
+    guesses: int = 0,
+    nodes: int = 0,
+) -> list[Shape]:
+    """All shapes of an engine that verifies so many guesses of a row at most, which are a path in a tree of `nodes` if that is given.
+
+    Without the reproducibility contract prompts may share a prefill and decode may be narrow.
+    """
     chunks = doublings(SMALLEST_CHUNK, round_up(max_prefill_tokens, SMALLEST_CHUNK))
     widths = doublings(SMALLEST_WIDTH, round_up(max_num_seqs, SMALLEST_WIDTH))
     steps = sorted({1, decode_steps})
@@ -26,7 +37,28 @@ def table(max_num_seqs: int, max_prefill_tokens: int, decode_steps: int, reprodu
     if not reproducible:
         widths = [1, *widths]
         prefill += [Shape("prefill", 4, chunk) for chunk in chunks if 4 * chunk <= chunks[-1]]
-    return prefill + [Shape("decode", width, n) for width in widths for n in steps]
+    decode = [Shape("decode", width, n) for width in widths for n in steps]
+    return (
+        prefill + decode + verifications(max_num_seqs, guesses, nodes, SMALLEST_WIDTH if reproducible else 1)
+    )
+
+
+def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:
+    """Shapes for a row's last token and its guesses: as many as there can be, or few where many rows are decoded.
+
+    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds it below. Above,
+    rows beyond a shape take several calls.
+    """
+    if not guesses:
+        return []
+    longest = 1 << guesses.bit_length()
+    seats = 1 << (max_num_seqs - 1).bit_length()
+    found = []
+    for tokens in [guesses + 1] if nodes else sorted({longest, max(2, longest // 4)}):
+        first = max(1, narrowest // (nodes or tokens))
+        last = max(first, min(seats, WIDEST * seats // (nodes or tokens)))
+        found += [Shape("verify", rows, tokens) for rows in doublings(first, last)]
+    return found
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -15,6 +15,7 @@ from ..kvcache.pages import Batch, KVCache, paged, positions
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder, forward, unembed
 from ..model.tree import pytree
+from ..sampling.accept import Guesses, Rule, coupled
 from ..sampling.params import Knobs
 from ..sampling.sample import Sampled, Scores, sample, score
 from ..sampling.state import SamplingState, admit, commit, empty_state, stops
@@ -32,6 +33,7 @@ class Slots:
     end: Any  # int32 [C], tokens that the request may have at most
     scored: Any  # bool [C], whether log-probabilities of the prompt are wanted
     sampling: SamplingState
+    hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
 
 
 @pytree
@@ -52,7 +54,9 @@ class Output:
     prompt: Scores | None
 
 
-def empty_slots(capacity: int, V: int) -> Slots:
+def empty_slots(capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None) -> Slots:
+    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept."""
+
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
 
@@ -63,12 +67,14 @@ def empty_slots(capacity: int, V: int) -> Slots:
         end=zeros(jnp.int32),
         scored=zeros(bool),
         sampling=empty_state(capacity, V),
+        hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 
 
 def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
     """Give a slot to a request."""
-    return Slots(
+    return replace(
+        slots,
         last=slots.last.at[slot].set(-1),
         live=slots.live.at[slot].set(True),
         known=slots.known.at[slot].set(new.known),
@@ -86,9 +92,10 @@ def awake(slots: Slots, batch: Batch) -> Batch:
 
 
 def emit(
-    slots: Slots, batch: Batch, token: Array, position: Array, wanted: Bool[Array, " B"]
+    slots: Slots, batch: Batch, token: Array, hidden: Array, position: Array, wanted: Bool[Array, " B"]
 ) -> tuple[Slots, Array]:
-    """Record a sampled token [B] for each row that wants one; gives the slots and the token, -1 where not wanted."""
+    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the token, -1 where not
+    wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = jnp.where(wanted, batch.slot, slots.live.shape[0])
@@ -97,34 +104,78 @@ def emit(
         last=slots.last.at[where].set(token, mode="drop"),
         live=slots.live.at[where].set(~ended, mode="drop"),
         sampling=commit(slots.sampling, batch.slot, token, wanted),
+        hidden=None if slots.hidden is None else slots.hidden.at[where].set(hidden, mode="drop"),
     )
     return slots, jnp.where(wanted, token, -1)
 
 
-def sample_rows(
-    params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"], queries: int
+def sample_last(
+    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[Slots, Sampled]:
-    """Sample after each of a row's last `queries` tokens, as long as the samples agree with the tokens that follow.
-
-    With one query this is plain sampling. With more, a row's tokens after its first are guesses, and each sample is the one
-    that decoding alone would have drawn (drafter-invariant verification, Daliri et al., arXiv 2408.07978).
-    """
+    """Sample after each row's last token, [B,1]."""
+    last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    wanted, outputs = batch.count > 0, []
-    for query in range(queries):
-        index = jnp.maximum(batch.count - queries, 0) + query
-        wanted = wanted & (index < batch.count)
-        logits = unembed(params, hidden[rows, index])
-        position = batch.start + index + 1
-        drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
-        slots, token = emit(slots, batch, drawn.token, position, wanted)
-        outputs.append(replace(drawn, token=token))
-        following = batch.tokens[rows, jnp.minimum(index + 1, batch.tokens.shape[1] - 1)]
-        wanted = wanted & (token == following) & slots.live[batch.slot]
-    return slots, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *outputs)
+    hidden = hidden[rows, last]
+    logits = unembed(params, config, hidden)
+    position, wanted = batch.start + last + 1, batch.count > 0
+    drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
+    slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
+    return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
 
 
-def score_prompt(params: Decoder, hidden: Float[Array, "B T D"], following: Int[Array, "B T"]) -> Scores:
+def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
+    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1 where it did not run."""
+    _, first = jax.eval_shape(one, jnp.int32(0), state)
+    nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), -1, s.dtype), first)
+
+    def body(carry: Any) -> Any:
+        i, state, found = carry
+        state, new = one(i, state)
+        return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), found, new)
+
+    def unfinished(carry: Any) -> Array:
+        return (carry[0] < T) & more(*carry[:2])
+
+    _, state, found = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, nothing))
+    return state, found
+
+
+def column(x: Array, i: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
+
+
+def accept(
+    slots: Slots,
+    batch: Batch,
+    hidden: Float[Array, "B T D"],
+    logits: Float[Array, "B T V"],
+    offers: Float[Array, "B T V"] | None,
+    rule: Rule,
+) -> tuple[Slots, Sampled]:
+    """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
+
+    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not drawn.
+    """
+    T = batch.tokens.shape[1]
+
+    def one(i: Array, state: tuple[Slots, Array]) -> tuple[tuple[Slots, Array], Sampled]:
+        slots, wanted = state
+        position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
+        probs = None if offers is None else column(offers, after)[:, None]
+        guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
+        drawn, kept = rule(column(logits, i), position, batch.slot, wanted, slots.sampling, guess)
+        slots, token = emit(slots, batch, drawn.token, column(hidden, i), position, wanted)
+        return (slots, wanted & (kept >= 0) & (token >= 0) & slots.live[batch.slot]), replace(
+            drawn, token=token
+        )
+
+    (slots, _), sampled = in_turn(T, lambda i, state: jnp.any(state[1]), one, (slots, batch.count > 0))
+    return slots, sampled
+
+
+def score_prompt(
+    params: Decoder, config: ModelConfig, hidden: Float[Array, "B T D"], following: Int[Array, "B T"]
+) -> Scores:
     """Log-probabilities of the token after each position, a tile of positions at a time."""
     B, T = hidden.shape[:2]
     tile = SCORE_TILE if T % SCORE_TILE == 0 else T
@@ -136,7 +187,9 @@ def score_prompt(params: Decoder, hidden: Float[Array, "B T D"], following: Int[
             .reshape(T // tile, B * tile, *x.shape[2:])
         )
 
-    scored = jax.lax.map(lambda x: score(unembed(params, x[0]), x[1]), (tiles(hidden), tiles(following)))
+    scored = jax.lax.map(
+        lambda x: score(unembed(params, config, x[0]), x[1]), (tiles(hidden), tiles(following))
+    )
 
     def rows(x: Array) -> Array:
         return x.reshape(T // tile, B, tile, *x.shape[2:]).swapaxes(0, 1).reshape(B, T, *x.shape[2:])
@@ -144,23 +197,34 @@ def score_prompt(params: Decoder, hidden: Float[Array, "B T D"], following: Int[
     return jax.tree.map(rows, scored)
 
 
-def prompt_scores(params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]) -> Scores:
+def prompt_scores(
+    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+) -> Scores:
     """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row wants them."""
     following = jnp.roll(batch.tokens, -1, axis=1)
-    work = partial(score_prompt, params, hidden, following)
+    work = partial(score_prompt, params, config, hidden, following)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
     return jax.lax.cond(jnp.any(slots.scored[batch.slot] & (batch.count > 0)), work, lambda: zeros)
 
 
+def run(
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """The tokens of every row through the model; their keys are written."""
+    # the last token that a request may have is sampled, and never fed
+    lengths, attend = slots.end[batch.slot] - 1, paged(batch, config.windows)
+    return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths)
+
+
 def step(
-    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, queries: int = 1
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig
 ) -> tuple[KVCache, Slots, Output]:
-    """Run the tokens of every row, write their keys, and sample after the last `queries` of them."""
+    """Run the tokens of every row, write their keys, and sample after the last of them."""
     batch = awake(slots, batch)
-    hidden, cache = forward(params, config, batch.tokens, positions(batch), paged(batch), cache)
-    several = batch.tokens.shape[1] > queries
-    prompt = prompt_scores(params, slots, batch, hidden) if several else None
-    slots, sampled = sample_rows(params, slots, batch, hidden, queries)
+    hidden, cache = run(params, cache, slots, batch, config)
+    several = batch.tokens.shape[1] > 1
+    prompt = prompt_scores(params, config, slots, batch, hidden) if several else None
+    slots, sampled = sample_last(params, config, slots, batch, hidden)
     return cache, slots, Output(sampled, prompt)
 
 
@@ -169,9 +233,50 @@ def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, conf
     return step(params, cache, slots, batch, config=config)
 
 
-def verify(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """A row's last token and T-1 guesses of what follows; emits the samples up to the first wrong guess."""
-    return step(params, cache, slots, batch, config=config, queries=batch.tokens.shape[1])
+def rows_of_one(batch: Batch) -> Batch:
+    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are decode's."""
+    B, T = batch.tokens.shape
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+
+    def each(x: Array) -> Array:
+        return jnp.repeat(x, T, axis=0)
+
+    return Batch(
+        tokens=batch.tokens.reshape(B * T, 1),
+        start=(batch.start[:, None] + at).reshape(-1),
+        count=(at < batch.count[:, None]).astype(jnp.int32).reshape(-1),
+        page_tables=tuple(map(each, batch.page_tables)),
+        slot=each(batch.slot),
+    )
+
+
+def verify(
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
+):
+    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its guess.
+
+    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant verification,
+    Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything reads them.
+    """
+    return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
+
+
+def judge(
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    offers: Any,
+    *,
+    config: ModelConfig,
+    rule: Rule,
+) -> tuple[KVCache, Slots, Output]:
+    """`verify` for a batch that is awake; `offers` as in `accept`."""
+    hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
+    logits = unembed(params, config, hidden[:, 0])
+    hidden, logits = (x.reshape(*batch.tokens.shape, -1) for x in (hidden, logits))
+    slots, sampled = accept(slots, batch, hidden, logits, offers, rule)
+    return cache, slots, Output(sampled, None)
 
 
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
@@ -179,26 +284,18 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
 
     Tokens of the batch that are not negative are fed as given: that replays what a preempted request had generated.
     """
-    B, T = batch.tokens.shape
+    T = batch.tokens.shape[1]
     if T == 1:
         return step(params, cache, slots, batch, config=config)
 
-    def column(i: Array) -> Batch:
-        tokens = jax.lax.dynamic_slice_in_dim(batch.tokens, i, 1, axis=1)
+    def one(i: Array, state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
         count = (i < batch.count).astype(jnp.int32)
-        return replace(batch, tokens=tokens, start=batch.start + i, count=count)
+        single = replace(batch, tokens=column(batch.tokens, i)[:, None], start=batch.start + i, count=count)
+        cache, slots, out = step(params, *state, single, config=config)
+        return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
 
-    def more(carry: Any) -> Array:
-        i, _, slots, _ = carry
-        return (i < T) & jnp.any((i < batch.count) & slots.live[batch.slot])
+    def more(i: Array, state: tuple[KVCache, Slots]) -> Array:
+        return jnp.any((i < batch.count) & state[1].live[batch.slot])
 
-    def one(carry: Any) -> Any:
-        i, cache, slots, sampled = carry
-        cache, slots, out = step(params, cache, slots, column(i), config=config)
-        sampled = jax.tree.map(lambda all, new: all.at[:, i].set(new[:, 0]), sampled, out.sampled)
-        return i + 1, cache, slots, sampled
-
-    _, _, out = jax.eval_shape(partial(step, config=config), params, cache, slots, column(jnp.int32(0)))
-    nothing = jax.tree.map(lambda s: jnp.full((B, T, *s.shape[2:]), -1, s.dtype), out.sampled)
-    _, cache, slots, sampled = jax.lax.while_loop(more, one, (jnp.int32(0), cache, slots, nothing))
+    (cache, slots), sampled = in_turn(T, more, one, (cache, slots))
     return cache, slots, Output(sampled, None)

@@ -1,6 +1,6 @@
 """Text in and out: the tokenizer of a model folder, and text from generated tokens with stop strings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +15,41 @@ from .textstream import (
     piece_rules,
     token_bytes,
 )
+from .vocabularies import find_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
 
 
+class NamedTemplate(msgspec.Struct):
+    """One of several templates in a `tokenizer_config.json`."""
+
+    name: str
+    template: str
+
+
 class Tokenizer:
-    """A folder's `tokenizer.json` through the `tokenizers` library, with what `tokenizer_config.json` adds to it.
+    """A folder's tokenizer through the `tokenizers` library, with what `tokenizer_config.json` adds to it.
 
     Attributes: bos_token, eos_token (str or None), bos_token_id, eos_token_id (int or None), chat_template (Jinja source, or
     None where the model has none).
     """
 
     def __init__(
-        self, backend: "tokenizers.Tokenizer", config: dict[str, Any], chat_template: str | None = None
+        self,
+        backend: "tokenizers.Tokenizer",
+        config: Mapping[str, Any],
+        chat_template: str | None = None,
+        encode: Callable[[str, bool], list[int]] | None = None,
     ):
-        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names."""
+        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
+
+        `encode` makes ids of a text, and of whether special tokens are added, where the backend only has the tokens.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._encode = encode or (lambda text, special: backend.encode(text, add_special_tokens=special).ids)
         self.chat_template = chat_template
         self.bos_token, self.bos_token_id = self._named(config, "bos_token")
         self.eos_token, self.eos_token_id = self._named(config, "eos_token")
@@ -47,22 +63,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer | None":
-        """The tokenizer of a Hugging Face folder; None if it has no tokenizer.json.
+        """The tokenizer of a folder: its `tokenizer.json`, or its SentencePiece `tokenizer.model`, or `vocab.json` with
+        `merges.txt`; None if it has none of them.
 
-        Raises ValueError, naming the file, if a file is there but cannot be read.
+        Raises ValueError, naming the file, if a file is there but cannot be read or is not supported.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        found = find_vocabulary(folder)
+        if found is None:
             return None
-        import tokenizers
-
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        return cls(backend, config, _chat_template(folder, config))
+        return cls(found.backend, found.config, _chat_template(folder, found.config), found.encode)
 
     @property
     def vocab_size(self) -> int:
@@ -76,7 +86,7 @@ class Tokenizer:
         Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._encode(text, add_special_tokens)
         except TypeError:
             text.encode()
             raise
@@ -146,7 +156,7 @@ class Tokenizer:
             return PieceStream(self._rules, at_start=not kept)
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), kept)
 
-    def _named(self, config: dict[str, Any], name: str) -> tuple[str | None, int | None]:
+    def _named(self, config: Mapping[str, Any], name: str) -> tuple[str | None, int | None]:
         """A token that the configuration names, and its id, made special if the vocabulary has it as a plain token."""
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
@@ -275,21 +285,23 @@ def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[i
     return found[::-1]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{file} is not a JSON object: {error}") from error
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The folder's template: its own file, or in the configuration, there alone or as the one named "default".
 
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The folder's template: its own file, or in the configuration, there alone or as the one named "default"."""
+    Raises ValueError for one that is no text.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
     template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    try:
+        named = msgspec.convert(template, str | list[NamedTemplate] | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}, "
+            f"expected a template, or a list of objects with name and template: {error}"
+        ) from error
+    return {t.name: t.template for t in named}.get("default") if isinstance(named, list) else named

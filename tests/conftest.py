@@ -21,7 +21,9 @@ import pytest
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
-from duetto.model.config import ModelConfig, Rope
+from duetto.model.compress import quantize_params
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import fold_seed, knobs_row
@@ -32,7 +34,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SHARED = ROOT.parent / "shared" / "data"
-TINY = ModelConfig(
+TINY = ModelConfig.uniform(
     vocab_size=300,
     hidden_size=48,
     ffn_size=96,
@@ -43,6 +45,30 @@ TINY = ModelConfig(
     max_position=512,
     rope=Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_position=64),
 )
+ATTENTION = GroupedQuery(6, 2, 8, qk_norm=NormKind(), softcap=8.0, sinks=True, bias=True)
+LATENT = Latent(4, rank=16, nope_size=12, rope_size=8, value_size=10, query_rank=24)
+EXPERTS = Experts(8, 2, 24, groups=4, active_groups=2, shared=24, correction=True, scoring="sigmoid")
+RANDOM = {
+    "tiny": TINY,
+    "windows": replace(
+        TINY,
+        layers=(
+            LayerKind(replace(ATTENTION, window=20), Dense(96, "gelu_tanh")),
+            LayerKind(replace(ATTENTION, window=100), Dense(96, gated=False, bias=True)),
+            LayerKind(ATTENTION, Experts(4, 2, 24, "clamped_silu", clamp=2.0, bias=True)),
+        ),
+        post_norms=True,
+        logit_softcap=10.0,
+    ),
+    "latent": replace(TINY, layers=(LayerKind(LATENT, Dense(96)), LayerKind(LATENT, EXPERTS))),
+    "longrope": ModelConfig.uniform(
+        300, 48, 96, 2, 6, 2, 8, 512,
+        rope=Rope(
+            kind="longrope", original_max_position=72, short_factors=(1.0, 1.1, 1.3, 1.6),
+            long_factors=(1.0, 2.0, 4.0, 7.0), scale=1.19,
+        ),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,19 +88,22 @@ def shared(*parts: str) -> Path:
     return path
 
 
-def tiny_model() -> Model:
+def random_model(name: str) -> Model:
     """Random, with weights large enough that greedy tokens have clear margins."""
     spec = jax.tree.map(
         lambda s: replace(s, scale=0.3) if s.mean == 0 else s,
-        decoder_spec(TINY),
+        decoder_spec(RANDOM[name]),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
-    return Model("tiny", TINY, init(jax.random.key(1), spec))
+    return Model(name, RANDOM[name], init(jax.random.key(1), spec))
 
 
 def make_model(name: str) -> Model:
-    if name == "tiny":
-        return tiny_model()
+    if name in RANDOM:
+        return random_model(name)
+    if name == "int8":
+        whole = random_model("tiny")
+        return Model(name, whole.config, quantize_params(whole.params, "int8"))
     folder = {
         "demo": lambda: ROOT / "checkpoints" / "demo",
         "llama3": lambda: shared("tiny", "llama3"),
@@ -83,14 +112,14 @@ def make_model(name: str) -> Model:
     return Model(name, *load(folder, jnp.float32))
 
 
-@pytest.fixture(scope="session", params=["tiny", "demo", "llama3", "stories260K"])
+@pytest.fixture(scope="session", params=[*RANDOM, "int8", "demo", "stories260K"])
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Model:
-    return tiny_model()
+    return random_model("tiny")
 
 
 Oracle = Callable[[list[int], SamplingParams], list[int]]
@@ -125,8 +154,8 @@ def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) ->
 @partial(jax.jit, static_argnames="config")
 def next_token(params, config, tokens, position, state):
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    hidden, _ = forward(params, config, tokens, places, causal)
-    logits = unembed(params, hidden[jnp.arange(1), position - 1])
+    hidden, _ = forward(params, config, tokens, places, causal, None, position)
+    logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
     zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     token = sample(logits, position, zero, yes, state).token
     return token, commit(state, zero, token, yes)

@@ -1,6 +1,7 @@
 """Hugging Face folders: what is written is read back bit for bit, and what cannot be loaded is refused by name."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,26 +21,37 @@ from duetto.checkpoints.huggingface import (
     GenerationDefaults,
     generation_defaults,
     load,
-    parameters,
     read_config,
     save,
 )
+from duetto.checkpoints.joined import Joined
+from duetto.checkpoints.placement import groups
 from duetto.checkpoints.tensors import CheckpointError, contents, read
-from duetto.model.config import ModelConfig, Rope
+from duetto.model.config import ModelConfig
+from duetto.model.layers import Norm
+from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import paths
+from duetto.serve.loading import load_folder
 
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=12,
-    ffn_size=20,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=6,
-    max_position=64,
-    norm_eps=1e-6,
-)
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 12,
+    "ffn_size": 20,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 6,
+    "max_position": 64,
+    "norm_eps": 1e-6,
+}
+
+
+def config_with(**changes) -> ModelConfig:
+    return ModelConfig.uniform(**(SIZES | changes))
+
+
+CONFIG = config_with()
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -110,11 +122,12 @@ def refusal(folder: Path, **options) -> str:
     "config",
     [
         CONFIG,
-        replace(CONFIG, tied_embeddings=True, rope=Rope(5e5, "llama3", 8.0, 1.0, 4.0, 16)),
-        replace(CONFIG, attention_bias=True, mlp_bias=True, rope=Rope(1e4, "linear", 2.0)),
-        replace(CONFIG, num_heads=3, num_kv_heads=1, head_size=8),
+        config_with(tied_embeddings=True, rope=Rope(5e5, "llama3", 8.0, 1.0, 4.0, 16)),
+        config_with(attention_bias=True, mlp_bias=True, rope=Rope(1e4, "linear", 2.0)),
+        config_with(num_heads=3, num_kv_heads=1, head_size=8),
+        config_with(rope=Rope(1e4, "yarn", 4.0, original_max_position=16, scale=1.2, truncate=False)),
     ],
-    ids=["plain", "tied", "biases", "mqa"],
+    ids=["plain", "tied", "biases", "mqa", "yarn"],
 )
 def test_what_is_saved_loads_bit_for_bit(tmp_path, config, dtype):
     params = decoder(config, dtype)
@@ -127,22 +140,23 @@ def test_what_is_saved_loads_bit_for_bit(tmp_path, config, dtype):
 
 def test_axes_are_split_and_turned_as_torch_linear_layers_store_them(folder):
     w, tensors = decoder(CONFIG).layers[1], load_file(folder / "model.safetensors")
-    D, F, N, H = CONFIG.hidden_size, CONFIG.ffn_size, CONFIG.num_heads, CONFIG.head_size
+    D, F, N, H = (SIZES[name] for name in ("hidden_size", "ffn_size", "num_heads", "head_size"))
     layer = "model.layers.1."
     assert tensors[Q].shape == (N * H, D)
     np.testing.assert_array_equal(tensors[Q].reshape(N, H, D)[2, 5], np.asarray(w.attention.q)[:, 2, 5])
     o = tensors[layer + "self_attn.o_proj.weight"]
     np.testing.assert_array_equal(o.reshape(D, N, H)[:, 3, 1], np.asarray(w.attention.o)[3, 1])
-    np.testing.assert_array_equal(tensors[layer + "mlp.gate_proj.weight"], np.asarray(w.ffn.gate).T)
+    np.testing.assert_array_equal(tensors[layer + "mlp.gate_proj.weight"], np.asarray(paths(w)["ffn.gate"]).T)
     assert tensors[layer + "mlp.down_proj.weight"].shape == (D, F)
 
 
 def test_every_name_of_a_family_is_used_and_every_parameter_has_one():
-    everything = replace(CONFIG, attention_bias=True, mlp_bias=True)
-    found = parameters(FAMILIES["llama"], everything)
-    assert [p.path for p in found] == list(paths(decoder_spec(everything)))
-    assert {p.stored for p in found} == set(FAMILIES["llama"].NAMES.values())
-    assert len({p.name for p in found}) == len(found)
+    everything = config_with(attention_bias=True, mlp_bias=True)
+    found = groups(FAMILIES["llama"], everything)
+    assert [p.path for group in found for p in group.parameters] == list(paths(decoder_spec(everything)))
+    assert {p.stored for group in found for p in group.parameters} == set(FAMILIES["llama"].names.values())
+    names = [name for group in found for name in group.names]
+    assert len(set(names)) == len(names)
 
 
 def test_shards_load_like_one_file(folder):
@@ -161,7 +175,7 @@ def test_transformers_reads_what_save_writes(tmp_path):
     from duetto.model.attention import causal
     from duetto.model.transformer import forward, unembed
 
-    config = replace(CONFIG, rope=Rope(1e4, "llama3", 8.0, 1.0, 4.0, 16), attention_bias=True, mlp_bias=True)
+    config = config_with(rope=Rope(1e4, "llama3", 8.0, 1.0, 4.0, 16), attention_bias=True, mlp_bias=True)
     params = decoder(config)
     save(tmp_path, config, params)
     model, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -170,21 +184,21 @@ def test_transformers_reads_what_save_writes(tmp_path):
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
     hidden, _ = forward(params, config, jnp.asarray(tokens), jnp.arange(30)[None], causal)
-    np.testing.assert_allclose(np.asarray(unembed(params, hidden)), expected, atol=2e-4)
+    np.testing.assert_allclose(np.asarray(unembed(params, config, hidden)), expected, atol=2e-4)
 
 
 def test_save_refuses_what_is_not_the_configuration_and_leaves_nothing(tmp_path):
     params = decoder(CONFIG)
     with pytest.raises(ValueError, match=r"head has shape \(40, 12\), the configuration says None"):
-        save(tmp_path, replace(CONFIG, tied_embeddings=True), params)
+        save(tmp_path, config_with(tied_embeddings=True), params)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.gate has shape \(12, 20\).*\(12, 24\)"):
-        save(tmp_path, replace(CONFIG, ffn_size=24), params)
+        save(tmp_path, config_with(ffn_size=24), params)
     with pytest.raises(ValueError, match="dtypes bfloat16, float32"):
-        save(tmp_path, CONFIG, replace(params, norm=params.norm.astype(jnp.bfloat16)))
+        save(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.astype(jnp.bfloat16))))
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' holds NaN or infinity as float32"):
-        save(tmp_path, CONFIG, replace(params, norm=params.norm.at[3].set(jnp.nan)))
+        save(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.at[3].set(jnp.nan))))
     with pytest.raises(ValueError, match="cannot express"):
-        save(tmp_path, replace(CONFIG, rope=Rope(factor=2.0)), params)
+        save(tmp_path, config_with(rope=Rope(factor=2.0)), params)
     assert not list(tmp_path.iterdir())
 
 
@@ -220,7 +234,7 @@ def test_an_unknown_dtype_is_refused(folder, dtype):
 
 
 def test_a_parameter_owns_its_memory(folder):
-    _, kept = load(folder, place=lambda array: array)
+    _, kept = load(folder, place=lambda array, _: array)
     assert all(type(leaf) is np.ndarray and leaf.flags.writeable for leaf in jax.tree.leaves(kept))
     for leaf in jax.tree.leaves(kept):
         leaf[...] = 0
@@ -252,8 +266,8 @@ print((resident("VmHWM") - before) / nbytes(params))
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_loading_takes_less_than_a_third_more_than_the_model(tmp_path, dtype):
     """The peak of a process' resident memory, files mapped into it included; 60 % of this model is one tensor."""
-    sizes = replace(CONFIG, vocab_size=48000, hidden_size=1024, ffn_size=2560, num_heads=16, head_size=64)
-    config = replace(sizes, tied_embeddings=True)
+    sizes = {"vocab_size": 48000, "hidden_size": 1024, "ffn_size": 2560, "num_heads": 16, "head_size": 64}
+    config = config_with(**sizes, tied_embeddings=True)
     params = jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config))
     save(tmp_path, config, params)
     command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
@@ -265,6 +279,16 @@ def test_loading_takes_less_than_a_third_more_than_the_model(tmp_path, dtype):
 # --- config.json
 
 V5 = {"rope_theta": "absent", "rope_scaling": "absent"}
+YARN = Rope(1e4, "yarn", 4.0, original_max_position=16, scale=0.1 * math.log(4) + 1)
+LONGROPE = Rope(
+    1e4,
+    "longrope",
+    4.0,
+    original_max_position=16,
+    short_factors=(1.0, 2.0, 3.0),
+    long_factors=(2.0, 3.0, 4.0),
+    scale=math.sqrt(1.5),
+)
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -289,12 +313,25 @@ LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_
         (V5 | {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, {"rope": Rope(7e4)}),
         (V5 | {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7e4}, {"rope": Rope(7e4)}),
         (V5, {}),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}},
+            {"rope": YARN},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}},
+            {"rope": YARN},
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, 2, 3], "long_factor": [2, 3, 4]}}
+            | {"original_max_position_embeddings": 16},
+            {"rope": LONGROPE},
+        ),
         ({"sliding_window": None, "layer_types": ["full_attention"] * 2, "use_cache": False, "note": {}}, {}),
     ],
 )
 def test_both_styles_of_configuration_are_read(folder, fields, changes):
     change_config(folder, **fields)
-    assert read_config(folder) == replace(CONFIG, **changes)
+    assert read_config(folder) == config_with(**changes)
 
 
 @pytest.mark.parametrize(
@@ -303,32 +340,45 @@ def test_both_styles_of_configuration_are_read(folder, fields, changes):
         ({"model_type": "mamba"}, "model_type is 'mamba', expected one of llama"),
         ({"model_type": "absent"}, "model_type is None"),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported: expected 'silu'"),
+        ({"hidden_act": "relu2"}, "hidden_act is 'relu2', which is not supported: expected one of 'silu'"),
         ({"sliding_window": 128}, "sliding_window is 128, which is not supported: expected null"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types is 'sliding_attention'",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is {'quant_method': 'awq'}"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: quant_method is 'hqq'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"vocab_size": "absent"}, "vocab_size is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"intermediate_size": "20"}, "intermediate_size is '20', expected a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
+        (
+            {"num_hidden_layers": 10**5},
+            "num_hidden_layers is 100000, expected a positive integer, at most 10000",
+        ),
+        ({"num_hidden_layers": 10**4}, "a model of 10000 layers, but only 21 tensors are stored"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 1000000000000000000000000000000,"),
         ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
         ({"num_key_value_heads": True}, "num_key_value_heads is True"),
-        ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 5}, "head_size 5 is odd"),
         ({"head_dim": None, "hidden_size": 14}, "hidden_size 14 is not a multiple of 4 heads"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e+300, expected a number above 0: 1e-30 to 1e+30"),
+        ({"rope_theta": 1e300}, "rope_theta is 1e+300"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"attention_bias": 1}, "attention_bias is 1"),
         ({"rope_theta": -1}, "rope_theta is -1"),
         ({"rope_scaling": 2.0}, "rope_scaling is 2.0, expected one flat object"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_scaling: rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling: rope_type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling: rope_type is missing in {'factor': 2}"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": [1]},
+            "rope_parameters is [1], expected one flat object",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor is 0"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
@@ -357,7 +407,9 @@ def test_a_configuration_that_is_not_supported_is_refused_by_field_and_value(fol
         (b"", "not valid JSON"),
         (b'{"a": "\xff"}', "not valid JSON"),
         (b"[1]", "holds a JSON list, expected an object"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
     ],
+    ids=lambda x: str(x)[:30],
 )
 def test_a_broken_configuration_is_refused(folder, text, words):
     (folder / "config.json").write_bytes(text)
@@ -372,7 +424,13 @@ def test_what_is_no_checkpoint_is_refused(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"]
+    "name",
+    [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "pytorch_model-00001-of-00002.bin",
+        "consolidated.00.pth",
+    ],
 )
 def test_pickled_weights_are_refused_with_the_reason(folder, name):
     (folder / "model.safetensors").rename(folder / name)
@@ -395,7 +453,7 @@ def test_a_file_cut_off_after_its_header_was_read_is_refused(folder):
     tensor = max(contents(file).values(), key=lambda t: t.start)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"cut off inside tensor '{re.escape(tensor.name)}'"):
-        read(tensor, np.empty(tensor.shape, np.float32))
+        read(tensor, Joined((np.empty((1, *tensor.shape), np.float32),)))
 
 
 @pytest.mark.parametrize(
@@ -404,6 +462,12 @@ def test_a_file_cut_off_after_its_header_was_read_is_refused(folder):
 def test_a_file_of_another_kind_is_refused(folder, text):
     (folder / "model.safetensors").write_bytes(text)
     assert "not a safetensors file" in refusal(folder)
+
+
+def test_a_folder_in_place_of_the_file_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors: cut off, or not a safetensors file" in refusal(folder)
 
 
 def test_a_missing_tensor_is_refused(folder):
@@ -449,7 +513,7 @@ def test_a_cast_beyond_the_range_of_a_dtype_is_refused(folder):
 
 
 def test_known_buffers_and_a_tied_head_are_harmless(tmp_path):
-    config = replace(CONFIG, tied_embeddings=True)
+    config = config_with(tied_embeddings=True)
     params = decoder(config)
     save(tmp_path, config, params)
     embed = np.asarray(params.embed)
@@ -472,6 +536,8 @@ def test_shards_and_index_must_agree(folder):
     assert f"{places[Q]}: holds tensor {Q!r}, which model.safetensors.index.json does not" in refusal(folder)
     write_index(folder, places | {Q: "../other.safetensors"})
     assert "names the shard '../other.safetensors'" in refusal(folder)
+    write_index(folder, places | {Q: "x" * 5000})
+    assert len(refusal(folder)) < 400
     write_index(folder, None)
     assert "weight_map is None, expected an object" in refusal(folder)
     write_index(folder, places)
@@ -507,7 +573,13 @@ def test_shards_and_index_must_agree(folder):
             GenerationDefaults(sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.9}),
         ),
         ({}, {"repetition_penalty": 1.1}, GenerationDefaults(sampling={"repetition_penalty": 1.1})),
-        ({}, {"do_sample": False, "temperature": 0.6}, GenerationDefaults()),
+        ({}, {"do_sample": False, "temperature": 0.6}, GenerationDefaults(sampling={"temperature": 0.0})),
+        (
+            {},
+            {"do_sample": False, "repetition_penalty": 1.1},
+            GenerationDefaults(sampling={"temperature": 0.0, "repetition_penalty": 1.1}),
+        ),
+        ({"eos_token_id": 99999}, None, GenerationDefaults((99999,))),  # beyond the vocabulary: never drawn
     ],
 )
 def test_generation_defaults(folder, config, generation, expected):
@@ -522,6 +594,7 @@ def test_generation_defaults(folder, config, generation, expected):
     [
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id or a list of them"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
+        ({"eos_token_id": 2**40}, "eos_token_id is 1099511627776, expected a token id or a list of them"),
         ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
         ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
         ({"top_p": True}, "top_p is True"),
@@ -531,6 +604,32 @@ def test_generation_defaults_of_wrong_types_are_refused(folder, generation, word
     (folder / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError, match=re.escape("generation_config.json: " + words)):
         generation_defaults(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "words"),
+    [
+        ({"temperature": -1}, "generation_config.json: temperature=-1.0 is not allowed"),
+        ({"temperature": float("nan")}, "generation_config.json: temperature=nan is not allowed"),
+        ({"temperature": 10**400}, "generation_config.json: "),
+        ({"top_p": 7}, "generation_config.json: top_p=7.0 is not allowed"),
+        ({"top_k": -5}, "generation_config.json: top_k=-5 is not allowed"),
+        ({"repetition_penalty": 0}, "generation_config.json: repetition_penalty=0.0 is not allowed"),
+        ({"eos_token_id": list(range(65))}, "eos_token_id has 65 ids, expected at most 64"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_generation_defaults_beyond_the_sampler_are_refused(folder, generation, words):
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(CheckpointError, match=re.escape(words)) as e:
+        load_folder(folder, "auto")
+    assert "\n" not in str(e.value) and str(folder) in str(e.value)
+
+
+def test_a_dtype_that_is_none_is_refused_on_every_device(folder):
+    change_config(folder, torch_dtype="int8")
+    for dtype in ("auto", "float32", "bfloat16"):
+        assert "config.json: dtype is 'int8', expected one of float32" in refusal(folder, dtype=dtype)
 
 
 def test_an_end_token_of_the_wrong_type_is_refused_with_its_file(folder):

@@ -1,9 +1,14 @@
 """No feature changes the tokens: every way to serve a request gives the same bits, and the tokens of the cacheless oracle."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.serve.ngram import NgramDrafter
+from duetto.serve.request import Request
+from duetto.serve.suffix import SuffixDrafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)
@@ -30,6 +35,7 @@ BASE = {
     "page_size": 64,
     "decode_steps": 4,
 }
+BRIEF = {"windows", "latent", "longrope", "int8"}  # kinds of models that need not show every variant
 VARIANTS = {
     "pages of 16 tokens, more seats": {"page_size": 16, "max_num_seqs": 16},
     "pages of 128 tokens, one step a dispatch": {"page_size": 128, "decode_steps": 1},
@@ -69,7 +75,7 @@ def expected(base, model):
     """Each request served alone by an engine that has seen nothing before."""
     outputs = []
     for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
-        base._engine.pool.forget()
+        base._engine.tables.forget()
         outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
     return outputs
 
@@ -82,7 +88,7 @@ def test_alone_equals_oracle(model, expected, oracle):
 
 def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     texts = prompts(model.config.vocab_size)
-    base._engine.pool.forget()
+    base._engine.tables.forget()
     cold = base.generate(texts, PARAMS, use_tqdm=False)
     warm = base.generate(texts, PARAMS, use_tqdm=False)
     assert [bits(o) for o in cold] == expected
@@ -111,12 +117,14 @@ def test_streamed_equals_batch(model, base, expected):
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_any_engine_gives_the_same_bits(model, serve, expected, options):
+    if model.name in BRIEF and not {"max_batched_token_mem", "max_num_seqs"} & set(options):
+        pytest.skip("other models have this variant")
     with serve(**options) as llm:
         found = llm.generate(prompts(model.config.vocab_size), PARAMS, use_tqdm=False)
         report = llm.report()
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0
-    if "max_batched_token_mem" in options:
+    if "max_batched_token_mem" in options and model.config.windows == (None,):  # else pages are reserved
         assert report["preemptions"] > 0
 
 
@@ -135,7 +143,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
 
 def test_samples_of_one_prompt_share_its_pages(model, base):
     """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find them."""
-    base._engine.pool.forget()
+    base._engine.tables.forget()
     before = base.report()["cached_tokens"]
     params = SamplingParams(temperature=0.8, seed=4, n=4, max_tokens=4, logprobs=0)
     text = prompts(model.config.vocab_size)[5]
@@ -143,7 +151,77 @@ def test_samples_of_one_prompt_share_its_pages(model, base):
     assert base.report()["cached_tokens"] - before == 3 * 128
     for i, completion in enumerate(several.outputs):
         alone = SamplingParams(temperature=0.8, seed=4 + i, max_tokens=4, logprobs=0)
-        base._engine.pool.forget()
+        base._engine.tables.forget()
         assert bits(base.generate(text, alone, use_tqdm=False)[0]) == bits(
             RequestOutput("", None, [], [completion])
         )
+
+
+# ------------------------------------------------------------ speculative decoding
+
+
+class Told:
+    """A drafter that knows what the requests will say, and guesses what `change(place, token, V)` makes of it."""
+
+    def __init__(self, texts: list[list[int]], V: int, change: Callable[[int, int, int], int]):
+        self.texts, self.V, self.change = {tuple(text): text for text in texts}, V, change
+        self.known: dict[Request, int] = {}
+
+    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+        self.known[request] = len(prompt)
+
+    def extend(self, request: Request, tokens: Sequence[int]) -> None:
+        self.known[request] += len(tokens)
+
+    def guess(self, request: Request, k: int) -> list[int]:
+        known, prompt = self.known[request], request.prompt
+        text = next(text for text in self.texts.values() if text[: len(prompt)] == prompt)
+        ahead = enumerate(text[known : known + k], known)
+        return [self.change(i, token, self.V) for i, token in ahead]
+
+    def end(self, request: Request) -> None:
+        del self.known[request]
+
+
+def scattered(place: int, token: int, V: int) -> int:
+    return (token * 31 + place * 17) % V
+
+
+CHANGES = {
+    "perfect": lambda place, token, V: token,
+    "wrong": lambda place, token, V: (token + 1) % V,
+    "random": scattered,
+    "adversarial": lambda place, token, V: token if place % 5 < 3 else scattered(place, token, V),
+}
+OWN = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter(least=0.0)}
+
+
+@pytest.fixture(scope="module")
+def guessing(serve, model):
+    """An engine that verifies seven guesses a row, with so small a cache that requests are preempted."""
+    if model.name in ("longrope", "int8", "stories260K"):
+        pytest.skip("four models are enough to tell")
+    config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    sizes = {"max_batched_token_mem": 320, "page_size": 16, "decode_steps": 1, "max_num_seqs": 8}
+    with serve(**sizes, speculative_config=config) as llm:
+        yield llm
+        assert llm.report()["preemptions"] > 0 or model.config.windows != (None,)
+
+
+@pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
+def test_guesses_change_no_bit(model, guessing, expected, drafter):
+    """Greedy and seeded, with penalties, biases and log-probabilities; through preemption, and through prefix hits."""
+    texts, V = prompts(model.config.vocab_size), model.config.vocab_size
+    whole = [text + [token for token, *_ in want] for text, want in zip(texts, expected, strict=True)]
+    speculation = guessing._engine.speculation
+    speculation.drafter = Told(whole, V, CHANGES[drafter]) if drafter in CHANGES else OWN[drafter]()
+    before = guessing.report()
+    guessing._engine.tables.forget()
+    for _ in range(2):
+        assert [bits(o) for o in guessing.generate(texts, PARAMS, use_tqdm=False)] == expected
+    after = guessing.report()
+    drafted, accepted = (
+        after["speculation"][key] - before["speculation"][key] for key in ("drafted", "accepted")
+    )
+    assert drafted > 0 and after["compilations"] == before["compilations"]
+    assert drafter not in ("perfect", "wrong") or accepted == (drafted if drafter == "perfect" else 0)

@@ -59,7 +59,7 @@ def nothing_is_left(llm):
     """Every test gives all pages back and leaves no request behind."""
     yield
     assert not llm.has_unfinished_requests() and not llm._tickets and not llm._engine.scheduler.has_work
-    assert llm._engine.pool.free == llm._engine.pool.pages
+    assert llm._engine.tables.occupancy == 0
 
 
 # ---------------------------------------------------------------- streams, steps, threads
@@ -93,9 +93,9 @@ def test_leaving_a_stream_aborts_it(llm):
     done = llm.report()["finish_reasons"].get("abort", 0)
     for piece in llm.stream(IDS, replace(GREEDY, max_tokens=100)):
         assert len(piece.token_ids) > 0
-        assert llm._engine.pool.free < llm._engine.pool.pages
+        assert llm._engine.tables.occupancy > 0
         break
-    assert llm._engine.pool.free == llm._engine.pool.pages
+    assert llm._engine.tables.occupancy == 0
     assert llm.report()["finish_reasons"]["abort"] == done + 1
     llm.stream(IDS, GREEDY)  # never asked for a piece: nothing has begun
 
@@ -373,16 +373,16 @@ def test_an_interrupt_leaves_a_usable_engine(llm, monkeypatch, ctrl_c, expected,
 
 
 def test_an_interrupt_waits_until_the_books_are_in_order(llm, monkeypatch, ctrl_c, expected):
-    release = llm._engine.pool.release
+    release = llm._engine.tables.release
 
-    def interrupted(pages):
-        release(pages)
+    def interrupted(tables, end):
+        release(tables, end)
         signal.raise_signal(signal.SIGINT)  # the request still holds what the pool has taken back
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm._engine.pool, "release", interrupted)
+        patch.setattr(llm._engine.tables, "release", interrupted)
         llm.generate(IDS, GREEDY, use_tqdm=False)
-    assert llm._engine.pool.free == llm._engine.pool.pages
+    assert llm._engine.tables.occupancy == 0
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 

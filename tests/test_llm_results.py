@@ -61,7 +61,7 @@ def nothing_is_left(llm):
     """Every test gives all pages back and leaves no request behind."""
     yield
     assert not llm.has_unfinished_requests() and not llm._tickets and not llm._engine.scheduler.has_work
-    assert llm._engine.pool.free == llm._engine.pool.pages
+    assert llm._engine.tables.occupancy == 0
 
 
 # ---------------------------------------------------------------- prompts and parameters
@@ -239,7 +239,7 @@ def cacheless_logprobs(model, ids: list[int]) -> np.ndarray:
 def logprobs_of(params, config, ids):
     places = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, ids, places, causal)
-    return jax.nn.log_softmax(unembed(params, hidden)[0], axis=-1)
+    return jax.nn.log_softmax(unembed(params, config, hidden)[0], axis=-1)
 
 
 def test_logprobs(llm, tiny):

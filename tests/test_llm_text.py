@@ -180,7 +180,7 @@ def test_scores_of_text(llm):
 
 
 def test_default_parameters_are_those_of_the_folder(llm):
-    assert llm.get_default_sampling_params() == SamplingParams()
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)  # its "do_sample" is false
     (output,) = llm.generate(PROMPT, use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16
 

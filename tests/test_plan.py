@@ -15,6 +15,7 @@ from duetto.serve.options import EngineOptions
 from duetto.serve.plan import (
     Job,
     abstract_arguments,
+    abstract_params,
     compile_for,
     device_bytes,
     make_rows,
@@ -27,8 +28,8 @@ from duetto.serve.roofline import Work, work
 from duetto.serve.sizing import choose_sizes
 from duetto.serve.targets import here
 
-SMALL = ModelConfig(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
-SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=32, page_size=64)
+SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
+SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
 
 
 def small_job(context: int) -> Job:
@@ -60,7 +61,7 @@ def test_work_grows_as_it_should():
 
     assert decode(8, 4, 100).flops == 4 * decode(8, 1, 100).flops
     assert decode(16, 1, 100).flops == 2 * decode(8, 1, 100).flops
-    keys = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_size * 4
+    keys = 2 * SMALL.num_layers * 4 * 32 * 4
     assert decode(8, 1, 200).bytes - decode(8, 1, 100).bytes == 8 * 100 * keys
     verify, prefill = (work(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
     assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
@@ -77,7 +78,7 @@ def test_memory_is_what_the_arrays_take():
     rows = make_rows(dataclasses.replace(job, options=EngineOptions(max_num_seqs=8)), arguments, [shape])
     memory = memory_of(job, arguments, rows)
     assert memory.weights == nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
-    assert memory.cache == 2 * SMALL.num_layers * 32 * 64 * SMALL.num_kv_heads * SMALL.head_size * 4
+    assert memory.cache == 2 * SMALL.num_layers * 32 * 64 * 4 * 32 * 4
     assert memory.slots == device_bytes(arguments.slots)
     compiled = [row.facts for row in rows if row.facts]
     assert [memory.temporaries] == [f.temporaries for f in compiled]
@@ -86,7 +87,7 @@ def test_memory_is_what_the_arrays_take():
 def test_a_plan_chooses_what_a_start_would():
     options = EngineOptions(max_num_seqs=4, max_model_len=512, page_size=32)
     job = plan_job(None, "135m", "auto", options, here(), None)
-    assert job.sizes == Sizes(512, 4, 4 * 512 // 32, 32)
+    assert job.sizes == Sizes(512, 4, (4 * 512 // 32,), 32)
     assert (job.dtype, job.context, memory_limit(here().devices[0])) == ("float32", 512, None)
 
 
@@ -103,7 +104,7 @@ def test_a_plan_chooses_what_a_start_would():
 def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(options, memory, message):
     config = dataclasses.replace(SMALL, max_position=256)
     with pytest.raises(ValueError, match=message):
-        choose_sizes(config, EngineOptions(**options), jnp.float32, memory)
+        choose_sizes(config, EngineOptions(**options), abstract_params(config, "float32", here()), memory)
 
 
 def test_steps_of_a_dispatch_are_bounded():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,12 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from duetto import SamplingParams
 from duetto.kvcache.names import extend
 from duetto.kvcache.pages import Batch
+from duetto.kvcache.tables import GONE, window_pages
 from duetto.sampling.sample import Sampled, Scores
 from duetto.serve.classes import Classes
+from duetto.serve.controller import Controller
 from duetto.serve.engine import MAX_FAILURES, Engine
 from duetto.serve.programs import Arguments, Shape, Sizes
 from duetto.serve.request import Request
 from duetto.serve.scheduler import Limits
+from duetto.serve.speculation import Speculation
 from duetto.serve.step import Output, Seat
 
 VOCAB = 13
@@ -32,7 +36,7 @@ BROKEN = jax.errors.JaxRuntimeError
 
 
 def next_token(tokens: Sequence[int], seed: int) -> int:
-    """The fake model: a hash of the whole history."""
+    """The fake model: a hash of the history that it sees."""
     return zlib.crc32(np.array([seed, *tokens], np.int32).tobytes()) % VOCAB
 
 
@@ -41,7 +45,7 @@ def fake_score(position: int, token: int) -> float:
 
 
 class Params(NamedTuple):
-    embed: np.ndarray
+    embed: jax.Array
 
 
 @dataclass
@@ -71,11 +75,12 @@ class Cell(NamedTuple):
     position: int
     token: int
     phase: str
+    long: bool
 
 
 @dataclass
 class Pages:
-    cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
+    cells: dict[tuple[int, int, int], Cell] = field(default_factory=dict)  # by group, page and offset
     broken: bool = False
 
 
@@ -96,8 +101,9 @@ class FakePrograms:
 
     count, seconds = 0, 0.0
 
-    def __init__(self, sizes: Sizes):
-        self.sizes, self.config = sizes, SimpleNamespace(vocab_size=VOCAB)
+    def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
+        self.sizes, self.windows, self.boundary = sizes, windows, boundary
+        self.config = SimpleNamespace(vocab_size=VOCAB, windows=windows, boundary=boundary)
         self.fail: str | None = None
         self.log: list[tuple[str, int]] = []
         self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
@@ -108,9 +114,12 @@ class FakePrograms:
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
         B, T, M = shape.rows, shape.tokens, self.sizes.table_width
-        tokens, table = np.full((B, T), -1, np.int32), np.full((B, M), -1, np.int32)
+        tokens, tables = (
+            np.full((B, T), -1, np.int32),
+            tuple(np.full((B, M), -1, np.int32) for _ in self.windows),
+        )
         slot = np.full(B, empty_slot, np.int32)
-        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), table, slot)
+        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot)
 
     def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
         return Donated(slots.take() | {int(slot): Slot(new)})
@@ -131,8 +140,9 @@ class FakePrograms:
         pages.broken = pages.broken or fail == "read"
         width = 1 if shape.phase == "prefill" else shape.tokens
         token, logprob = np.full((shape.rows, width), -1, np.int32), np.zeros((shape.rows, width))
+        step = self._verified if shape.phase == "verify" else self._column
         for column in range(width):
-            for row, position, drawn in self._column(shape, pages, slots, batch, column):
+            for row, position, drawn in step(shape, pages, slots, batch, column):
                 token[row, column], logprob[row, column] = drawn, fake_score(position, drawn)
         prompt = self._prompt_scores(batch, pages) if shape.phase == "prefill" else None
         output = Output(Sampled(*self._later(pages, token, logprob)), prompt)
@@ -156,35 +166,65 @@ class FakePrograms:
             slot, first = slots[int(batch.slot[row])], int(batch.start[row]) + column
             stop = int(batch.count[row]) if shape.phase == "prefill" else column + 1
             for position, token in enumerate(batch.tokens[row, column:stop].tolist(), first):
-                place = self._place(batch, row, position)
-                pages.cells[place] = Cell(position, slot.last if token < 0 else token, shape.phase)
-            ends[row] = first + stop - column
+                cell = Cell(position, slot.last if token < 0 else token, shape.phase, self._is_long(slot))
+                for g in range(len(self.windows)):
+                    pages.cells[self._place(batch, g, row, position)] = cell
+            ends[row] = first, first + stop - column
         for row in awake:
-            slot = slots[int(batch.slot[row])]
-            tokens = [self._read(pages, batch, row, position) for position in range(ends[row])]
-            if ends[row] >= slot.seat.known:
-                yield row, ends[row], self._emit(slot, tokens)
+            slot, (first, end) = slots[int(batch.slot[row])], ends[row]
+            tokens: list[int] = []
+            for query in range(first, end):
+                tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
+            if end >= slot.seat.known:
+                yield row, end, self._emit(slot, tokens, end)
 
-    def _place(self, batch: Batch, row: int, position: int) -> tuple[int, int]:
-        page = int(batch.page_table[row, position // self.sizes.page_size])
-        assert 0 <= page < self.sizes.pages, f"position {position} has no page"
-        return page, position % self.sizes.page_size
+    def _verified(
+        self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Column of a verification: all tokens are written before the first, and a row goes on while its guesses are right."""
+        if column == 0:
+            self._going = [r for r in range(shape.rows) if batch.count[r] and slots[int(batch.slot[r])].live]
+            for row in self._going:
+                slot, start = slots[int(batch.slot[row])], int(batch.start[row])
+                for position, token in enumerate(batch.tokens[row, : batch.count[row]].tolist(), start):
+                    known = slot.last if token < 0 else token
+                    cell = Cell(position, known, "decode", self._is_long(slot))
+                    for g in range(len(self.windows)):
+                        pages.cells[self._place(batch, g, row, position)] = cell
+        for row in list(self._going):
+            slot, query = slots[int(batch.slot[row])], int(batch.start[row]) + column
+            tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
+            drawn = -1
+            if query + 1 >= slot.seat.known:
+                drawn = self._emit(slot, tokens, query + 1)
+                yield row, query + 1, drawn
+            if column + 1 >= batch.count[row] or drawn != batch.tokens[row, column + 1] or not slot.live:
+                self._going.remove(row)
 
-    def _read(self, pages: Pages, batch: Batch, row: int, position: int) -> int:
-        cell = pages.cells[self._place(batch, row, position)]
-        assert cell.position == position and cell.token >= 0, f"{cell} where position {position} should be"
-        return cell.token
+    def _is_long(self, slot: Slot) -> bool:
+        return self.boundary is not None and slot.seat.end - 1 > self.boundary
 
-    def _emit(self, slot: Slot, tokens: list[int]) -> int:
+    def _place(self, batch: Batch, g: int, row: int, position: int) -> tuple[int, int, int]:
+        page = int(batch.page_tables[g][row, position // self.sizes.page_size])
+        assert 0 <= page < self.sizes.pages[g], f"position {position} has no page"
+        return g, page, position % self.sizes.page_size
+
+    def _read(self, pages: Pages, batch: Batch, g: int, row: int, query: int, slot: Slot) -> list[int]:
+        """The tokens that a query sees in a group."""
+        first = max(0, query + 1 - (self.windows[g] or query + 1))
+        cells = [pages.cells[self._place(batch, g, row, position)] for position in range(first, query + 1)]
+        for position, cell in enumerate(cells, first):
+            assert cell.position == position and cell.token >= 0, f"{cell} where position {position} is read"
+            assert cell.long == self._is_long(slot)
+        return [cell.token for cell in cells]
+
+    def _emit(self, slot: Slot, tokens: list[int], end: int) -> int:
         """What serve/step.py's `emit` does for one row: sample, and fall asleep at a stop token or the end."""
         token = next_token(tokens, int(slot.seat.knobs.seed))
         if slot.history is not None:
-            assert slot.history == tokens, "the sampler looks back on other tokens than attention"
+            assert slot.history[-len(tokens) :] == tokens, "the sampler looks back on other tokens"
             slot.history.append(token)
-        slot.last, slot.live = (
-            token,
-            token not in slot.seat.knobs.stop_ids and len(tokens) + 1 < slot.seat.end,
-        )
+        slot.last, slot.live = token, token not in slot.seat.knobs.stop_ids and end + 1 < slot.seat.end
         return token
 
     def _prompt_scores(self, batch: Batch, pages: Pages) -> Scores:
@@ -205,6 +245,66 @@ class FakePrograms:
         shape = arrays[0].shape
         rest = np.zeros(shape, np.int32), np.zeros((*shape, 1), np.int32), np.zeros((*shape, 1))
         return [Later(x, read) for x in (*arrays, *rest)]
+
+
+class Halfright:
+    """A drafter that knows the fake model, and is wrong after a number of tokens that their hash decides."""
+
+    def __init__(self, sight: int | None):
+        self.sight, self.texts = sight, {}
+
+    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+        assert request not in self.texts
+        self.texts[request] = list(prompt)
+
+    def extend(self, request: Request, tokens: Sequence[int]) -> None:
+        self.texts[request] += tokens
+
+    def guess(self, request: Request, k: int) -> list[int]:
+        text = self.texts[request]
+        assert text == request.tokens, "the drafter has seen other tokens"
+        right, guesses = next_token(text, 99) % (k + 2), []
+        for i in range(min(k, next_token(text, 98))):
+            seen = [*text, *guesses]
+            token = next_token(seen[-self.sight :] if self.sight else seen, request.seed)
+            guesses.append(token if i < right else (token + 1) % VOCAB)
+        return guesses
+
+    def end(self, request: Request) -> None:
+        del self.texts[request]
+
+
+class Zeros:
+    """A drafter that knows nothing and guesses all the same."""
+
+    def begin(self, request: Request, prompt: Sequence[int]) -> None: ...
+    def extend(self, request: Request, tokens: Sequence[int]) -> None: ...
+    def end(self, request: Request) -> None: ...
+
+    def guess(self, request: Request, k: int) -> list[int]:
+        return [0] * k
+
+
+class Fickle:
+    """A controller that takes each number of guesses in turn."""
+
+    def __init__(self, k: int):
+        self.ks, self.turn = (0, k), 0
+
+    def choose(self, rows: int, offered: Sequence[int]) -> int:
+        self.turn += 1
+        return self.ks[self.turn % 3 > 0]
+
+    def passed(self, rows: int) -> None: ...
+    def judged(self, offered: int, accepted: int) -> None: ...
+    def timed(self, rows: int, k: int, seconds: float) -> None: ...
+
+
+def speculate(guesses: int, adaptive: bool, sight: int | None) -> Speculation:
+    speculation = Speculation(Halfright(sight), guesses)
+    if adaptive:
+        speculation.controller, speculation.sizes = cast(Any, Fickle(guesses)), [1, 2, 4, 8]
+    return speculation
 
 
 class StopsAfter:
@@ -234,16 +334,30 @@ def start(
     joined: bool = True,
     caching: bool = True,
     max_model_len: int = 48,
+    windows: tuple[int | None, ...] = (None,),
+    boundary: int | None = None,
+    guesses: int = 0,
+    adaptive: bool = False,
 ) -> tuple[Engine, FakePrograms]:
     """An engine over a fake device; `rows` prompts share a prefill, a call decodes `width` rows."""
-    sizes = Sizes(min(max_model_len, pages * page_size), seats, pages, page_size)
-    programs = FakePrograms(sizes)
+    longest, work = min(max_model_len, pages * page_size), max(budget, decode_steps, guesses) + 1
+
+    def count(window: int | None) -> int:
+        if window is None:
+            return pages
+        one = min(window_pages(window, work, page_size), -(-longest // page_size))
+        return max(one, min(pages, one * seats))
+
+    sizes = Sizes(longest, seats, tuple(map(count, windows)), page_size)
+    programs = FakePrograms(sizes, windows, boundary)
     prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, chunk), Shape("prefill", rows, 2)}
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
-    classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), joined)
-    limits = Limits(seats, budget, chunk, decode_steps)
-    state = programs.empty(Params(np.zeros((2, 2))))
-    return Engine(cast(Any, programs), classes, state, limits, caching), programs
+    verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
+    classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), joined, tuple(sorted(verify)))
+    limits = Limits(seats, budget, chunk, decode_steps, guesses)
+    speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
+    state = programs.empty(Params(jnp.zeros((2, 2))))
+    return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs
 
 
 def ask(
@@ -270,11 +384,13 @@ def ask(
     )
 
 
-def expected(request: Request, stop_after: int | None = None) -> tuple[list[int], str]:
-    """The outputs that the hash gives for a request, and why they end."""
+def expected(
+    request: Request, stop_after: int | None = None, sight: int | None = None
+) -> tuple[list[int], str]:
+    """The outputs that the hash gives for a request of which it sees the last tokens, and why they end."""
     tokens = list(request.prompt)
     while len(tokens) < request.end:
-        tokens.append(next_token(tokens, request.seed))
+        tokens.append(next_token(tokens[-sight:] if sight else tokens, request.seed))
         if tokens[-1] in request.stop_ids or len(tokens) - len(request.prompt) == stop_after:
             return tokens[len(request.prompt) :], "stop"
     return tokens[len(request.prompt) :], "length"
@@ -309,13 +425,19 @@ class Serving(RuleBasedStateMachine):
         width=st.sampled_from([2, 4]),
         joined=st.booleans(),
         caching=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 3), (5,), (None, 2, 7)]),
+        boundary=st.sampled_from([None, None, 9]),
+        guesses=st.sampled_from([0, 0, 1, 3, 6]),
+        adaptive=st.booleans(),
     )
     def begin(self, size: int, tokens: int, **options: Any) -> None:
+        if options["guesses"]:
+            options["decode_steps"] = 1
         options |= {"page_size": size, "pages": -(-tokens // size), "max_model_len": 24}
         self.engine, self.programs = start(**options)
         self.options = options
         self.asked: list[tuple[Request, int | None]] = []
-        self.book: dict[bytes, tuple[int, ...]] = {}
+        self.book: dict[bytes, tuple[tuple[int, ...], bool]] = {}
 
     @rule(
         family=st.integers(0, 1),
@@ -350,9 +472,14 @@ class Serving(RuleBasedStateMachine):
     def _enter_names(self, request: Request, stop_after: int | None) -> None:
         root, W = self.engine.scheduler.root, self.engine.sizes.page_size
         if root is not None:
-            tokens, names = request.prompt + expected(request, stop_after)[0], []
-            extend(names, tokens, len(tokens) // W, W, root)
-            self.book |= {name: tuple(tokens[: (i + 1) * W]) for i, name in enumerate(names)}
+            tokens = request.prompt + self._expected(request, stop_after)[0]
+            for long, start in ((False, root), (True, root + b"long")):
+                names: list[bytes] = []
+                extend(names, tokens, len(tokens) // W, W, start)
+                self.book |= {name: (tuple(tokens[: (i + 1) * W]), long) for i, name in enumerate(names)}
+
+    def _expected(self, request: Request, stop_after: int | None) -> tuple[list[int], str]:
+        return expected(request, stop_after, self.options["windows"][0])
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -372,15 +499,15 @@ class Serving(RuleBasedStateMachine):
         self.programs.fail = how
 
     def teardown(self) -> None:
-        bound = 10 + 3 * sum(request.end for request, _ in self.asked if not request.finished)
+        bound = 10 + 5 * sum(request.end for request, _ in self.asked if not request.finished)
         for _ in range(bound):
             if not self.engine.has_work:
                 break
             self._advance()
         assert not self.engine.has_work, f"unfinished after {bound} steps without arrivals"
-        assert self.engine.pool.free == self.engine.pool.pages
+        assert self.engine.tables.occupancy == 0 and not any(self.engine.tables.reserved)
         for request, stop_after in self.asked:
-            self._check_result(request, *expected(request, stop_after))
+            self._check_result(request, *self._expected(request, stop_after))
 
     def _advance(self) -> None:
         left = sorted((request for request, _ in self.asked if not request.finished), key=lambda r: r.rank)
@@ -400,57 +527,70 @@ class Serving(RuleBasedStateMachine):
         """Whoever is first in line goes on, and nobody is admitted before another who waits in front of him."""
         if left and left[0] in seated:
             first = left[0]
-            assert first.finished or (first.slot is not None and first.computed > seated[first][0])
+            verified = any(work.request is first for ran in self.engine._flight for work in ran.rows)
+            goes_on = first.slot is not None and (first.computed > seated[first][0] or verified)
+            assert first.finished or self._crossed(first) or goes_on
         running = self.engine.scheduler.running.values()
         new = [r for r in running if r not in seated or r.preemptions > seated[r][1]]
-        waiting = [r for r in left if not r.finished and r.slot is None]
+        waiting = [r for r in left if not r.finished and r.slot is None and not self._crossed(r)]
         assert not new or not waiting or max(r.rank for r in new) < min(r.rank for r in waiting)
 
+    def _crossed(self, request: Request) -> bool:
+        """Whether a request has just grown beyond the boundary, and is computed anew."""
+        return len(request.tokens) == (self.options["boundary"] or -2) + 1
+
     def _check_books(self) -> None:
-        scheduler, pool = self.engine.scheduler, self.engine.pool
+        scheduler, tables = self.engine.scheduler, self.engine.tables
         assert sorted([*scheduler.free_slots, *scheduler.running]) == list(range(self.options["seats"]))
-        owners: dict[int, list[tuple[Request, int]]] = defaultdict(list)
+        owners: dict[tuple[int, int], list[tuple[Request, int]]] = defaultdict(list)
         for slot, request in scheduler.running.items():
             assert request.slot == slot and not request.finished
-            assert request.computed <= len(request.pages) * self.engine.sizes.page_size
-            for i, page in enumerate(request.pages):
-                owners[page].append((request, i))
+            for g, pages in enumerate(request.pages):
+                assert request.computed <= len(pages) * self.engine.sizes.page_size
+                most = tables.most[g]
+                assert most is None or sum(page != GONE for page in pages) <= most
+                for i, page in enumerate(pages):
+                    owners[g, page].append((request, i))
             self._check_contents(request)
         queue = {request for _, request in scheduler.waiting if not request.finished}
         assert queue | set(scheduler.running.values()) == {r for r, _ in self.asked if not r.finished}
         assert all(r.slot is None and not r.pages and r.computed == 0 for r in queue)
-        assert pool.references == [len(owners[page]) for page in range(pool.pages)]
-        assert pool.free + sum(1 for those in owners.values() if those) == pool.pages
-        for page, those in owners.items():
-            if len(those) > 1:
-                self._check_shared(page, those)
+        for g, pool in enumerate(tables.pools):
+            assert pool.references == [len(owners[g, page]) for page in range(pool.pages)]
+            assert pool.free + sum(count > 0 for count in pool.references) == pool.pages
+        for (g, page), those in owners.items():
+            if len(those) > 1 and page != GONE:
+                self._check_shared(g, page, those)
         self._check_names()
 
     def _check_contents(self, request: Request) -> None:
         """A request's pages hold its tokens; outputs come from decode unless prefill writes the same bits."""
         W = self.engine.sizes.page_size
-        for position in range(min(request.computed, len(request.tokens) - 1)):
-            cell = self.programs.pages.cells[request.pages[position // W], position % W]
-            assert (cell.position, cell.token) == (position, request.tokens[position])
-            phase = "prefill" if position < len(request.prompt) else "decode"
-            assert self.options["joined"] or cell.phase == phase
+        known = range(min(request.computed, len(request.tokens) - 1))
+        for g, pages in enumerate(request.pages):
+            for position in (p for p in known if pages[p // W] != GONE):
+                cell = self.programs.pages.cells[g, pages[position // W], position % W]
+                assert (cell.position, cell.token) == (position, request.tokens[position])
+                phase = "prefill" if position < len(request.prompt) else "decode"
+                assert self.options["joined"] or cell.phase == phase
 
-    def _check_shared(self, page: int, owners: list[tuple[Request, int]]) -> None:
+    def _check_shared(self, g: int, page: int, owners: list[tuple[Request, int]]) -> None:
         """Two requests own a page only where it is full, named, and after the same tokens for both."""
         W = self.engine.sizes.page_size
-        assert page in self.engine.pool._name_of
+        assert page in self.engine.tables.pools[g]._name_of
         texts = {tuple(request.tokens[: (i + 1) * W]) for request, i in owners}
         assert len(texts) == 1 and len(texts.pop()) == (owners[0][1] + 1) * W
 
     def _check_names(self) -> None:
         """What is found under a name has been written with the tokens of that name, in the phase that may share it."""
-        W, pool = self.engine.sizes.page_size, self.engine.pool
-        assert self.options["caching"] or not pool._page_of
-        for name, page in pool._page_of.items():
-            tokens = self.book[name]
+        W, pools = self.engine.sizes.page_size, self.engine.tables.pools
+        named = [(g, *entry) for g, pool in enumerate(pools) for entry in pool._page_of.items()]
+        assert self.options["caching"] or not named
+        for g, name, page in named:
+            tokens, long = self.book[name]
             for offset, token in enumerate(tokens[-W:]):
-                cell = self.programs.pages.cells[page, offset]
-                assert (cell.position, cell.token) == (len(tokens) - W + offset, token)
+                cell = self.programs.pages.cells[g, page, offset]
+                assert (cell.position, cell.token, cell.long) == (len(tokens) - W + offset, token, long)
                 assert self.options["joined"] or cell.phase == "prefill"
 
     def _check_result(self, request: Request, outputs: list[int], reason: str) -> None:
@@ -600,7 +740,7 @@ def test_admission_counts_found_pages_that_would_leave_the_free_list():
     runner, again = ask(prompt_of(1, 9), 8, 1), ask(prompt_of(0, 17), 1, 2)
     engine.submit(runner)
     engine.step()
-    free = engine.pool.free
+    free = engine.tables.pools[0].free
     engine.submit(again)
     engine.step()
     assert free == 5 and again.slot is None  # five pages and a spare are wanted, four of them named and free
@@ -698,14 +838,74 @@ def test_parameters_change_once_the_requests_are_finished():
     request = ask(prompt_of(0, 9), 8, stop_ids=(token,))
     engine.submit(request)
     with pytest.raises(RuntimeError, match="unfinished"):
-        engine.update_params(cast(Any, Params(np.ones((2, 2)))))
+        engine.update_params(cast(Any, Params(jnp.ones((2, 2)))))
     while not request.finished:
         engine.step()
     assert engine.has_work  # the step that was dispatched before the stop token was read
-    engine.update_params(cast(Any, Params(np.ones((2, 2)))))
+    engine.update_params(cast(Any, Params(jnp.ones((2, 2)))))
     again = ask(prompt_of(0, 9), 2, 1)
     engine.submit(again)
     run(engine)
     assert again.cached == 0 and again.outputs == expected(again)[0]
-    with pytest.raises(ValueError, match="embed is float64"):
-        engine.update_params(cast(Any, Params(np.ones((2, 3)))))
+    with pytest.raises(ValueError, match="embed is float32"):
+        engine.update_params(cast(Any, Params(jnp.ones((2, 3)))))
+
+
+# ------------------------------------------------------------ guesses
+
+
+def test_guesses_save_steps_and_change_nothing():
+    steps = {}
+    for guesses in (0, 6):
+        engine, programs = start(guesses=guesses)
+        request = ask(prompt_of(1, 6), 30)
+        engine.submit(request)
+        run(engine)
+        assert (request.outputs, request.finish_reason) == expected(request)
+        steps[guesses] = len(programs.ran)
+    assert steps[6] < steps[0]
+    report = engine.report()["speculation"]
+    assert 0 < report["accepted"] < report["drafted"] and report["tokens_per_pass"] > 1
+    assert engine.speculation is not None and not engine.speculation.following
+
+
+def test_guesses_are_shortened_by_the_end_and_by_free_pages():
+    engine, programs = start(guesses=6, pages=3, page_size=4, max_model_len=12)
+    request = ask(prompt_of(0, 6), 6)
+    engine.submit(request)
+    run(engine)
+    assert request.outputs == expected(request)[0]
+    assert all(start + count < request.end for _, works in programs.ran for _, start, count in works)
+    assert engine.scheduler.preemptions == 0
+
+
+def test_nobody_gives_way_to_a_guess():
+    """One page is left beside two running requests: the first one's guesses take it, and the other's end with its page."""
+    engine, programs = start(guesses=6, pages=5, page_size=4, seats=2, budget=16, max_model_len=16)
+    assert engine.speculation is not None
+    engine.speculation.drafter = cast(Any, Zeros())
+    requests = [ask(prompt_of(i, 5), 9, i) for i in range(2)]
+    for request in requests:
+        engine.submit(request)
+    while programs.ran[-1:] == [] or programs.ran[-1][0].phase != "verify":
+        engine.step()
+    rows = sorted(row for shape, works in programs.ran if shape.phase == "verify" for row in works)
+    assert rows == [(0, 5, 7), (1, 5, 3)] and engine.scheduler.preemptions == 0
+    run(engine)
+    assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
+
+
+def test_steps_overlap_again_while_guesses_do_not_pay():
+    engine, programs = start(guesses=3)
+    speculation = engine.speculation
+    assert speculation is not None
+    speculation.controller = Controller.of_times((0, 3), {(1, 0): 1.0, (1, 3): 100.0})
+    speculation.sizes = [1]
+    request = ask(prompt_of(0, 6), 30)
+    engine.submit(request)
+    run(engine)
+    assert request.outputs == expected(request)[0]
+    asked = sum(1 for shape, _ in programs.ran if shape.phase == "verify")
+    reads = {step: at for at, (event, step) in reversed(list(enumerate(programs.log))) if event == "read"}
+    overlapped = sum(programs.log.index(("dispatch", n + 1)) < reads[n] for n in range(len(programs.ran) - 1))
+    assert asked == 0 and overlapped >= 25

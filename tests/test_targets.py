@@ -17,8 +17,8 @@ from duetto.serve.programs import Shape, Sizes
 from duetto.serve.targets import MissingCompiler, Target, TargetError, find_target, here
 
 # A 0.6B model's layers with a cache of 4 GiB in bfloat16. Two of them, and a small vocabulary, since TPU programs compile slowly.
-CONFIG = dataclasses.replace(PRESETS["0.6b"], num_layers=2, vocab_size=2048)
-SIZES = Sizes(max_model_len=4096, max_num_seqs=32, pages=8192, page_size=64)
+CONFIG = dataclasses.replace(PRESETS["0.6b"], layers=PRESETS["0.6b"].layers[:2], vocab_size=2048)
+SIZES = Sizes(max_model_len=4096, max_num_seqs=32, pages=(8192,), page_size=64)
 STEPS = [Shape("prefill", 1, 512), Shape("decode", 32, 1), Shape("decode", 32, 4)]
 
 
@@ -59,7 +59,7 @@ def test_eight_gpus_share_the_heads():
 
 def test_heads_that_do_not_divide_are_refused():
     job = dataclasses.replace(job_for(target_of("8xh200")), config=PRESETS["135m"])
-    with pytest.raises(ValueError, match="3 kv_heads cannot be split over 8 devices"):
+    with pytest.raises(ValueError, match="9 heads cannot be split over 8 devices"):
         abstract_arguments(job)
 
 

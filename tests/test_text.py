@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -253,9 +254,43 @@ def test_a_folder_without_tokenizer_is_none_and_broken_files_are_named(tmp_path)
     assert Tokenizer.from_folder(tmp_path) is None
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not a JSON object"):
         Tokenizer.from_folder(folder(tmp_path, "[1]"))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (folder(tmp_path, {}) / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read as a tokenizer"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"bos_token": 5}, "bos_token is 5, which is no token"),
+        ({"bos_token": {"content": 7}}, "bos_token is {'content': 7}, which is no token"),
+        ({"eos_token": ["a"]}, "eos_token is ['a'], which is no token"),
+        ({"additional_special_tokens": 5}, "additional_special_tokens is 5, which is no token"),
+        ({"additional_special_tokens": [5]}, "additional_special_tokens is [5], which is no token"),
+        ({"chat_template": 5}, "chat_template is 5, expected a template"),
+        ({"chat_template": ["a"]}, "chat_template is ['a'], expected a template"),
+        (
+            {"chat_template": [{"name": "default"}]},
+            "chat_template is [{'name': 'default'}], expected a template",
+        ),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named_with_its_file(tmp_path, config, said):
+    with pytest.raises(ValueError, match=re.escape("tokenizer_config.json: " + said)) as error:
+        Tokenizer.from_folder(folder(tmp_path, config))
+    assert "\n" not in str(error.value)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
+    (folder(tmp_path, {}) / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_the_default_of_several_chat_templates_is_taken(tmp_path):
+    several = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, {"chat_template": several}))
+    assert tokenizer is not None and tokenizer.chat_template == "b"
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,39 @@
 """Families of models by the `model_type` of their `config.json`: each is one module that translates, and nothing else."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
-from ...model.config import ModelConfig
-from . import llama
-from .stored import Stored
+from . import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3_text,
+    gpt2,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from .family import Family
 
-
-class Family(Protocol):
-    """What a family's module holds.
-
-    NAMES: path of our parameter, `{}` for the layer's number -> tensor in the file, for every parameter it may have.
-    IGNORED: patterns of tensors that a file may hold beside them and that change nothing.
-    """
-
-    @property
-    def NAMES(self) -> Mapping[str, Stored]: ...
-    @property
-    def IGNORED(self) -> tuple[str, ...]: ...
-    def config(self, raw: Mapping[str, Any], /) -> ModelConfig: ...
-    def export(self, config: ModelConfig, /) -> dict[str, Any]: ...
-
-
-FAMILIES: Mapping[str, Family] = {"llama": llama}
+FAMILIES: Mapping[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
+    "phi3": phi3.FAMILY,
+    "deepseek_v2": deepseek_v2.FAMILY,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "gpt2": gpt2.FAMILY,
+}
+UNSUPPORTED = {
+    "gemma3": "a model of images and text, which is not supported: expected 'gemma3_text', its text part alone",
+}

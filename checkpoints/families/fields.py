@@ -1,13 +1,25 @@
 """Fields of a `config.json`, read with their types and limits: each raises ValueError with the field and its value."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...model.config import Rope
+from ...model.config import Activation
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 Raw = Mapping[str, Any]
 REQUIRED = object()
+MAX_COUNT = 2**31 - 1
+MAX_LAYERS, MAX_EXPERTS = 10_000, 100_000
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # their products and powers stay finite
 
 
 def shown(found: Any) -> str:
@@ -26,21 +38,46 @@ def value(raw: Raw, name: str, default: Any) -> Any:
     return default
 
 
-def integer(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
+def nullable(read: Callable[[Raw, str], Any], raw: Raw, name: str, default: Any) -> Any:
+    """A field for which null says something else than absence: None is null, the default is for a field that is absent."""
+    if name in raw:
+        return None if raw[name] is None else read(raw, name)
+    return value(raw, name, default)
+
+
+def integer(raw: Raw, name: str, default: Any = REQUIRED, most: int = MAX_COUNT) -> Any:
     """A positive integer, or the default."""
     found = value(raw, name, default)
-    if found is not default and (type(found) is not int or found < 1):
-        raise ValueError(f"{name} is {shown(found)}, expected a positive integer")
+    if found is not default and (type(found) is not int or not 1 <= found <= most):
+        raise ValueError(f"{name} is {shown(found)}, expected a positive integer, at most {most}")
     return found
 
 
-def number(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
-    """A finite number above zero as a float, or the default."""
+def layers(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
+    """A number of layers."""
+    return integer(raw, name, default, MAX_LAYERS)
+
+
+def experts(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
+    """A number of experts."""
+    return integer(raw, name, default, MAX_EXPERTS)
+
+
+def count(raw: Raw, name: str, default: Any = REQUIRED) -> int:
+    """An integer that may be 0, or the default."""
+    found = value(raw, name, default)
+    if type(found) is not int or not 0 <= found <= MAX_COUNT:
+        raise ValueError(f"{name} is {shown(found)}, expected an integer, 0 to {MAX_COUNT}")
+    return found
+
+
+def number(raw: Raw, name: str, default: Any = REQUIRED, most: float = MAX_NUMBER) -> Any:
+    """A number above zero as a float, or the default."""
     found = value(raw, name, default)
     if found is default:
         return default
-    if type(found) not in (int, float) or not 0 < found <= sys.float_info.max:
-        raise ValueError(f"{name} is {shown(found)}, expected a number above 0")
+    if type(found) not in (int, float) or not MIN_NUMBER <= found <= most:
+        raise ValueError(f"{name} is {shown(found)}, expected a number above 0: {MIN_NUMBER:g} to {most:g}")
     return float(found)
 
 
@@ -59,61 +96,41 @@ def only(raw: Raw, name: str, *allowed: Any) -> None:
         raise ValueError(f"{name} is {shown(found)}, which is not supported: expected {expected}")
 
 
-def head_size(raw: Raw) -> int:
-    """`head_dim`, or else the model's width divided among its heads."""
-    found = integer(raw, "head_dim", None)
+def chosen(raw: Raw, name: str, default: str, meanings: Mapping[str, Any]) -> Any:
+    """What a word means, of those that are known."""
+    found = value(raw, name, default)
+    if not isinstance(found, str) or found not in meanings:
+        expected = ", ".join(map(repr, meanings))
+        raise ValueError(f"{name} is {shown(found)}, which is not supported: expected one of {expected}")
+    return meanings[found]
+
+
+def activation(raw: Raw, name: str, default: str) -> Activation:
+    return chosen(raw, name, default, ACTIVATIONS)
+
+
+def layer_types(raw: Raw, default: list[str]) -> list[str]:
+    """`layer_types`, one for each layer, or else those that other fields make of each."""
+    found = value(raw, "layer_types", default)
+    if not isinstance(found, list) or len(found) != len(default):
+        raise ValueError(
+            f"layer_types is {shown(found)}, expected a list of {len(default)}, one for each layer"
+        )
+    for kind in found:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"layer_types holds {shown(kind)}, which is not supported: "
+                "expected 'full_attention' or 'sliding_attention'"
+            )
+    return found
+
+
+def head_size(raw: Raw, default: int | None = None) -> int:
+    """`head_dim`, or else the family's default, or else the model's width divided among its heads."""
+    found = integer(raw, "head_dim", default)
     if found is not None:
         return found
     hidden, heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
     if hidden % heads:
         raise ValueError(f"head_dim is missing and hidden_size {hidden} is not a multiple of {heads} heads")
     return hidden // heads
-
-
-def rope(raw: Raw, max_position: int) -> Rope:
-    """Rotary embeddings in both styles: `rope_theta` beside `rope_scaling`, or all of it in `rope_parameters`."""
-    only(raw, "partial_rotary_factor", 1)
-    name = "rope_parameters" if raw.get("rope_scaling") in (None, {}) else "rope_scaling"
-    found = value(raw, name, {})
-    if not isinstance(found, Mapping) or any(isinstance(v, Mapping) for v in found.values()):
-        raise ValueError(f"{name} is {shown(found)}, expected one flat object for all layers")
-    theta = number(raw, "rope_theta", 10000.0)
-    length = integer(raw, "original_max_position_embeddings", None)
-    try:
-        length = length or integer(found, "original_max_position_embeddings", max_position)
-        return scaled_rope(found, number(found, "rope_theta", theta), length)
-    except ValueError as e:
-        raise ValueError(f"{name}: {e}") from e
-
-
-def scaled_rope(found: Raw, theta: float, original_max_position: int) -> Rope:
-    """Rotary embeddings as one flat object says, its kind named by `rope_type` or, in older files, `type`."""
-    only(found, "partial_rotary_factor", 1)
-    kind = value(found, "rope_type", value(found, "type", "default"))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", number(found, "factor"))
-    if kind != "llama3":
-        raise ValueError(
-            f"rope_type is {shown(kind)}, which is not supported: expected 'default', 'linear' or 'llama3'"
-        )
-    low, high = number(found, "low_freq_factor"), number(found, "high_freq_factor")
-    if high <= low:
-        raise ValueError(f"high_freq_factor is {high}, expected more than low_freq_factor {low}")
-    return Rope(theta, "llama3", number(found, "factor"), low, high, original_max_position)
-
-
-def rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    """`rope` read backwards: the field `rope_scaling` that stands beside `rope_theta`."""
-    if rope.kind == "default":
-        return None
-    if rope.kind == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position,
-    }

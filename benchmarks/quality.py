@@ -1,0 +1,122 @@
+"""What compressing a model costs: bytes, perplexity and agreement of the shipped demo model on text that it never saw.
+
+    python benchmarks/quality.py [--tokens 8192] [--cases int8 int4 0.75]
+
+Prints a markdown table. The text is the validation part of the demo's corpus, the running interpreter's standard library.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from duetto.checkpoints.huggingface import load
+from duetto.model.attention import causal
+from duetto.model.compress import How, Plan, compress, projections
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import Decoder, forward, unembed
+from duetto.model.tree import nbytes
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "checkpoints" / "demo"
+WINDOW, ROWS = 256, 8
+CASES = ("int8", "fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A compressed model beside the whole one."""
+
+    perplexity: float
+    agreement: float  # share of positions whose likeliest token is the whole model's
+    divergence: (
+        float  # nats by which its distribution differs from the whole model's (Kullback-Leibler), mean
+    )
+    projections: int  # bytes
+    total: int
+
+
+def held_out(tokens: int) -> np.ndarray:
+    """Windows of text that the demo model was not trained on, int32 [windows, WINDOW + 1]."""
+    from tokenizers import Tokenizer
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from demo_corpus import blocks, encode, standard_library  # type: ignore[import-not-found]
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    found = blocks(encode(tokenizer, list(standard_library().validation.values())), WINDOW)
+    rows = min(len(found), max(1, tokens // WINDOW))
+    return found[:: max(1, len(found) // rows)][:rows]
+
+
+@partial(jax.jit, static_argnums=2)
+def scores(whole: Decoder, params: Decoder, config: ModelConfig, rows: jax.Array) -> jax.Array:
+    """Sums over rows [B,T+1] of nats per token, of equal likeliest tokens and of divergence, float32 [3]."""
+    places = jnp.broadcast_to(
+        jnp.arange(rows.shape[1] - 1, dtype=jnp.int32)[None], (len(rows), rows.shape[1] - 1)
+    )
+
+    def log_probabilities(model: Decoder) -> jax.Array:
+        hidden, _ = forward(model, config, rows[:, :-1], places, causal)
+        return jax.nn.log_softmax(unembed(model, config, hidden))
+
+    expected, found = log_probabilities(whole), log_probabilities(params)
+    nats = -jnp.take_along_axis(found, rows[:, 1:, None], axis=-1).sum()
+    equal = (expected.argmax(-1) == found.argmax(-1)).sum().astype(jnp.float32)
+    return jnp.stack([nats, equal, (jnp.exp(expected) * (expected - found)).sum()])
+
+
+def measure(config: ModelConfig, whole: Decoder, params: Decoder, text: np.ndarray) -> Quality:
+    """Quality on windows of text [windows,T+1]."""
+    count = text[:, 1:].size
+    parts = [
+        np.asarray(scores(whole, params, config, jnp.asarray(text[i : i + ROWS])), np.float64)
+        for i in range(0, len(text), ROWS)
+    ]
+    nats, equal, divergence = np.sum(parts, axis=0) / count
+    layers = nbytes(params.layers)
+    return Quality(math.exp(nats), equal, divergence, layers, nbytes(params))
+
+
+def plan(case: str) -> Plan:
+    """A case's plan: a scheme or a share for all projections, or "ffn" and one for the feed-forward layers alone."""
+    *part, how = case.split()
+    way: How = how if how.isidentifier() else float(how)  # type: ignore[assignment]
+    return Plan((("layers.*.ffn.*", way),)) if part == ["ffn"] else projections(way)
+
+
+def row(name: str, found: Quality, whole: Quality) -> str:
+    return (
+        f"| {name} | {found.projections:,} | {found.projections / whole.projections:.3f} | {found.perplexity:.3f} "
+        f"| {found.perplexity / whole.perplexity - 1:+.2%} | {found.agreement:.2%} | {found.divergence:.5f} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=1 << 13, help="of held-out text (default 8192)")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE", help=f"among {', '.join(CASES)}")
+    options = parser.parse_args(arguments)
+    config, params = load(DEMO, jnp.float32)
+    text = held_out(options.tokens)
+    whole = measure(config, params, params, text)
+    print(
+        "| weights | bytes of the layers | ratio | perplexity | change | same likeliest token | divergence, nats |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    print(row("float32", whole, whole))
+    for case in options.cases:
+        print(row(case, measure(config, params, compress(params, plan(case)), text), whole), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
+
+from ...model.config import ModelConfig
+from . import deepseek, fields, parts
+from .family import Family
+
+EXPERTS = {
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": None,
+}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' DeepseekV2Config.
+
+    A true `norm_topk_prob` is refused: DeepSeek's own code obeys it, transformers does not.
+    """
+    for name in ("norm_topk_prob", "mlp_bias"):
+        fields.only(raw, name, False)
+    fields.only(raw, "scoring_func", "softmax")
+    meanings = {"greedy": False, "group_limited_greedy": True}
+    grouped = fields.chosen(raw, "topk_method", "greedy", meanings)
+    experts = deepseek.experts(
+        raw,
+        EXPERTS,
+        normalised=False,
+        factor=fields.number(raw, "routed_scaling_factor", 1.0),
+        groups=fields.integer(raw, "n_group") if grouped else 1,
+        active_groups=fields.integer(raw, "topk_group") if grouped else 1,
+    )
+    layers = deepseek.layers(raw, deepseek.latent(raw, 2048, True), experts, dense=0)
+    return parts.decoder(raw, layers, max_position=2048, norm=parts.rms(raw))
+
+
+FAMILY = Family(config, deepseek.NAMES, parts.IGNORED)

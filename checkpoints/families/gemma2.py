@@ -1,0 +1,62 @@
+"""Gemma 2 (arXiv 2408.00118): norms before and after, a window on every second layer, capped scores and logits."""
+
+from ...model.config import LayerKind, ModelConfig
+from ...model.rope import Rope
+from . import fields, parts
+from .family import Family
+from .ropes import rope
+from .stored import Stored
+
+POST_NORMS = {
+    "layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D"),
+    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
+    "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "pre_feedforward_layernorm.weight", "D->D"),
+    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
+}
+NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.FFN | parts.QKV_BIASES | parts.OUTPUT_BIAS
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Gemma2Config."""
+    turn = rope(raw, fields.head_size(raw, 256), length=8192)
+    window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
+    caps = (50.0, 30.0)
+    layers = [layer(raw, turn, w, caps[0]) for w in parts.windows(raw, parts.every_second(raw), window)]
+    return decoder(raw, layers, 8192, caps[1])
+
+
+def layer(raw: fields.Raw, turn: Rope, window: int | None, cap: float | None, **kinds) -> LayerKind:
+    """A layer of Gemma 2 or 3; `cap` is the default of `attn_logit_softcapping`."""
+    fields.only(raw, "use_bidirectional_attention", False)
+    bias = fields.flag(raw, "attention_bias", False)
+    attention = parts.grouped_query(
+        raw,
+        turn,
+        fields.head_size(raw, 256),
+        kv_heads=4,
+        window=window,
+        scale=fields.number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=fields.nullable(fields.number, raw, "attn_logit_softcapping", cap),
+        bias=bias,
+        output_bias=bias,
+        **kinds,
+    )
+    activation = fields.activation(raw, "hidden_activation", "gelu_pytorch_tanh")
+    return LayerKind(attention, parts.dense(raw, activation))
+
+
+def decoder(raw: fields.Raw, layers: list[LayerKind], max_position: int, cap: float | None) -> ModelConfig:
+    """A model of such layers; `cap` is the default of `final_logit_softcapping`."""
+    return parts.decoder(
+        raw,
+        layers,
+        max_position,
+        norm=parts.rms(raw, offset=1.0),
+        tied=True,
+        post_norms=True,
+        embedding_scale=fields.integer(raw, "hidden_size") ** 0.5,
+        logit_softcap=fields.nullable(fields.number, raw, "final_logit_softcapping", cap),
+    )
+
+
+FAMILY = Family(config, NAMES, parts.IGNORED)

@@ -1,0 +1,62 @@
+"""Folders that are either whole or not there, and the files that describe a model beside its weights."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .tensors import CheckpointError
+
+DESCRIBING = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+
+@contextmanager
+def fresh(target: Path) -> Iterator[Path]:
+    """A folder to write into; it takes the name `target` at once when the block ends, all of it on the disk by then.
+
+    Until then it lies beside it as `NAME.partial-PID`; that is removed where the block fails, and left where the process is
+    killed. Raises CheckpointError where there is something under the name already, an empty folder excepted.
+    """
+    require_free(target)
+    partial = target.absolute().with_name(f"{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as e:
+        raise CheckpointError(f"{target}: no folder can be made there ({e.strerror})") from e
+    try:
+        yield partial
+        for file in files(partial):
+            with open(partial / file, "rb") as f:
+                os.fsync(f.fileno())
+        require_free(target)
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target}: exists already, expected a new name or an empty folder")
+    if target.is_symlink() and not target.exists():
+        raise CheckpointError(f"{target}: is a link to nothing, expected a new name or an empty folder")
+    if target.resolve() == Path.cwd():
+        raise CheckpointError(
+            f"{target}: is the working directory, expected a new name or another empty folder"
+        )
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder, by their paths in it."""
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+
+
+def copy_description(source: Path, target: Path) -> None:
+    """Copy what a model's folder holds beside its weights: configuration, tokenizer, chat template, licence."""
+    for pattern in DESCRIBING:
+        for file in filter(Path.is_file, source.glob(pattern)):
+            shutil.copyfile(file, target / file.name)

@@ -1,0 +1,101 @@
+"""Attention for guesses that branch: rows that share pages and differ in a few newest tokens, of which one path will stay.
+
+The keys of a tree's nodes are not written: each node reads its row's pages with the new keys of its own path laid over them, at the
+places where decode would have written them. So a node's bits are decode's, whatever its tree; when one path is accepted its
+keys are written once, and the rest need no undo.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from ..model.attention import Attend, Reading
+from ..model.tree import pytree
+from .pages import BLOCK, Batch, KVCache, read_block, replace, running_softmax, stored
+
+
+@pytree
+class Branches:
+    """`attend`'s state: the cache as it was, and the new keys and values of every node, by layer [B,n,K,H]."""
+
+    cache: KVCache
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+
+
+def branches(cache: KVCache) -> Branches:
+    nothing = (None,) * len(cache.k)
+    return Branches(cache, nothing, nothing)
+
+
+def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, depths: np.ndarray) -> Attend:
+    """`attend` for rows [B*n,1] that are the n nodes of each row's tree.
+
+    `path` [n, deepest+1] has the nodes from the root to each node (and anything beyond it), `depths` [n] how many lie
+    before it; a node stands at the position `depths` behind the root, which is where its row of the batch starts.
+    """
+    n = len(depths)
+    depth = jnp.tile(jnp.asarray(depths, jnp.int32), batch.start.shape[0] // n)
+    root = batch.start - depth
+
+    def attend(
+        state: Branches, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
+    ) -> tuple[Branches, Array]:
+        table, pools = (
+            batch.page_tables[windows.index(reading.window)],
+            (state.cache.k[layer], state.cache.v[layer]),
+        )
+        k = k.reshape(-1, n, *k.shape[2:])
+        v = None if v is None else v.reshape(-1, n, *v.shape[2:])
+
+        def laid_over(pool: Array, new: Array, j: Array) -> Array:
+            """Block j of every row, with its own path's keys [B,n,K,H] where they would be."""
+            rows, at = (
+                read_block(pool, table, j),
+                j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None],
+            )
+            place = at - root[:, None]
+            own = (place >= 0) & (place <= depth[:, None])
+            tail = new[:, path].reshape(-1, path.shape[1], *new.shape[2:]).astype(pool.dtype)  # [B*n,D+1,K,H]
+            index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
+            tail = jnp.take_along_axis(tail, index, axis=1).transpose(2, 0, 1, 3)
+            return jnp.where(own[None, :, :, None], tail, rows)
+
+        def read(j: Array) -> tuple[Array, Array]:
+            keys = laid_over(pools[0], k, j)
+            if v is not None:
+                assert pools[1] is not None
+                return keys, laid_over(pools[1], v, j)
+            assert reading.expand is not None
+            made = reading.expand(keys.transpose(1, 2, 0, 3))
+            return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
+
+        out = running_softmax(q, batch, read, reading).astype(q.dtype)
+        return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out
+
+    return attend
+
+
+def keep(
+    state: Branches,
+    batch: Batch,
+    windows: tuple[int | None, ...],
+    layers: tuple[int | None, ...],
+    taken: Int[Array, "B T"],
+) -> KVCache:
+    """The cache with the keys of the nodes that were taken of each row's tree, in order; the batch says where and how many.
+
+    `layers` are the layers' windows.
+    """
+
+    def pool(layer: int, window: int | None) -> tuple[Any, Any]:
+        def path(x: Any) -> Any:
+            return None if x is None else jnp.take_along_axis(x, taken[:, :, None, None], axis=1)
+
+        pools, table = (state.cache.k[layer], state.cache.v[layer]), batch.page_tables[windows.index(window)]
+        return stored(pools, batch, table, path(state.k[layer]), path(state.v[layer]))
+
+    found = [pool(layer, window) for layer, window in enumerate(layers)]
+    return KVCache(tuple(k for k, _ in found), tuple(v for _, v in found))

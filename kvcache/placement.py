@@ -1,0 +1,56 @@
+"""Where an engine's arrays lie, read off the shardings of the parameters: one device and a mesh of them are one case.
+
+Pools are split as the heads of their layer's keys are, so that every device keeps the keys that it makes; XLA's partitioner (GSPMD,
+Xu et al., arXiv 2105.04663) derives the rest from the parameters. Rows that all heads share are on every device.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ..model.config import GroupedQuery, LayerKind, ModelConfig
+from ..model.transformer import Decoder
+from .pages import KVCache
+
+
+def everywhere(params: Decoder) -> Sharding:
+    """Whole on each of the parameters' devices."""
+    own = params.embed.sharding
+    return split(own, PartitionSpec()) if isinstance(own, NamedSharding) else own
+
+
+def automatic(own: Sharding) -> Sharding:
+    """The same placement with programs split by XLA's partitioner, whatever types the axes of the user's mesh have."""
+    return split(own, own.spec) if isinstance(own, NamedSharding) else own
+
+
+def split(own: NamedSharding, spec: PartitionSpec) -> NamedSharding:
+    mesh: Any = own.mesh
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec)
+
+
+def cache_shardings(config: ModelConfig, params: Decoder) -> KVCache:
+    """A sharding for each pool [K,P,W,H] of a cache."""
+
+    def pool(kind: LayerKind, layer: Any) -> Any:
+        axes = head_axes(layer.attention.k) if isinstance(kind.mixer, GroupedQuery) else None
+        return split(params.embed.sharding, PartitionSpec(axes)) if axes else everywhere(params)
+
+    pools = tuple(map(pool, config.layers, params.layers))
+    values = (kind.mixer.cached[1] for kind in config.layers)
+    return KVCache(pools, tuple(p if v else None for p, v in zip(pools, values, strict=True)))
+
+
+def head_axes(weight: Any) -> str | tuple[str, ...] | None:
+    """Mesh axes over which the heads of a weight [D,K,H] are split, which may be codes and scales or two factors."""
+    leaf = next(x for x in jax.tree.leaves(weight) if len(x.shape) == 3)
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    return spec[1] if len(spec) > 1 else None
+
+
+def parts(config: ModelConfig, params: Decoder) -> int:
+    """Into how many parts every pool is cut at least; a device keeps one of them."""
+    heads = [kind.mixer.cached[0][0] for kind in config.layers]
+    pools: Any = cache_shardings(config, params).k
+    return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))

@@ -1,0 +1,126 @@
+"""The pages of sequences in every group of layers: those of one window keep the same positions, and share a page table.
+
+Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens see, and those
+behind return to their pool (as in vLLM's hybrid cache). So many are reserved when it is admitted: they never run out.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+from .pool import PagePool
+
+GONE = -1  # in a page table: behind the window, and no longer owned
+Tables = list[list[int]]  # of one sequence: its pages in order, for each group
+
+
+def window_pages(window: int, work: int, page_size: int) -> int:
+    """Most pages that a sequence owns of a windowed group while `work` tokens are computed at once."""
+    return -(-(window - 1 + work) // page_size) + 1
+
+
+class PageTables:
+    """Host bookkeeping of a KVCache: a pool for each window, and what is reserved of the windowed ones.
+
+    `work` is the most tokens of a sequence that one step computes.
+    """
+
+    def __init__(self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, work: int):
+        assert len(windows) == len(pages) and None not in windows[1:], (windows, pages)
+        self.windows, self.page_size = windows, page_size
+        self.pools = [PagePool(n) for n in pages]
+        self.most = [None if w is None else window_pages(w, work, page_size) for w in windows]
+        self.reserved = [0] * len(pages)
+        self.full = self.pools[0] if windows[0] is None else None
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the pages that are owned, in the group where it is highest."""
+        return max(1 - pool.free / pool.pages for pool in self.pools)
+
+    def find(self, names: Sequence[bytes]) -> Tables:
+        """Pages of the longest prefix that is here: all of it, or what its window sees. Nothing is taken yet."""
+        here = [[pool.find(name) for name in names] for pool in self.pools]
+        count = len(names)
+        while (gap := min(self._gap(g, found, count) for g, found in enumerate(here))) < count:
+            count = gap
+        seen = [self._first(g, count * self.page_size) for g in range(len(here))]
+        return [[GONE] * seen[g] + cast(list[int], found[seen[g] : count]) for g, found in enumerate(here)]
+
+    def _gap(self, g: int, found: list[int | None], count: int) -> int:
+        """The first page that a token behind `count` pages sees and that is not here; `count` if all are."""
+        seen = range(self._first(g, count * self.page_size), count)
+        return next((i for i in seen if found[i] is None), count)
+
+    def _first(self, g: int, start: int) -> int:
+        """The first page that a token at position `start` sees."""
+        window = self.windows[g]
+        return 0 if window is None else max(0, start - (window - 1)) // self.page_size
+
+    def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
+        """Whether a sequence of so many tokens, `end` at most, can be admitted and leave `spare` pages."""
+        room = all(
+            reserved + self._charge(g, end) <= pool.pages
+            for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
+        )
+        if self.full is None or not room:
+            return room
+        new = self._pages_for(tokens) - len(found[0])
+        return new + self.full.idle(found[0]) + spare <= self.full.free
+
+    def admit(self, found: Tables, tokens: int, end: int) -> Tables:
+        """A sequence's tables: what was found, and pages for its tokens where no window bounds them. It `fits`."""
+        for g, (pool, pages) in enumerate(zip(self.pools, found, strict=True)):
+            pool.share(page for page in pages if page != GONE)
+            self.reserved[g] += self._charge(g, end)
+        tables = [list(pages) for pages in found]
+        grown = self.grow(tables, tokens)
+        assert grown
+        return tables
+
+    def grow(self, tables: Tables, tokens: int) -> bool:
+        """Give a sequence the pages of its first `tokens` tokens where no window bounds them; False if too few are free."""
+        if self.full is None:
+            return True
+        need = self._pages_for(tokens) - len(tables[0])
+        if need > self.full.free:
+            return False
+        tables[0] += self.full.issue(max(need, 0))
+        return True
+
+    def advance(self, tables: Tables, start: int, end: int) -> None:
+        """Before tokens [start, end) are computed: windowed groups get their pages, and give back what is behind."""
+        for g, pages in enumerate(tables):
+            if self.windows[g] is None:
+                continue
+            first = i = min(self._first(g, start), len(pages))
+            while i > 0 and pages[i - 1] != GONE:
+                i -= 1
+            self.pools[g].release(pages[i:first])
+            pages[i:first] = [GONE] * (first - i)
+            pages += self.pools[g].issue(max(self._pages_for(end) - len(pages), 0))
+
+    def name(self, tables: Tables, names: Sequence[bytes], since: int) -> None:
+        """Let a sequence's full pages be found from number `since` on."""
+        for pool, pages in zip(self.pools, tables, strict=True):
+            for i in range(since, len(names)):
+                if pages[i] != GONE:
+                    pool.name(pages[i], names[i])
+
+    def release(self, tables: Tables, end: int) -> None:
+        """Give back all that a sequence owns, and its reservations."""
+        for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
+            pool.release([page for page in pages if page != GONE])
+            self.reserved[g] -= self._charge(g, end)
+
+    def forget(self) -> None:
+        """Drop every name: the pages' contents are gone or belong to other weights."""
+        for pool in self.pools:
+            pool.forget()
+
+    def _charge(self, g: int, end: int) -> int:
+        """Pages that are reserved of a windowed group for a sequence of at most `end` tokens."""
+        most = self.most[g]
+        return 0 if most is None else min(most, self._pages_for(end))
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

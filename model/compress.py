@@ -1,0 +1,199 @@
+"""Which weights of a model are quantised or factored: a plan, and its application to parameters or to their specs.
+
+A weight that is quantised already is a weight like others: another scheme widens and quantises it again, its own leaves it.
+"""
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .config import ModelConfig
+from .lowrank import LowRank, low_rank
+from .quant import Quantised, Scheme, quantised
+from .sharding import fitted
+from .transformer import Decoder, decoder_spec
+from .tree import Spec, is_spec
+
+T = TypeVar("T")
+How = Scheme | float
+SCHEMES = tuple(name for name in get_args(Scheme) if name != "fp4")  # fp4 only comes in checkpoints
+WHOLE = "dequantize"
+FORMS: tuple[str | None, ...] = (
+    None,
+    *SCHEMES,
+    WHOLE,
+)  # of a model's weights: as they are, with projections in a scheme, or as arrays
+# Axes over which the product with a weight sums, counted from the last, so that experts may stand before them.
+CONTRACTED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("q", "k", "v", "q_up", "k_up", "v_up"), (-3,)),
+    **dict.fromkeys(("q_down", "kv_down", "gate", "up", "down"), (-2,)),
+    "o": (-3, -2),
+    "head": (-1,),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rules (pattern of a weight's path, how): "int8", "int4", "fp8", or the share of numbers that a low rank keeps.
+
+    Patterns are those of file names, as "layers.*.ffn.*"; a weight's first rule counts, and weights without a rule stay as
+    they are. Routers, norms, biases, embeddings and positions are never compressed. Raises ValueError for an unknown way.
+    """
+
+    rules: tuple[tuple[str, How], ...]
+
+    def __post_init__(self):
+        for pattern, how in self.rules:
+            if how not in SCHEMES and not (isinstance(how, float) and 0 < how < 1):
+                raise ValueError(
+                    f"{how!r} for {pattern!r} is not allowed: {', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
+                )
+
+    def how(self, path: str) -> How | None:
+        """What is to be done with the weight at a path."""
+        return next((how for pattern, how in self.rules if fnmatchcase(path, pattern)), None)
+
+
+def projections(how: How) -> Plan:
+    """The plan for all projections of all layers, the output head left out."""
+    return Plan((("layers.*", how),))
+
+
+def compress(tree: T, plan: Plan, donate: bool = False) -> T:
+    """A tree of parameters, of ShapeDtypeStructs or of specs with the plan's weights compressed, one after the other.
+
+    With `donate` each weight is deleted when its compressed form is ready, so that the memory never holds both models.
+    Raises ValueError for a rule that meets no weight.
+    """
+    met: set[str] = set()
+
+    def leaf(key: Any, weight: Any) -> Any:
+        path = jax.tree_util.keystr(key, simple=True, separator=".")
+        if path.rpartition(".")[2] in CONTRACTED:
+            met.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
+        return compressed_at(path, weight, plan, donate)
+
+    done = jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_weight)
+    for pattern, _ in plan.rules:
+        if pattern not in met:
+            raise ValueError(f"rule {pattern!r} meets no weight that can be compressed")
+    return done
+
+
+def compressed_at(path: str, weight: Any, plan: Plan, donate: bool = False) -> Any:
+    """The weight at a path as the plan has it."""
+    how, contracted = plan.how(path), CONTRACTED.get(path.rpartition(".")[2])
+    return weight if how is None or contracted is None else compressed(weight, contracted, how, donate)
+
+
+def is_weight(x: Any) -> bool:
+    return is_spec(x) or isinstance(x, Quantised)
+
+
+def compressed(weight: Any, contracted: tuple[int, ...], how: How, donate: bool = False) -> Any:
+    """One weight, compressed; itself where that cannot be, or would not make it smaller."""
+    if is_spec(weight):
+        return compressed_spec(weight, contracted, how)
+    if isinstance(weight, Quantised) and weight.scheme == how:
+        return weight
+    if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(weight)):
+        return jax.eval_shape(partial(work, contracted=contracted, how=how), weight) or weight
+    done = work(weight, contracted, how)
+    return weight if done is None else replaced(weight, done, donate)
+
+
+def replaced(weight: Any, done: T, donate: bool) -> T:
+    """What was made of a weight, on the weight's devices; with `donate` the weight's own arrays are deleted."""
+    first = jax.tree.leaves(weight)[0]
+    if isinstance(first, jax.Array) and not isinstance(first, Tracer):
+        done = jax.tree.map(lambda x: jax.device_put(x, fitted(first.sharding, x.shape)), done)
+    if donate:
+        jax.block_until_ready(done)
+        for part in jax.tree.leaves(weight):
+            if isinstance(part, jax.Array):
+                part.delete()
+    return done
+
+
+@partial(jax.jit, static_argnames=("contracted", "how"))
+def work(weight: jax.Array | Quantised, contracted: tuple[int, ...], how: How) -> Quantised | LowRank | None:
+    if isinstance(weight, Quantised):
+        weight = weight.widened(jnp.float32)
+    if isinstance(how, str):
+        return quantised(weight, contracted, how)
+    return low_rank(weight, contracted, how)
+
+
+def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
+    """The specs of a compressed weight; drawn at random they multiply like the weight that the spec describes."""
+    shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+    form = jax.eval_shape(partial(work, contracted=contracted, how=how), shape)
+    if isinstance(form, LowRank):
+        first, after = (len(spec.axes) + i for i in (contracted[0], contracted[-1] + 1))
+        each = (spec.scale / form.a.shape[-1] ** 0.5) ** 0.5
+        a = Spec(form.a.shape, (*spec.axes[:after], "low_rank"), 0, each, spec.dtype)
+        b = (*spec.axes[:first], "low_rank", *spec.axes[after:])
+        return LowRank(a, Spec(form.b.shape, b, 0, each, spec.dtype))
+    if form is None:
+        return spec
+    mean, spread = {"int8": (0, 32), "fp8": (0, 64), "int4": (128, 32)}[
+        form.scheme
+    ]  # of the codes, or of bytes of two
+    one = spec.scale / (4 if form.scheme == "int4" else spread)
+    axes = tuple(
+        name if n == size or n > 1 else "group"
+        for name, n, size in zip(spec.axes, form.scales.shape, spec.shape, strict=True)
+    )
+    return replace(
+        form,
+        values=Spec(form.values.shape, spec.axes, mean, spread, form.values.dtype),
+        scales=Spec(form.scales.shape, axes, one, 0, form.scales.dtype),
+    )
+
+
+def quantize_params(params: T, scheme: How, donate: bool = False) -> T:
+    """A model's projections in a scheme: "int8", "int4" or "fp8"; see `compress`."""
+    return compress(params, projections(scheme), donate)
+
+
+def quantized_spec(config: ModelConfig, scheme: How) -> Decoder:
+    """The specs of a model of this configuration whose projections are quantised: its structure, before it has numbers."""
+    return compress(decoder_spec(config), projections(scheme))
+
+
+def plan_for(form: str | None) -> Plan:
+    """What one of FORMS does with weights that are arrays."""
+    return projections(form) if form in SCHEMES else Plan(())  # type: ignore[arg-type]
+
+
+def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
+    """Parameters in one of FORMS; where they are widened, in a dtype. They are the very same where nothing is to be done."""
+    if form == WHOLE:
+        return dequantize_params(params, dtype, donate)
+    return params if form is None else compress(params, plan_for(form), donate)
+
+
+def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:
+    """A model's quantised weights as arrays of a dtype, one after the other."""
+
+    def leaf(weight: Any) -> Any:
+        if not isinstance(weight, Quantised):
+            return weight
+        return replaced(weight, widen(weight, jnp.dtype(dtype)), donate)
+
+    return jax.tree.map(leaf, params, is_leaf=is_weight)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def widen(weight: Quantised, dtype: Any) -> jax.Array:
+    return weight.widened(dtype)
+
+
+def form_spec(config: ModelConfig, form: str | None) -> Decoder:
+    """The specs of a model in one of FORMS, of arrays where that is None."""
+    return compress(decoder_spec(config), plan_for(form))

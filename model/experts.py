@@ -1,0 +1,128 @@
+"""Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv 1701.06538).
+
+Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`; on CPUs and GPUs, where XLA (of jax 0.10)
+computes all experts there, we go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's
+bits depend on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product knows nothing of
+the others.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .config import Dense, Experts
+from .ffn import FFN, activate, feed_forward, ffn_spec
+from .layers import biased, einsum, ragged_product
+from .tree import Spec, is_spec, pytree
+
+TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
+
+
+@pytree
+class MoE:
+    """A router, E experts side by side, and the expert that every token goes to; what the family does not have is None."""
+
+    router: Any  # [D,E]
+    experts: FFN  # each leaf with E before its axes
+    router_bias: Any = None  # [E]
+    correction: Any = None  # [E]
+    shared: FFN | None = None
+
+
+def experts_spec(c: Experts, D: int, depth: int) -> MoE:
+    """The parameters of one layer of `depth`."""
+    E = c.count
+
+    def stacked(spec: Spec) -> Spec:
+        axes = tuple("expert_ffn" if name == "ffn" else name for name in spec.axes)
+        return replace(spec, shape=(E, *spec.shape), axes=("experts", *axes))
+
+    return MoE(
+        router=Spec((D, E), ("model", "experts")),
+        experts=jax.tree.map(stacked, ffn_spec(c.each, D, depth), is_leaf=is_spec),
+        router_bias=Spec((E,), ("experts",), scale=0.0) if c.router_bias else None,
+        correction=Spec((E,), ("experts",), scale=0.0, dtype=jnp.float32) if c.correction else None,
+        shared=ffn_spec(Dense(c.shared, c.activation), D, depth) if c.shared else None,
+    )
+
+
+def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The chosen experts' outputs, weighted and added in the order of their scores, and the shared expert's."""
+    flat = x.reshape(-1, x.shape[-1])
+    weights, chosen = route(w, c, flat)
+    tile = TILE if x.shape[1] == 1 else LARGE_TILE
+    outputs = jax.lax.platform_dependent(
+        flat,
+        chosen,
+        tpu=lambda x, chosen: by_ragged_products(w, c, x, chosen),
+        default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
+    )
+    mixed = sum(outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(c.active))
+    mixed = mixed.astype(x.dtype).reshape(x.shape)
+    return mixed if w.shared is None else mixed + feed_forward(w.shared, Dense(c.shared, c.activation), x)
+
+
+def route(w: MoE, c: Experts, x: Float[Array, "n D"]) -> tuple[Float[Array, "n A"], Int[Array, "n A"]]:
+    """Weights and numbers of the A active experts of each token, best first."""
+    logits = einsum("nd,de->ne", x.astype(jnp.float32), w.router.astype(jnp.float32))
+    logits = biased(logits, None if w.router_bias is None else w.router_bias.astype(jnp.float32))
+    scores = jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
+    wanted = biased(scores, w.correction)
+    if c.groups > 1:
+        wanted = jnp.where(in_best_groups(c, wanted), wanted, -jnp.inf)
+    _, chosen = jax.lax.top_k(wanted, c.active)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if c.normalised:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return weights * c.factor, chosen.astype(jnp.int32)
+
+
+def in_best_groups(c: Experts, scores: Float[Array, "n E"]) -> Array:
+    """Which experts are in one of the active groups, [n,E]."""
+    groups = scores.reshape(scores.shape[0], c.groups, -1)
+    of_group = groups.max(-1) if c.group_score == "best" else jax.lax.top_k(groups, 2)[0].sum(-1)
+    _, best = jax.lax.top_k(of_group, c.active_groups)
+    active = (best[..., None] == jnp.arange(c.groups, dtype=best.dtype)[None, None]).any(1)
+    return jnp.repeat(active, groups.shape[-1], axis=1)
+
+
+def by_ragged_products(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"]) -> Float[Array, "n A D"]:
+    """Each token through each of its experts, as products of consecutive rows with one expert each."""
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    expert = chosen.reshape(-1)[order]
+    sizes = jnp.bincount(expert, length=c.count).astype(jnp.int32)
+
+    def product(rows: Array, weights: Any, bias: Array | None) -> Array:
+        out = ragged_product(rows, weights, sizes, expert)
+        return out if bias is None else out + bias[expert]
+
+    rows, f = x[order // c.active], w.experts
+    gate, up = product(rows, f.gate, f.gate_bias), product(rows, f.up, f.up_bias)
+    out = product(activate(c.each, gate, up), f.down, f.down_bias)
+    return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+
+
+def by_tiles(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"], tile: int) -> Float[Array, "n A D"]:
+    """The same through tiles of `tile` rows of one expert; an expert's last tile is padded, one without tokens has none."""
+    assigned = chosen.reshape(-1)
+    order = jnp.argsort(assigned, stable=True)
+    expert, count = assigned[order], jnp.bincount(assigned, length=c.count).astype(jnp.int32)
+    tiles = (count + tile - 1) // tile
+    ends = jnp.cumsum(tiles)
+    before = jnp.cumsum(count) - count  # rows of the experts before each one
+    row = (ends - tiles)[expert] * tile + jnp.arange(expert.size, dtype=jnp.int32) - before[expert]
+    most = expert.size // tile + min(c.count, expert.size)
+    rows = jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active])
+    owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
+
+    def one(i: Array, out: Array) -> Array:
+        e, start = owner[i], i * tile
+        a = jax.lax.dynamic_slice_in_dim(rows, start, tile)
+        own = jax.tree.map(lambda leaf: leaf[e], w.experts)
+        return jax.lax.dynamic_update_slice_in_dim(out, feed_forward(own, c.each, a), start, 0)
+
+    out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros_like(rows))
+    return out[row][jnp.argsort(order)].reshape(*chosen.shape, -1)

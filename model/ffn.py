@@ -1,0 +1,65 @@
+"""Feed-forward layers, gated or plain, and their activations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .config import Dense
+from .layers import biased, einsum
+from .tree import Spec, pytree
+
+CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
+
+
+@pytree
+class FFN:
+    """Projections of a feed-forward layer; `gate` is None where it is plain."""
+
+    gate: Any  # [D,F]
+    up: Any  # [D,F]
+    down: Any  # [F,D]
+    gate_bias: Any = None  # [F]
+    up_bias: Any = None  # [F]
+    down_bias: Any = None  # [D]
+
+
+def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
+    """The parameters of one layer of `depth`."""
+
+    def bias(size: int, axis: str, here: bool = True) -> Spec | None:
+        return Spec((size,), (axis,), scale=0.0) if c.bias and here else None
+
+    F = c.size
+    return FFN(
+        gate=Spec((D, F), ("model", "ffn")) if c.gated else None,
+        up=Spec((D, F), ("model", "ffn")),
+        down=Spec((F, D), ("ffn", "model"), scale=0.02 / (2 * depth) ** 0.5),
+        gate_bias=bias(F, "ffn", c.gated),
+        up_bias=bias(F, "ffn"),
+        down_bias=bias(D, "model"),
+    )
+
+
+def activate(c: Dense, gate: Array | None, up: Array) -> Array:
+    """The inner values of a feed-forward layer: the activation of `gate` times `up`, or of `up` alone."""
+    kind = c.activation
+    if kind == "clamped_silu":  # gpt-oss
+        assert gate is not None and c.clamp is not None
+        gate, up = jnp.minimum(gate, c.clamp), jnp.clip(up, -c.clamp, c.clamp)
+        return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
+    inner = up if gate is None else gate
+    if kind == "silu":
+        inner = jax.nn.silu(inner)
+    elif kind == "relu":
+        inner = jax.nn.relu(inner)
+    else:
+        inner = jax.nn.gelu(inner, approximate=kind == "gelu_tanh")
+    return inner if gate is None else inner * up
+
+
+def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    gate = None if w.gate is None else biased(einsum("...d,df->...f", x, w.gate), w.gate_bias)
+    up = biased(einsum("...d,df->...f", x, w.up), w.up_bias)
+    return biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias)

@@ -1,0 +1,178 @@
+"""Weights in eight or four bits: a record that stands where an array stood, behind the same einsum.
+
+Only weights are quantised; activations keep their dtype. Codes are widened where they are multiplied, which XLA fuses into the
+product on accelerators. A scale that belongs to an output (or an input) multiplies the product (or the input) instead.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .layers import einsum, ragged_product
+
+Scheme = Literal["int8", "int4", "fp8", "fp4"]
+GROUPS = (
+    32,
+    16,
+    8,
+    4,
+    2,
+)  # numbers along the packed axis that share a four-bit scale: the largest that divides
+FP8_MAX, INT8_MAX = 448.0, 127.0
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "zeros"],
+    meta_fields=["scheme", "packed"],
+)
+@dataclass(frozen=True)
+class Quantised:
+    """A weight as codes and scales: each number is (code - zero) * scale.
+
+    `scales` has the weight's axes; an entry covers an equal block of each axis, all of it where its size is 1. In the
+    four-bit schemes a byte of `values` holds two neighbours along the axis `packed` (counted from the last, so that experts
+    may stand before it), the even one in the low bits: `int4` numbers 0..15 around `zeros`, or around 8 where that is None;
+    `fp4` floats of the OCP Microscaling format, e2m1.
+    """
+
+    values: Any  # int8, float8_e4m3fn or uint8
+    scales: Any  # of any float, float8_e8m0fnu included
+    zeros: Any = None  # int8 or uint8, in the shape of scales
+    scheme: Scheme = "int8"
+    packed: int = -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's, not that of its bytes."""
+        shape = list(self.values.shape)
+        if self.scheme in ("int4", "fp4"):
+            shape[self.packed] *= 2
+        return tuple(shape)
+
+    def einsum(self, equation: str, x: Array, dtype: Any = None) -> Array:
+        """The product of x and this weight, in x's dtype or another."""
+        dtype, (left, letters, out) = dtype or x.dtype, terms(equation)
+        scaled = {letter for letter, size in zip(letters, self.scales.shape, strict=True) if size > 1}
+        if scaled <= set(out):
+            product = einsum(equation, x, self.codes().astype(x.dtype), jnp.float32)
+            return (product * against(self.scales, letters, out, product.shape)).astype(dtype)
+        if scaled <= set(left):
+            x = (x.astype(jnp.float32) * against(self.scales, letters, left, x.shape)).astype(x.dtype)
+            return einsum(equation, x, self.codes().astype(x.dtype), dtype)
+        return einsum(equation, x, self.widened(x.dtype), dtype)
+
+    def ragged(
+        self, rows: Float[Array, "n D"], sizes: Int[Array, " E"], owner: Int[Array, " n"]
+    ) -> Float[Array, "n F"]:
+        """Products of consecutive rows with one expert's weights [D,F] each."""
+        if self.scales.shape[1] > 1:
+            return ragged_product(rows, self.widened(rows.dtype), sizes, owner)
+        product = ragged_product(rows, self.codes().astype(rows.dtype), sizes, owner)
+        scales = spread(self.scales[owner, 0].astype(jnp.float32), product.shape)
+        return (product.astype(jnp.float32) * scales).astype(rows.dtype)
+
+    def widened(self, dtype: Any) -> Array:
+        """The weight as an array."""
+        codes, scales = self.codes().astype(jnp.float32), self.scales.astype(jnp.float32)
+        return (codes * spread(scales, codes.shape)).astype(dtype)
+
+    def codes(self) -> Array:
+        """Codes less zeros, in the weight's shape."""
+        if self.scheme in ("int8", "fp8"):
+            if self.zeros is None:
+                return self.values
+            return self.values.astype(jnp.int16) - spread(self.zeros.astype(jnp.int16), self.values.shape)
+        nibbles = unpack(self.values, self.packed)
+        if self.scheme == "fp4":
+            return e2m1(nibbles)
+        zeros = jnp.int8(8) if self.zeros is None else spread(self.zeros.astype(jnp.int8), nibbles.shape)
+        return nibbles.astype(jnp.int8) - zeros
+
+
+def terms(equation: str) -> tuple[str, str, str]:
+    """The letters of both operands and of the product; "..." is left out, and stands first where it stands."""
+    operands, out = equation.replace("...", "").split("->")
+    left, right = operands.split(",")
+    return left, right, out
+
+
+def against(scales: Array, letters: str, target: str, shape: tuple[int, ...]) -> Array:
+    """Float32 scales with axes `letters` as they multiply an array of this shape whose last axes are `target`."""
+    shared = [letter for letter in target if letter in letters]
+    unit = tuple(i for i, letter in enumerate(letters) if letter not in target)
+    kept = [letter for letter in letters if letter in target]
+    turned = scales.squeeze(unit).transpose([kept.index(letter) for letter in shared])
+    sizes = dict(zip(shared, turned.shape, strict=True))
+    blocks = (1,) * (len(shape) - len(target)) + tuple(sizes.get(letter, 1) for letter in target)
+    whole = tuple(1 if n == 1 else size for n, size in zip(blocks, shape, strict=True))
+    return spread(turned.reshape(blocks).astype(jnp.float32), whole)
+
+
+def spread(blocks: Array, shape: tuple[int, ...]) -> Array:
+    """Each entry repeated over its block of an array of this shape."""
+    if blocks.shape == shape:
+        return blocks
+    pairs = [(n, size // n) for n, size in zip(blocks.shape, shape, strict=True)]
+    single = blocks.reshape([size for n, _ in pairs for size in (n, 1)])
+    return jnp.broadcast_to(single, [size for pair in pairs for size in pair]).reshape(shape)
+
+
+def unpack(pairs: Array, axis: int) -> Array:
+    """Two codes of four bits from each byte, neighbours along an axis."""
+    axis %= pairs.ndim
+    codes = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis + 1)
+    return codes.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])
+
+
+def pack(codes: Array, axis: int) -> Array:
+    """Codes 0..15, uint8, two to a byte."""
+    axis %= codes.ndim
+    even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in range(2))
+    return even | (odd << jnp.uint8(4))
+
+
+def e2m1(codes: Array) -> Array:
+    """Four-bit floats: a sign, two bits of exponent, one of mantissa; 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    size, exponent = codes & jnp.uint8(7), (codes & jnp.uint8(7)) >> jnp.uint8(1)
+    normal = ((size & jnp.uint8(1)) | jnp.uint8(2)) << (jnp.maximum(exponent, jnp.uint8(1)) - jnp.uint8(1))
+    halves = jnp.where(exponent == 0, size, normal).astype(jnp.float32)
+    return jnp.where(codes < 8, halves, -halves) * 0.5
+
+
+def quantised(weight: Array, contracted: tuple[int, ...], scheme: Scheme) -> Quantised | None:
+    """A weight in one of "int8", "int4" and "fp8", whose products sum over the axes `contracted` (counted from the last).
+
+    Eight-bit schemes have a scale per output channel, int4 one per group along the last of those axes, in bfloat16. Gives
+    None where int4 cannot pair the axis' numbers.
+    """
+    w, axis = weight.astype(jnp.float32), contracted[-1]
+    if scheme in ("int8", "fp8"):
+        top, dtype = (INT8_MAX, jnp.int8) if scheme == "int8" else (FP8_MAX, jnp.float8_e4m3fn)
+        scales = nonzero(jnp.max(jnp.abs(w), axis=contracted, keepdims=True) / top)
+        codes = jnp.clip(w / scales, -top, top)
+        return Quantised(
+            (jnp.round(codes) if scheme == "int8" else codes).astype(dtype), scales, scheme=scheme
+        )
+    group = next((g for g in GROUPS if w.shape[axis] % g == 0), None)
+    if group is None:
+        return None
+    scales = group_scales(w, axis % w.ndim, group)
+    codes = jnp.clip(jnp.round(w / spread(scales.astype(jnp.float32), w.shape)) + 8, 0, 15)
+    return Quantised(pack(codes.astype(jnp.uint8), axis), scales, None, "int4", axis)
+
+
+def nonzero(scales: Array) -> Array:
+    return jnp.where(scales == 0, 1, scales)
+
+
+def group_scales(w: Array, axis: int, group: int) -> Array:
+    """A bfloat16 scale for each group of numbers along an axis: its largest number, signed, becomes -8."""
+    shape = (*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
+    groups = w.reshape(shape)
+    low, high = groups.min(axis + 1), groups.max(axis + 1)
+    return nonzero(jnp.where(-low > high, low, high) / -8).astype(jnp.bfloat16)

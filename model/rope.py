@@ -1,0 +1,104 @@
+"""Rotary position embeddings and the ways to stretch them to contexts longer than those of the training."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864).
+
+    `linear` divides every frequency by `factor`; `llama3` (Llama 3.1) divides low frequencies only and blends the middle;
+    `yarn` (Peng et al., arXiv 2309.00071) blends between the dimensions that turn `beta_fast` and `beta_slow` times;
+    `longrope` (Ding et al., arXiv 2402.13753) divides each frequency by a factor of its own, one of `long_factors` where
+    the sequence is longer than `original_max_position`, else one of `short_factors`.
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole dimensions
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    scale: float = 1.0  # of cosine and sine: yarn's and longrope's attention factor
+    interleaved: bool = False  # a pair is two neighbours, not two halves
+
+    @property
+    def boundary(self) -> int | None:
+        """Tokens up to which a sequence has other frequencies than beyond, if any."""
+        return self.original_max_position if self.kind == "longrope" else None
+
+    def frequencies(self, H: int, long: bool = False) -> np.ndarray:
+        """Radians per position of each pair of H dimensions, float32 [H/2]."""
+        plain = (1.0 / self.theta ** (np.arange(0, H, 2, dtype=np.float32) / H)).astype(np.float32)
+        if self.kind == "default":
+            return plain
+        if self.kind == "longrope":
+            return (plain / np.array(self.long_factors if long else self.short_factors)).astype(np.float32)
+        keep = self._llama3(plain) if self.kind == "llama3" else self._yarn(H) if self.kind == "yarn" else 0.0
+        return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        """The share of each frequency that is kept: all of those that turn often within the original context."""
+        turns = self.original_max_position * plain / (2 * np.pi)
+        return np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+
+    def _yarn(self, H: int) -> np.ndarray:
+        def dimension(turns: float) -> float:
+            return (
+                H * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            )
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, H - 1)
+        ramp = (np.arange(H // 2, dtype=np.float32) - low) / (high - low or 0.001)
+        return 1 - np.clip(ramp, 0, 1)
+
+
+Turn = tuple[Array, Array]  # cosine and sine of every position's angles, float32 [B,T,1,H/2]
+
+
+def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None) -> Turn:
+    """How far to turn H dimensions at each position; `long` says which rows are beyond the rope's boundary."""
+    frequencies = jnp.asarray(rope.frequencies(H))[None, None, None, :]
+    if rope.boundary is not None and long is not None:
+        stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
+        frequencies = jnp.where(long[:, None, None, None], stretched, frequencies)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], turn: Turn, interleaved: bool = False
+) -> Float[Array, "B T heads H"]:
+    """Turn the first dimensions of each head by their position's angle, as many as `turn` has pairs for.
+
+    Pairs are (i, i + half), or neighbours where they are `interleaved`.
+    """
+    cos, sin = turn
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
+    if interleaved:
+        left, right = turned[..., 0::2], turned[..., 1::2]
+    else:
+        left, right = jnp.split(turned, 2, axis=-1)
+    pair = left * cos - right * sin, right * cos + left * sin
+    turned = jnp.stack(pair, -1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, -1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def beyond(rope: Rope | None, lengths: Int[Array, " B"]) -> Bool[Array, " B"] | None:
+    """Which rows of so many tokens are past the rope's boundary; None where it has none."""
+    return None if rope is None or rope.boundary is None else lengths > jnp.int32(rope.boundary)

@@ -1,0 +1,194 @@
+"""Rejection acceptance of guesses: other tokens than without guesses, drawn from exactly the same distribution.
+
+Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318) for one guess a position; where several stand for the
+same position each is tried in turn against what those before it left of the target (SpecInfer, Miao et al., arXiv
+2305.09781; recursive rejection sampling, Jeon et al., arXiv 2402.14160). The target is what `sample` draws from, after
+every sampling parameter; a greedy row's is its one token.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from ..model.tree import pytree
+from .sample import EDITS, Rows, Sampled, argmax, changed, is_drawn, narrowed, pairwise_sum, sample, scored
+from .state import MASKED, SamplingState
+
+# Independent random numbers of one position; `sample` draws from the position's own key.
+ACCEPT, RESAMPLE, DRAFT = 1, 2, 3
+
+
+@pytree
+class Guesses:
+    """What may stand at one position of each row: guesses in the order in which they are tried.
+
+    `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is drawn at random.
+    """
+
+    token: Array  # int32 [B,C]
+    real: Array  # bool [B,C], False where there is no guess
+    probs: Array | None = None  # float32 [B,C,V]
+
+
+# ---------------------------------------------------------------- the two rules
+
+
+class Rule(Protocol):
+    """What stands at a position of each row: Sampled [B] for logits [B,V], and which of its guesses that is (-1: none)."""
+
+    def __call__(
+        self, logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses
+    ) -> tuple[Sampled, Array]: ...
+
+
+def coupled(logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses):
+    """The token that is sampled without guesses; those of a tree are looked up."""
+    drawn = sample(logits, position, slot, live, state)
+    right = guesses.real & (guesses.token == drawn.token[:, None])
+    return drawn, first_of(right)
+
+
+def first_of(kept: Bool[Array, "B C"]) -> Int[Array, " B"]:
+    """Which guess is the first that was kept, -1 where none was."""
+    return jnp.where(jnp.any(kept, axis=1), jnp.argmax(kept, axis=1).astype(jnp.int32), -1)
+
+
+def rejection(
+    logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses
+):
+    """A guess or another token, distributed as the one that is sampled without guesses."""
+    p = target_probs(logits, position, slot, live, state)
+    token, kept = decide(p, guesses, state.knobs.seed[slot], position)
+    return scored(logits.astype(jnp.float32), token, live & (state.knobs.logprobs[slot] >= 0)), kept
+
+
+RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection}
+
+# ---------------------------------------------------------------- the target
+
+
+def target_probs(
+    logits: Float[Array, "B V"],
+    position: Int[Array, " B"],
+    slot: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    state: SamplingState,
+) -> Float[Array, "B V"]:
+    """The distribution of the token that `sample` gives for the same arguments; its bits do not depend on B."""
+    logits = logits.astype(jnp.float32)
+    rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
+    edited = changed(logits, rows, EDITS)
+    likeliest = jax.nn.one_hot(argmax(edited), logits.shape[1], dtype=jnp.float32)
+    drawn = is_drawn(rows)
+    return jax.lax.cond(
+        jnp.any(drawn),
+        lambda x, r: jnp.where(drawn[:, None], normalised(jnp.exp(narrowed(x, r))), likeliest),
+        lambda x, r: likeliest,
+        edited,
+        rows,
+    )
+
+
+def normalised(weight: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    return weight / pairwise_sum(weight)
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def acceptance(p: Float[Array, "B V"], q: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    """The probability of keeping a token that was drawn from q where p is wanted: min(1, p/q)."""
+    wanted, offered = (jnp.take_along_axis(x, token[:, None], axis=1)[:, 0] for x in (p, q))
+    return jnp.where(offered > wanted, wanted / jnp.maximum(offered, jnp.finfo(q.dtype).tiny), 1.0)
+
+
+def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """What is left to draw from after a rejection, norm(max(0, p - q)); p itself where rounding leaves nothing."""
+    rest = jnp.maximum(p - q, 0.0)
+    total = pairwise_sum(rest)
+    return jnp.where(total > 0, rest / jnp.maximum(total, jnp.finfo(p.dtype).tiny), p)
+
+
+def offered(guesses: Guesses, c: int, V: int) -> Float[Array, "B V"]:
+    """The distribution of guess c: its draft's, or all on the guess itself; nothing where there is no guess."""
+    if guesses.probs is None:
+        probs = jax.nn.one_hot(guesses.token[:, c], V, dtype=jnp.float32)
+    else:
+        probs = guesses.probs[:, c]
+    return jnp.where(guesses.real[:, c, None], probs, 0.0)
+
+
+def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B C"], Float[Array, "B V"]]:
+    """The probability of keeping each guess when those before it were not kept, and what to draw from when none was."""
+    keep = []
+    for c in range(guesses.token.shape[1]):
+        token, real, q = guesses.token[:, c], guesses.real[:, c], offered(guesses, c, p.shape[1])
+        keep.append(jnp.where(real, acceptance(p, q, token), 0.0))
+        p = jnp.where(real[:, None], residual(p, q), p)
+    return jnp.stack(keep, axis=1), p
+
+
+def decide(
+    p: Float[Array, "B V"], guesses: Guesses, seed: UInt[Array, " B"], position: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """A token of each row, distributed as p, and which of its guesses it is (-1: none was kept, or there was none).
+
+    (seed, position) alone decides the randomness; guesses must have been drawn independently of it, as `draw_guess` does.
+    """
+
+    def noise(seed: Array, position: Array) -> Array:
+        return jax.random.uniform(noise_key(seed, position, ACCEPT), guesses.token.shape[1:], jnp.float32)
+
+    keep, rest = trials(p, guesses)
+    which = first_of(jax.vmap(noise)(seed, position) < keep)
+    chosen = jnp.take_along_axis(guesses.token, jnp.maximum(which, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(which < 0, draw_probs(rest, seed, position, RESAMPLE), chosen), which
+
+
+# ---------------------------------------------------------------- draws
+
+
+def noise_key(seed: Array, position: Array, purpose: int) -> Array:
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+    return jax.random.fold_in(key, purpose)
+
+
+def draw_probs(
+    p: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"], purpose: int
+) -> Int[Array, " B"]:
+    """A token from each row's probabilities by the Gumbel-max trick."""
+
+    def noise(seed: Array, position: Array) -> Array:
+        return jax.random.gumbel(noise_key(seed, position, purpose), p.shape[1:], jnp.float32)
+
+    score = jnp.where(p > 0, jnp.log(p) + jax.vmap(noise)(seed, position), MASKED)
+    return argmax(score)
+
+
+def draw_guess(
+    q: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """A draft's guess for a position, independent of how `decide` judges it."""
+    return draw_probs(q, seed, position, DRAFT)
+
+
+def draw_distinct(
+    q: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"], count: int
+) -> Guesses:
+    """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
+    tokens, real, probs = [], [], []
+    for c in range(count):
+        tokens.append(draw_probs(q, seed, position, DRAFT + c))
+        real.append(jnp.any(q > 0, axis=1))
+        probs.append(q)
+        q = without(q, tokens[-1])
+    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
+
+
+def without(q: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
+    """A distribution after one token was taken out of it; all zeros where nothing is left."""
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    rest = q.at[row, token].set(0.0)
+    return rest / jnp.maximum(pairwise_sum(rest), jnp.finfo(q.dtype).tiny)

@@ -1,0 +1,66 @@
+"""Guesses from the request's own tokens: what followed the same few tokens the last time they appeared.
+
+Prompt lookup decoding (Saxena 2023, as in Transformers and vLLM): worth most where the output repeats the prompt, as
+summaries, answers from a text and edits of code do.
+"""
+
+from collections.abc import Hashable, Sequence
+
+WINDOW = 8192  # latest tokens of a request that are indexed: what bounds its memory
+
+
+class Lookup:
+    """One sequence, and where each of its runs of `low` to `high` tokens was last followed by something."""
+
+    def __init__(self, low: int, high: int, window: int = WINDOW):
+        self.low, self.high, self.window = low, high, window
+        self.tokens: list[int] = []
+        self.after: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence of a run
+
+    def append(self, token: int) -> None:
+        """One more token; the runs that end before it can be found from now on."""
+        place = len(self.tokens)
+        for run in self._runs(place):
+            self.after[run] = place
+        for run in self._runs(place - self.window):
+            if self.after.get(run) == place - self.window:
+                del self.after[run]
+        self.tokens.append(token)
+
+    def guess(self, k: int) -> list[int]:
+        """The k tokens after the latest earlier place of the longest run that ends the sequence."""
+        for run in self._runs(len(self.tokens)):
+            if run in self.after:
+                return self._copied(self.after[run], k)
+        return []
+
+    def _runs(self, end: int) -> list[tuple[int, ...]]:
+        """The runs that end before a place, the longest first."""
+        return [tuple(self.tokens[end - n : end]) for n in range(min(self.high, end), self.low - 1, -1)]
+
+    def _copied(self, start: int, k: int) -> list[int]:
+        """k tokens from a place on; past the end they repeat, as a loop would."""
+        period = len(self.tokens) - start
+        return [self.tokens[start + i % period] for i in range(k)]
+
+
+class NgramDrafter:
+    """Prompt lookup for every running request, in O(1) a token."""
+
+    def __init__(self, low: int, high: int, window: int = WINDOW):
+        self.low, self.high, self.window = low, high, window
+        self.requests: dict[Hashable, Lookup] = {}
+
+    def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
+        self.requests[request] = Lookup(self.low, self.high, self.window)
+        self.extend(request, prompt)
+
+    def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.requests[request].append(token)
+
+    def guess(self, request: Hashable, k: int) -> list[int]:
+        return self.requests[request].guess(k)
+
+    def end(self, request: Hashable) -> None:
+        self.requests.pop(request, None)
