@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -15,6 +15,11 @@ demo: $(VENV)/demo.stamp
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term
+
+# Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).
+# Flags go into BENCH, as in `make bench BENCH="--quick"`.
+bench: $(VENV)/demo.stamp
+	$(BIN)/python -m benchmarks $(BENCH)
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from ..model.attention import Attend, Reading
 from ..model.tree import pytree
+from .kernels import Pages, attend_with
 from .pages import BLOCK, Batch, KVCache, read_block, replace, running_softmax, stored
 
 
@@ -50,18 +51,21 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
         k = k.reshape(-1, n, *k.shape[2:])
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
 
+        def tail(pool: Array, new: Array) -> Array:
+            """Keys of each node's own path [B*n,D+1,K,H] of all nodes' [B,n,K,H]."""
+            return new[:, path].reshape(-1, path.shape[1], *new.shape[2:]).astype(pool.dtype)
+
         def laid_over(pool: Array, new: Array, j: Array) -> Array:
-            """Block j of every row, with its own path's keys [B,n,K,H] where they would be."""
+            """Block j of every row, with its own path's keys where they would be."""
             rows, at = (
                 read_block(pool, table, j),
                 j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None],
             )
             place = at - root[:, None]
             own = (place >= 0) & (place <= depth[:, None])
-            tail = new[:, path].reshape(-1, path.shape[1], *new.shape[2:]).astype(pool.dtype)  # [B*n,D+1,K,H]
             index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
-            tail = jnp.take_along_axis(tail, index, axis=1).transpose(2, 0, 1, 3)
-            return jnp.where(own[None, :, :, None], tail, rows)
+            laid = jnp.take_along_axis(tail(pool, new), index, axis=1).transpose(2, 0, 1, 3)
+            return jnp.where(own[None, :, :, None], laid, rows)
 
         def read(j: Array) -> tuple[Array, Array]:
             keys = laid_over(pools[0], k, j)
@@ -72,7 +76,11 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
             made = reading.expand(keys.transpose(1, 2, 0, 3))
             return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
 
-        out = running_softmax(q, batch, read, reading).astype(q.dtype)
+        def pages() -> Pages:
+            own = tail(pools[0], k), tail(pools[1], v), root  # type: ignore[arg-type]
+            return Pages(*pools, table, batch.start, batch.count, own)
+
+        out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
         return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out
 
     return attend

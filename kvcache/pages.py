@@ -16,8 +16,10 @@ from ..model.attention import MASKED, Attend, Reading, grouped
 from ..model.config import ModelConfig
 from ..model.layers import einsum
 from ..model.tree import pytree
+from .kernels import Pages, attend_with
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
+FEW = 16  # queries of a row that share a key head
 
 
 @pytree
@@ -128,7 +130,7 @@ def running_softmax(
         # pages before the window and a page's unwritten tail may hold anything
         written = (at >= low[:, None]) & (at < end[:, None])
         v = jnp.where(written[None, ..., None], v, 0)
-        scores = reading.scores(einsum("kbqh,kbsh->kbqs", q, k, jnp.float32))
+        scores = reading.scores(products(q, k))
         scores = jnp.where(reading.sees(pos[..., None], at[:, None])[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
@@ -142,6 +144,16 @@ def running_softmax(
     _, total, out = jax.lax.fori_loop(0, most, block, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
+
+
+def products(q: Array, k: Array) -> Array:
+    """Queries [K,B,Q,H] times keys [K,B,S,H] -> float32 [K,B,Q,S].
+
+    Of few queries a CPU makes keys times queries in half the time; the barrier keeps XLA from turning that round again.
+    """
+    if q.shape[2] > FEW:
+        return einsum("kbqh,kbsh->kbqs", q, k, jnp.float32)
+    return jax.lax.optimization_barrier(einsum("kbsh,kbqh->kbsq", k, q, jnp.float32)).swapaxes(2, 3)
 
 
 def before_any_key(reading: Reading, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
@@ -177,10 +189,13 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
         table = batch.page_tables[windows.index(reading.window)]
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
-        def read(j: Array) -> tuple[Array, Array]:
-            return read_keys(pools, table, j, reading)
+        def by_blocks(q: Array) -> Array:
+            return running_softmax(q, batch, lambda j: read_keys(pools, table, j, reading), reading)
 
-        out = running_softmax(q, batch, read, reading).astype(q.dtype)
+        def pages() -> Pages:
+            return Pages(*pools, table, batch.start, batch.count)
+
+        out = attend_with(q, pools, reading, pages, by_blocks)
         return KVCache(replace(cache.k, layer, keys), replace(cache.v, layer, values)), out
 
     return attend

@@ -27,7 +27,7 @@ from ..model.transformer import Decoder
 from ..model.tree import init
 from ..sampling.params import SamplingParams
 from .devices import default_device
-from .flags import positive
+from .flags import numbers, positive
 from .llm import LLM
 from .loading import DEMO, compute_dtype, keep_compiled, read_folder
 from .options import EngineOptions
@@ -146,7 +146,8 @@ def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterat
     for width in args.widths:
         for i, context in enumerate(args.contexts):
             row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
-            yield row if i else replace(row, host_gap=host_gap(model, width, context, args.repeats))
+            gap = host_gap(model, width, context, args.repeats) if args.host_gap and not i else None
+            yield replace(row, host_gap=gap)
 
 
 def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
@@ -214,10 +215,6 @@ MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "startup": bench_s
 # ---------------------------------------------------------------- the command
 
 
-def numbers(text: str) -> list[int]:
-    return [positive(word) for word in text.split(",")]
-
-
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to measure")
     group.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
@@ -225,16 +222,22 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(PRESETS), help="random weights of a well-known model's sizes"
     )
     group.add_argument(
-        "--widths", type=numbers, default=[1, 8, 32], help="rows of a decode (default: 1,8,32)"
+        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode (default: 1,8,32)"
     )
     group.add_argument(
-        "--contexts", type=numbers, default=[128, 512], help="tokens in the cache (default: 128,512)"
+        "--contexts", type=numbers, default=(128, 512), help="tokens in the cache (default: 128,512)"
     )
     group.add_argument(
-        "--lengths", type=numbers, default=[64, 128, 256, 512], help="prompts (default: 64,128,256,512)"
+        "--lengths", type=numbers, default=(64, 128, 256, 512), help="prompts (default: 64,128,256,512)"
     )
     group.add_argument(
         "--repeats", type=positive, default=16, help="calls in a row, five times over (default: 16)"
+    )
+    group.add_argument(
+        "--host-gap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the engine too, at the first context",
     )
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
 

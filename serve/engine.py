@@ -16,6 +16,7 @@ from ..sampling.state import dense_bias, needs_history
 from .ahead import Guided, target_of
 from .classes import Classes
 from .meter import Compilations, Meter
+from .outputs import Pass
 from .programs import Arguments, Programs, Shape, fill
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
@@ -160,7 +161,7 @@ class Engine:
 
     def _settle(self) -> list[Request]:
         flight, self._flight = self._flight, []
-        return self._commit(flight)
+        return self._commit(flight, waited=True)
 
     def _dispatch(self, plan: Plan) -> list[Ran]:
         for request in plan.seats:
@@ -187,7 +188,7 @@ class Engine:
             batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
-        self.meter.ran(shape, sum(w.count for w in works))
+        self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
@@ -213,11 +214,15 @@ class Engine:
         self._state = replace(self._state, slots=slots)
         self.meter.admitted(request)
 
-    def _commit(self, flight: list[Ran]) -> list[Request]:
-        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released."""
+    def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
+        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released.
+
+        `waited` says that the next step is not on its way yet.
+        """
         touched = []
         for ran in flight:
             tokens = np.asarray(ran.output.sampled.token)
+            self.meter.took()
             for row, work in enumerate(ran.rows):
                 if work.request.finished:
                     continue  # aborted, or stopped by its text, while this step was on its way
@@ -226,7 +231,8 @@ class Engine:
                     touched.append(work.request)
         if self.speculation is not None and flight:
             prompts = any(ran.shape.phase == "prefill" for ran in flight)
-            self.speculation.committed(None if prompts else [work for ran in flight for work in ran.rows])
+            works = None if prompts else [work for ran in flight for work in ran.rows]
+            self.speculation.committed(works, waited)
         return touched
 
     def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> bool:
@@ -243,6 +249,7 @@ class Engine:
                 break
         if self.speculation is not None and len(emitted):
             self.speculation.grew(request, request.tokens[known:])
+            request.passes.append(Pass(work.guesses, len(request.tokens) - known))
             if ran.shape.phase != "prefill":
                 self.speculation.judged(len(work.guesses), len(emitted))
         if self.classes.joined and len(request.tokens) <= request.reach:
@@ -262,6 +269,7 @@ class Engine:
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
         self._flight = []
+        self.meter.lost()
         for request in list(self.scheduler.running.values()):
             if request.finished:
                 self.scheduler.release(request)

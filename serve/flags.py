@@ -27,13 +27,15 @@ def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = (
 
 
 def reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type: lists by repeating the flag, mappings as JSON, `none` where it is allowed."""
+    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings as JSON, `none` where it is allowed."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
     if bool in origins:
         return {"action": argparse.BooleanOptionalAction}
     if Mapping in origins:
         return {"type": json_object, "metavar": "JSON"}
+    if tuple in origins:
+        return {"type": numbers, "metavar": "INT,INT,..."}
     if Sequence in origins:
         item = int if Sequence[int] in kinds else str
         return {"action": "append", "type": item, "metavar": f"{item.__name__.upper()} (repeatable)"}
@@ -61,6 +63,13 @@ def positive(text: str) -> int:
 
 
 positive.__name__ = "positive integer"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive(word) for word in text.split(","))
+
+
+numbers.__name__ = "positive integers"
 
 
 def json_object(text: str) -> dict[str, Any]:

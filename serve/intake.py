@@ -175,6 +175,7 @@ class Intake:
             else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            passes=list(request.passes) or None,
         )
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:

@@ -17,6 +17,7 @@ from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
 from .chat import Message, apply_chat
 from .engine import Engine
+from .explain import explain
 from .hostmemory import give_back
 from .intake import Intake, Prompt, is_one_prompt, params_for
 from .interrupt import uninterrupted
@@ -280,6 +281,10 @@ class LLM:
     def report(self) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations."""
         return self._open_engine().report()
+
+    def explain(self) -> str:
+        """A table of the programs that ran: operations, bytes, the floor of their time on this device, and measured medians."""
+        return explain(self._open_engine())
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer

@@ -129,6 +129,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
         options.reproducible,
         options.guesses,
         options.nodes,
+        options.prefill_buckets,
     )
     config, beside = config.within(sizes.max_model_len), beside.within(sizes.max_model_len)
     steps = beside.phases(config, options.speculation)

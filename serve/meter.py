@@ -1,7 +1,9 @@
 """What an engine did: counts and times, as a report for people and for machines."""
 
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from .outputs import RequestMetrics
 from .programs import Shape
 from .request import Request
 
+SPANS = 256  # of each shape, the last so many are kept
+
 
 @dataclass
 class Meter:
@@ -24,6 +28,10 @@ class Meter:
     computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
     padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
     steps: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
+    spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
+    flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
+    arrived: float = 0.0  # when the last results did
     metrics: list[RequestMetrics] = field(default_factory=list)
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -40,10 +48,28 @@ class Meter:
         finally:
             self.seconds += time.monotonic() - begin
 
-    def ran(self, shape: Shape, tokens: int) -> None:
+    def ran(self, shape: Shape, tokens: int, cached: int) -> None:
+        """A step is dispatched, with so many real tokens and so many that its rows have in the cache."""
+        name = str(shape)
         self.computed[shape.phase] += tokens
         self.padded[shape.phase] += shape.rows * shape.tokens - tokens
-        self.steps[str(shape)] = self.steps.get(str(shape), 0) + 1
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.cached[name] = self.cached.get(name, 0) + cached
+        self.flight.append((name, time.perf_counter()))
+
+    def took(self) -> None:
+        """The oldest step's results are here: it took the time since they could begin, behind those of the one before."""
+        (name, begun), now = self.flight.popleft(), time.perf_counter()
+        self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
+        self.arrived = now
+
+    def seconds_of(self, shape: Shape) -> float:
+        """The median of a shape's last spans."""
+        return statistics.median(self.spans[str(shape)])
+
+    def lost(self) -> None:
+        """Steps that are on their way will not arrive."""
+        self.flight.clear()
 
     def planned(self, tables: PageTables) -> None:
         self.occupancy = max(self.occupancy, tables.occupancy)
@@ -83,6 +109,7 @@ class Meter:
             "peak_cache_occupancy": self.occupancy,
             "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
             "steps": dict(sorted(self.steps.items())),
+            "step_seconds": {name: statistics.median(spans) for name, spans in sorted(self.spans.items())},
             "finish_reasons": self.finish_reasons,
         }
 

@@ -8,7 +8,12 @@ from typing import Any
 from .speculative import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
+EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def knob(default: Any, help: str) -> Any:
@@ -25,6 +30,9 @@ class EngineOptions:
     max_num_seqs: int = knob(32, "requests that run at the same time")
     max_prefill_tokens: int = knob(
         512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
+    )
+    prefill_buckets: tuple[int, ...] | None = knob(
+        None, "lengths that chunks are padded to, such as 64,192,512; default: powers of two from 64 on"
     )
     max_batched_token_mem: int | None = knob(
         None, "tokens that the KV cache holds; default: what the memory allows"
@@ -60,6 +68,7 @@ class EngineOptions:
                 f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
                 "weights as the checkpoint stores them"
             )
+        self._check_buckets()
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
         if self.guesses and self.decode_steps > 1:
@@ -69,6 +78,17 @@ class EngineOptions:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
+            )
+
+    def _check_buckets(self) -> None:
+        edges, last = self.prefill_buckets, round_up(self.max_prefill_tokens, SMALLEST_CHUNK)
+        if edges is None:
+            return
+        rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
+        if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
+            raise ValueError(
+                f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, of which the last is {last}, "
+                f"max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
             )
 
     @cached_property

@@ -1,6 +1,7 @@
 """What a caller gets back; names and meaning are those of vLLM's offline API."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class RequestMetrics:
     preemptions: int = 0
 
 
+class Pass(NamedTuple):
+    """A step of one request: the guesses that it verified, below zero where the device made them, and the tokens that it gave."""
+
+    guesses: tuple[int, ...]
+    tokens: int
+
+    @property
+    def accepted(self) -> int:
+        return min(self.tokens - 1, len(self.guesses))
+
+
 @dataclass
 class CompletionOutput:
     """One of a request's `n` continuations."""
@@ -38,6 +50,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
+    passes: list[Pass] | None = None  # with speculation, in the order of their tokens
 
     def finished(self) -> bool:
         return self.finish_reason is not None

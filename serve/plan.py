@@ -4,7 +4,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import abstract, is_spec
 from .facts import Facts, facts
 from .loading import DEMO, compute_dtype, keep_compiled, read_shapes
+from .measured import measure
 from .options import EngineOptions
 from .presets import PRESETS
-from .programs import Arguments, Shape, Sizes, arguments_like, lower
-from .roofline import Work, work
+from .programs import Arguments, Programs, Shape, Sizes, arguments_like, lower
+from .roofline import Work, pools, work
 from .shapes import table
 from .sizing import choose_sizes, scratch_bytes, widened_bytes
-from .targets import Target, find_target, here
+from .targets import Target, described, find_target, here
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,23 @@ class Job:
     @property
     def shapes(self) -> list[Shape]:
         o, chunk = self.options, min(self.options.max_prefill_tokens, self.sizes.max_model_len)
-        return table(self.sizes.max_num_seqs, chunk, o.decode_steps, o.reproducible, o.guesses, o.nodes)
+        seats, guesses = self.sizes.max_num_seqs, (o.guesses, o.nodes)
+        return table(seats, chunk, o.decode_steps, o.reproducible, *guesses, o.prefill_buckets)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else estimated)."""
+    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else estimated).
+
+    `peak` is what running it took, where that was measured.
+    """
 
     weights: int
     cache: int
     slots: int
     temporaries: int
     limit: int | None
+    peak: int | None = None
 
     @property
     def total(self) -> int:
@@ -68,13 +74,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Row:
-    """A shape's work on each device, its floor in seconds where the peaks are known, and what XLA made of it."""
+    """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and measured seconds."""
 
     shape: Shape
     work: Work
     floor: float | None
     bound: str | None
     facts: Facts | None
+    seconds: float | None = None
+
+    @property
+    def excess(self) -> float | None:
+        """Bytes that the program touches over those it must."""
+        return self.facts.bytes / self.work.bytes if self.facts else None
 
 
 # ---------------------------------------------------------------- planning
@@ -131,31 +143,42 @@ def abstract_params(
 
 def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
     """One program, ahead of time, for the job's target."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), described(job.target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         return lower(shape, job.config, arguments, job.sizes).compile()
 
 
 def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Row]:
     """A row for each shape of the table; those of `compiled` with what XLA made of them."""
-    chosen, peaks, n = set(compiled), job.target.peaks, len(job.target.devices)
-    rows = []
-    for shape in job.shapes:
-        whole = work(shape, job.config, job.dtype, job.context, arguments.params)
-        share = Work(whole.flops / n, whole.bytes / n)
-        at_most = (peaks.flops(job.dtype), peaks.bandwidth) if peaks else None
-        found = facts(compile_for(job, shape, arguments)) if shape in chosen else None
-        rows.append(
-            Row(
-                shape,
-                share,
-                share.floor(*at_most) if at_most else None,
-                share.bound(*at_most) if at_most else None,
-                found,
-            )
-        )
-    return rows
+    chosen = set(compiled)
+    return [make_row(job, arguments, shape, shape in chosen) for shape in job.shapes]
+
+
+def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True) -> Row:
+    """One shape's figures, for one of the target's devices."""
+    n = len(job.target.devices)
+    context = 0 if shape.phase == "prefill" else job.context
+    whole = work(shape, job.config, job.dtype, context, arguments.params)
+    found = facts_of(job, arguments, shape, context) if compiled else None
+    return floored(
+        Row(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
+    )
+
+
+def floored(row: Row, target: Target, dtype: Any) -> Row:
+    """The row with its floor, where the target's peaks are known."""
+    if target.peaks is None:
+        return row
+    at_most = target.peaks.flops(dtype), target.peaks.bandwidth
+    return replace(row, floor=row.work.floor(*at_most), bound=row.work.bound(*at_most))
+
+
+def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Facts:
+    """What XLA makes of a shape whose rows have so many tokens in the cache."""
+    read = pools(shape, job.config, arguments.cache, context)
+    return facts(compile_for(job, shape, arguments), read, steps=shape.tokens)
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
@@ -176,12 +199,26 @@ def memory_of(job: Job, arguments: Arguments, rows: list[Row]) -> Memory:
     )
 
 
+def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Row]) -> tuple[Memory, list[Row]]:
+    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all alike."""
+    shapes = [row.shape for row in rows if row.facts]
+    if not shapes:
+        return memory, rows
+    programs = Programs(job.config, arguments.params, job.sizes, shapes)
+    longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
+    found = measure(programs, arguments, min(job.context, job.sizes.max_model_len - longest))
+    timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
+    return replace(memory, peak=found.peak), timed
+
+
 # ---------------------------------------------------------------- showing
 
 
 def render(job: Job, memory: Memory, rows: list[Row]) -> str:
     """The plan as text."""
-    return "\n\n".join([head(job), render_memory(job, memory), render_rows(job, rows), *render_facts(rows)])
+    return "\n\n".join(
+        [head(job), render_memory(job, memory), render_rows(job, rows), *render_facts(job, rows)]
+    )
 
 
 def head(job: Job) -> str:
@@ -195,7 +232,9 @@ def head(job: Job) -> str:
 
 
 def render_memory(job: Job, memory: Memory) -> str:
-    parts = {k: v for k, v in asdict(memory).items() if k != "limit"} | {"total": memory.total}
+    parts = {k: v for k, v in asdict(memory).items() if k not in ("limit", "peak")} | {"total": memory.total}
+    if memory.peak is not None:
+        parts["measured"] = memory.peak
     lines = [f"{name:<12}{size / 2**20:>12.1f} MiB" for name, size in parts.items()]
     if memory.limit is not None:
         allowed = memory.limit * job.options.gpu_memory_utilization
@@ -207,23 +246,13 @@ def render_memory(job: Job, memory: Memory) -> str:
 
 
 def render_rows(job: Job, rows: list[Row]) -> str:
-    """The roofline. Operations and bytes are counted analytically; temporaries are XLA's."""
-    peaks = job.target.peaks
-    lines = [
-        f"{'program':<18}{'GFLOP':>10}{'MB':>10}{'FLOP/B':>9}{'floor ms':>10}  {'bound':<8}{'temporaries MiB':>15}"
-    ]
-    for row in rows:
-        w, f = row.work, row.facts
-        floor = "-" if row.floor is None else f"{row.floor * 1e3:.3f}"
-        scratch = "-" if f is None else f"{f.temporaries / 2**20:.1f}"
-        numbers = f"{w.flops / 1e9:>10.2f}{w.bytes / 1e6:>10.1f}{w.intensity:>9.1f}{floor:>10}"
-        lines.append(f"{row.shape!s:<18}{numbers}  {row.bound or '-':<8}{scratch:>15}")
-    lines.append(
-        f"counted analytically: each row of a decode has {job.context} tokens in the cache, a prefill none"
-    )
+    """The roofline, and what it was made from."""
+    lines = render_table(rows)
+    lines.append(f"each row of a decode has {job.context} tokens in the cache, a prefill none")
+    lines.append("touched: by XLA's optimised program for greedy requests, loops as often as they run")
     if len(job.target.devices) > 1:
         lines.append("what goes over the links between devices is not in the floors")
-    if peaks:
+    if peaks := job.target.peaks:
         rates = (
             f"{peaks.flops(job.dtype) / 1e12:.4g} TFLOP/s in {job.dtype}, {peaks.bandwidth / 1e9:.5g} GB/s"
         )
@@ -231,16 +260,45 @@ def render_rows(job: Job, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def render_facts(rows: list[Row]) -> list[str]:
-    return [f"{row.shape}, compiled:\n{render_fact(row.facts)}" for row in rows if row.facts]
+def render_table(rows: list[Row]) -> list[str]:
+    """A line for each program. Operations and the floor's bytes are counted analytically, the program's in XLA's module."""
+    heads = ("GFLOP", 9), ("least MB", 10), ("touched MB", 11), ("ratio", 6), ("FLOP/B", 8), ("floor ms", 10)
+    head = f"{'program':<18}" + "".join(f"{name:>{width}}" for name, width in heads)
+    head += f"  {'bound':<8}{'measured ms':>11}{'ratio':>7}{'temporaries MiB':>17}"
+    return [head, *map(render_row, rows)]
 
 
-def render_fact(f: Facts) -> str:
+def render_row(row: Row) -> str:
+    w, f, over = row.work, row.facts, row.seconds and row.floor and row.seconds / row.floor
+    parts = (
+        f"{row.shape!s:<18}{w.flops / 1e9:>9.2f}{w.bytes / 1e6:>10.1f}",
+        f"{or_dash(f and f.bytes / 1e6, '.1f'):>11}{or_dash(row.excess, '.2f'):>6}{w.intensity:>8.1f}",
+        f"{or_dash(row.floor and row.floor * 1e3, '.3f'):>10}  {row.bound or '-':<8}",
+        f"{or_dash(row.seconds and row.seconds * 1e3, '.2f'):>11}{or_dash(over, '.2f'):>7}",
+        f"{or_dash(f and f.temporaries / 2**20, '.1f'):>17}",
+    )
+    return "".join(parts)
+
+
+def or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def render_facts(job: Job, rows: list[Row]) -> list[str]:
+    link = job.target.peaks.link if job.target.peaks else 0.0
+    return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
+
+
+def render_fact(f: Facts, link: float) -> str:
     lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
+    lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]
     lines += [
         f"  {m.times} x {m.instruction} writes {m.buffer}, {m.bytes / 2**20:.1f} MiB" for m in f.moved[:8]
     ]
-    lines += [f"  {n} x {kind}, {size / 2**20:.2f} MiB in all" for kind, (n, size) in f.collectives.items()]
+    for kind, c in f.collectives.items():
+        time = f", {c.sent / link * 1e3:.3f} ms at {link / 1e9:.0f} GB/s" if link else ""
+        sent = f"each device sends {c.sent / 2**20:.2f} MiB over its links{time}"
+        lines.append(f"  {c.calls} x {kind}, {c.bytes / 2**20:.2f} MiB in all: {sent}")
     return "\n".join(lines)
 
 
@@ -281,7 +339,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--compile", choices=("main", "all", "none"), default="main",
         help="which programs to compile: the largest prefill and the widest decode (default), all, or none",
     )  # fmt: skip
-    parser.add_argument("--measure", action="store_true", help="measure this machine's peaks, for the floors")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the compiled programs on this machine: its peaks, their times and memory",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -291,7 +353,7 @@ def run_plan(args: argparse.Namespace, options: EngineOptions) -> int:
         raise ValueError("--measure is for this machine: it cannot go with --target")
     if not args.target:
         keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
-    target = find_target(args.target) if args.target else here(args.measure)
+    target = find_target(args.target) if args.target else here()
     job = plan_job(args.model, args.shape, args.dtype, options, target, args.context)
     arguments, choices = (
         abstract_arguments(job),
@@ -299,5 +361,9 @@ def run_plan(args: argparse.Namespace, options: EngineOptions) -> int:
     )
     rows = make_rows(job, arguments, choices[args.compile])
     memory = memory_of(job, arguments, rows)
+    if args.measure:
+        memory, rows = measured(job, arguments, memory, rows)
+        job = replace(job, target=here(measure=True))  # last: its arrays must not count as the plan's memory
+        rows = [floored(row, job.target, job.dtype) for row in rows]
     print(as_json(job, memory, rows) if args.json else render(job, memory, rows))
     return 0

@@ -49,6 +49,11 @@ def render(report: Mapping[str, Any]) -> str:
             f"guesses      {guesses['accepted']} of {guesses['drafted']} accepted ({share:.1%}), "
             f"{guesses['tokens_per_pass']:.2f} tokens a pass of a row"
         )
+    shapes = [f"{name} {r['steps'][name]} x {span(took)}" for name, took in r["step_seconds"].items()]
+    if shapes:
+        lines.append(
+            f"steps        {', '.join(shapes)} (medians, from dispatch or the last results to its own)"
+        )
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..sampling.params import SamplingParams
-from .outputs import RequestMetrics
+from .outputs import Pass, RequestMetrics
 from .text import Detokenizer
 
 
@@ -64,6 +64,7 @@ class Request:
     preemptions: int = 0
     scores: ScoreLog = field(default_factory=ScoreLog)
     prompt_scores: ScoreLog = field(default_factory=ScoreLog)
+    passes: list[Pass] = field(default_factory=list)  # kept with speculation only
     clock: Clock = field(default_factory=Clock)
     finish_reason: str | None = None
     stop_reason: int | str | None = None

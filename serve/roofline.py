@@ -11,9 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..kvcache.pages import BLOCK, KVCache
 from ..model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
+from ..model.sharding import device_bytes
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import abstract, nbytes, paths
+from .hlo import Pool
 from .programs import Shape
 from .sizing import head_sizes
 
@@ -40,7 +43,7 @@ class Work:
 
 
 def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None) -> Work:
-    """One dispatch of a program: every row of a decode or verify has `context` tokens in the cache, a prefill has none.
+    """One dispatch of a program whose every row has `context` tokens in the cache.
 
     `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
     """
@@ -49,8 +52,28 @@ def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: De
     if shape.phase == "decode":
         one = step_work(config, params, rows=B, tokens=1, context=context, sampled=1)
         return Work(T * one.flops, T * one.bytes)
-    past, sampled = (0, 1) if shape.phase == "prefill" else (context, T)
-    return step_work(config, params, rows=B, tokens=T, context=past, sampled=sampled)
+    sampled = 1 if shape.phase == "prefill" else T
+    return step_work(config, params, rows=B, tokens=T, context=context, sampled=sampled)
+
+
+def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tuple[Pool, ...]:
+    """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
+    tokens = 1 if shape.phase == "decode" else shape.tokens
+
+    def pool(kind: LayerKind, buffer: Any) -> Pool:
+        _, pages, width, _ = buffer.shape
+        own = device_bytes(buffer)
+        live = min(shape.rows * (seen(kind, context) + tokens) / (pages * width), 1)
+        window = kind.mixer.window
+        first = 0 if window is None else max(context - window + 1, 0) // BLOCK
+        return Pool(own, round(own * live), -(-(context + tokens) // BLOCK) - first)
+
+    return tuple(
+        pool(kind, buffer)
+        for buffers in (cache.k, cache.v)
+        for kind, buffer in zip(config.layers, buffers, strict=True)
+        if buffer is not None
+    )
 
 
 def step_work(

@@ -1,10 +1,10 @@
 """Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a piece of work."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from .options import SMALLEST_CHUNK, round_up
 from .programs import Shape
 
-SMALLEST_CHUNK = 64
 SMALLEST_WIDTH = 8
 WIDEST = 4  # tokens of a verification for each seat
 
@@ -25,12 +25,17 @@ def table(
     reproducible: bool,
     guesses: int = 0,
     nodes: int = 0,
+    prefill_buckets: Sequence[int] | None = None,
 ) -> list[Shape]:
     """All shapes of an engine that verifies so many guesses of a row at most, which are a path in a tree of `nodes` if that is given.
 
-    Without the reproducibility contract prompts may share a prefill and decode may be narrow.
+    A prefill of SMALLEST_CHUNK is always one: the bits of all others are compared with its. Without the reproducibility
+    contract prompts may share a prefill and decode may be narrow.
     """
-    chunks = doublings(SMALLEST_CHUNK, round_up(max_prefill_tokens, SMALLEST_CHUNK))
+    longest = round_up(max_prefill_tokens, SMALLEST_CHUNK)
+    chunks = doublings(SMALLEST_CHUNK, longest)
+    if prefill_buckets is not None:
+        chunks = sorted({SMALLEST_CHUNK, longest, *(edge for edge in prefill_buckets if edge < longest)})
     widths = doublings(SMALLEST_WIDTH, round_up(max_num_seqs, SMALLEST_WIDTH))
     steps = sorted({1, decode_steps})
     prefill = [Shape("prefill", 1, chunk) for chunk in chunks]
@@ -59,10 +64,6 @@ def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -
         last = max(first, min(seats, WIDEST * seats // (nodes or tokens)))
         found += [Shape("verify", rows, tokens) for rows in doublings(first, last)]
     return found
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def smallest(shapes: Iterable[Shape], rows: int, tokens: int) -> Shape:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .controller import PATIENCE, Controller
+from .controller import Controller
 from .draft import Drafter
 from .request import Request
 from .scheduler import Work
@@ -24,23 +24,17 @@ class Speculation:
         )
         self.sizes = sorted({rows for rows, _ in seconds or ()})
         self.following: set[Request] = set()
-        self.asleep, self.size = 0, 0  # steps to go without guesses, and for which number of rows
-        self.last_commit: float | None = None
+        self.last: tuple[float, bool] | None = (
+            None  # when the last step was taken in, and whether the next had waited for it
+        )
         self.passes = self.emitted = self.drafted = 0
         self.tried, self.right = [0] * k, [0] * k
 
     # ------------------------------------------------------------ guesses
 
     def wanted(self, rows: int) -> bool:
-        """Whether the next step of so many rows may verify guesses, for which the last step's tokens must be known.
-
-        Where guesses have just been found not to pay, a few steps go without them, and overlap again.
-        """
-        if rows == 0 or self.controller is None or not self.asleep or self._size(rows) != self.size:
-            return rows > 0
-        self.asleep -= 1
-        self.controller.passed(self.size)
-        return False
+        """Whether the next step of so many rows may verify guesses, for which the last step's tokens must be known."""
+        return rows > 0 and (self.controller is None or self.controller.asks(self._size(rows)))
 
     def guess(self, works: Sequence[Work]) -> list[list[int]]:
         """Guesses for each row of a step; none for one that feeds what it had generated before a preemption."""
@@ -59,12 +53,9 @@ class Speculation:
         return self.drafter.guess(request, min(self.k, request.reach - 2 - work.start))
 
     def _chosen(self, offered: list[int]) -> int:
-        if self.controller is None:
+        if self.controller is None or not offered:
             return self.k
-        self.size = self._size(len(offered))
-        k = self.controller.choose(self.size, offered)
-        self.asleep = PATIENCE if k == 0 and any(offered) else 0
-        return k
+        return self.controller.choose(self._size(len(offered)), offered)
 
     def _size(self, rows: int) -> int:
         return next((size for size in self.sizes if size >= rows), self.sizes[-1])
@@ -95,14 +86,18 @@ class Speculation:
             self.following.remove(request)
             self.drafter.end(request)
 
-    def committed(self, works: Sequence[Work] | None) -> None:
-        """The results of a step with these rows are here; None where it did something else too, or nothing."""
-        now, before = time.perf_counter(), self.last_commit
-        self.last_commit = now if works is not None else None
-        if works and before is not None and self.controller is not None:
+    def committed(self, works: Sequence[Work] | None, waited: bool = False) -> None:
+        """The results of a step with these rows are here; None where it did something else too, or nothing.
+
+        `waited` says that the next step is planned after them. A step planned so is timed from there to its own results; of
+        others those between two that overlapped.
+        """
+        now, before = time.perf_counter(), self.last
+        self.last = (now, waited) if works is not None else None
+        if works and before is not None and self.controller is not None and (before[1] or not waited):
             k = max(len(work.guesses) for work in works)
-            k = next(n for n in self.controller.ks if n >= k)
-            self.controller.timed(self._size(len(works)), k, now - before)
+            k = next(n for n in self.controller.ks if n >= k) if before[1] else None
+            self.controller.timed(self._size(len(works)), k, now - before[0])
 
     def report(self) -> dict[str, Any]:
         """Guesses verified and accepted, the share accepted of those judged at each place, tokens that a row's pass gave."""

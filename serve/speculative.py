@@ -43,10 +43,10 @@ class SpeculativeConfig:
     )
     model: str | None = choice(None, WITH_MODEL, "folder of the draft model or of the heads")
     prompt_lookup_max: int | None = choice(
-        None, ("ngram",), "longest run of tokens that is looked up; default 5"
+        None, ("ngram",), "longest run of tokens that is looked up; default 3"
     )
     prompt_lookup_min: int | None = choice(
-        None, ("ngram",), "shortest one; default as the longest, or 2 without either"
+        None, ("ngram",), "shortest one; default as the longest, or 1 without either"
     )
     suffix_decoding_max_tree_depth: int = choice(24, ("suffix",), "longest match that is compared")
     suffix_decoding_max_cached_tokens: int = choice(
@@ -110,7 +110,7 @@ def typed(key: str, value: Any, kind: Any) -> Any:
 def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
     """Both ends where one or none is given: as in vLLM one stands for the other."""
     if shortest is None and longest is None:
-        shortest, longest = 2, 5
+        shortest, longest = 1, 3
     longest = shortest if longest is None else longest
     return {"prompt_lookup_min": longest if shortest is None else shortest, "prompt_lookup_max": longest}  # type: ignore[dict-item]
 

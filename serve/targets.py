@@ -6,12 +6,14 @@ What it cannot say is how long a program takes; the peaks are the vendors' (dens
 import os
 import re
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from .devices import default_device, has_accelerator, memory_limit
 
@@ -108,6 +110,15 @@ def here(measure: bool = False) -> Target:
     kind = next((ours for theirs, ours in KINDS.items() if theirs in device.device_kind), None)
     peaks = measured_peaks() if measure else {**GPUS, **TPUS}.get(kind or "")
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
+
+
+def described(target: Target) -> AbstractContextManager[Any]:
+    """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own what it is."""
+    device = target.devices[0]
+    if device.platform != "gpu" or device.device_kind:
+        return nullcontext()
+    hopper = AbstractDevice("NVIDIA H200", device.core_count, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=hopper))
 
 
 def gpu_target(name: str, kind: str, count: int) -> Target:

@@ -1,7 +1,7 @@
 """Strict numerics for every test, models to run, and the oracle that has no cache."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,8 @@ XLA_CACHE = ROOT / ".pytest_cache" / "xla"
 # Set for the tests' subprocesses too: the same small programs are compiled again and again otherwise.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Most of the suite's time was LLVM's: tests of bits and of compiled programs ask for it (see `optimisations`), no others.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,18 @@ RANDOM = {
         ),
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles the programs of a module that is marked `as_served` as users' are."""
+    if request.node.get_closest_marker("as_served") is None:
+        yield
+        return
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @dataclass(frozen=True)

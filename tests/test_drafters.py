@@ -220,7 +220,7 @@ def test_configurations_as_vllm_writes_them():
     assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max, ngram.num_speculative_tokens) == (4, 4, 5)
     assert read({"method": "ngram", "prompt_lookup_min": 3}).prompt_lookup_max == 3
     free = read({"method": "ngram"})
-    assert (free.prompt_lookup_min, free.prompt_lookup_max) == (2, 5)
+    assert (free.prompt_lookup_min, free.prompt_lookup_max) == (1, 3)
     assert read({"model": "a/folder", "num_speculative_tokens": 3}).method == "draft_model"
     tree = read(json.loads('{"method": "tree", "model": "m", "speculative_token_tree": [[0], [1], [0, 0]]}'))
     assert tree.speculative_token_tree == ((0,), (1,), (0, 0))

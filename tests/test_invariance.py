@@ -10,6 +10,8 @@ from duetto.serve.ngram import NgramDrafter
 from duetto.serve.request import Request
 from duetto.serve.suffix import SuffixDrafter
 
+pytestmark = pytest.mark.as_served
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)
 PENALISED = SamplingParams(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs"]
+NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation"]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, nbytes
+from duetto.sampling.params import SamplingParams
 from duetto.serve.cli import main
 from duetto.serve.devices import memory_limit
+from duetto.serve.llm import LLM
+from duetto.serve.measured import STATUS
 from duetto.serve.options import EngineOptions
 from duetto.serve.plan import (
     Job,
@@ -24,9 +29,12 @@ from duetto.serve.plan import (
 )
 from duetto.serve.presets import PRESETS
 from duetto.serve.programs import Shape, Sizes
+from duetto.serve.report import render
 from duetto.serve.roofline import Work, work
 from duetto.serve.sizing import choose_sizes
 from duetto.serve.targets import here
+
+pytestmark = pytest.mark.as_served
 
 SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
 SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
@@ -142,6 +150,42 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
     assert [p["shape"] for p in plan["programs"]] == ["prefill[1,64]", "decode[8,1]"]
     assert all(p["facts"]["temporaries"] < plan["memory"]["cache"] for p in plan["programs"])
     assert plan["sizes"]["max_model_len"] == 128
+
+
+# A process of its own: what it freed before would hide what it takes.
+PEAK = """
+from duetto.model.config import ModelConfig
+from duetto.serve.plan import *
+config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
+job = Job("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
+arguments = abstract_arguments(job)
+rows = [make_row(job, arguments, Shape("decode", 8, 1))]
+memory, rows = measured(job, arguments, memory_of(job, arguments, rows), rows)
+print(memory.total, memory.peak, rows[0].seconds)
+"""
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="the system does not tell a process's memory")
+def test_the_memory_plan_is_what_a_run_takes():
+    ran = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    planned, peak, seconds = map(float, ran.stdout.split())
+    assert planned > 500 << 20
+    assert peak == pytest.approx(planned, rel=0.05)
+    assert seconds > 0
+
+
+def test_a_run_explains_its_programs():
+    with LLM(max_num_seqs=2, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
+        llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
+        report, table = llm.report(), llm.explain().splitlines()
+    assert list(report["step_seconds"]) == ["decode[8,1]", "prefill[1,64]"]
+    assert all(seconds > 0 for seconds in report["step_seconds"].values())
+    assert "decode[8,1] " in render(report)
+    for line, shape in zip(table[1:], ("decode[8,1]", "prefill[1,64]"), strict=True):
+        name, *numbers = line.split()
+        assert name == shape and "-" not in numbers
+        least, touched = float(numbers[1]), float(numbers[2])
+        assert 0 < least < touched
 
 
 def test_a_plan_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixture[str]):

@@ -10,6 +10,8 @@ from duetto.sampling.params import MAX_LOGPROBS, SamplingParams, knobs_row
 from duetto.sampling.sample import sample, score
 from duetto.sampling.state import commit, empty_state
 
+pytestmark = pytest.mark.as_served
+
 
 def narrowing(x: np.ndarray, name: str, value: float) -> np.ndarray:
     """Which tokens one of min_p, top_k and top_p keeps of logits [B,V]."""

@@ -286,18 +286,21 @@ class Zeros:
 
 
 class Fickle:
-    """A controller that takes each number of guesses in turn."""
+    """A controller that takes each number of guesses in turn, and does not always ask."""
 
     def __init__(self, k: int):
-        self.ks, self.turn = (0, k), 0
+        self.ks, self.turn, self.asked = (0, k), 0, 0
 
     def choose(self, rows: int, offered: Sequence[int]) -> int:
         self.turn += 1
         return self.ks[self.turn % 3 > 0]
 
-    def passed(self, rows: int) -> None: ...
+    def asks(self, rows: int) -> bool:
+        self.asked += 1
+        return self.asked % 7 < 5
+
     def judged(self, offered: int, accepted: int) -> None: ...
-    def timed(self, rows: int, k: int, seconds: float) -> None: ...
+    def timed(self, rows: int, k: int | None, seconds: float) -> None: ...
 
 
 def speculate(guesses: int, adaptive: bool, sight: int | None) -> Speculation:

@@ -26,6 +26,8 @@ from duetto.serve.branching import DraftTree, HeadTree, Tree
 from duetto.serve.keywords import engine_options
 from duetto.serve.step import Seat, empty_slots, seat
 
+pytestmark = pytest.mark.as_served
+
 DEMO = Path(__file__).resolve().parents[1] / "checkpoints" / "demo"
 SIZES = {
     "max_num_seqs": 3,
@@ -174,11 +176,15 @@ def guide_of(name: str, temperature: float) -> tuple[Guide, Guided]:
         "draft model": (DraftModel(SMALL, "rejection", SMALL), Guided(target, draft)),
         "heads": (Heads(SMALL, "rejection"), Guided(target, head)),
         "tree of heads": (HeadTree(SMALL, "rejection", tree), Guided(target, head)),
+        "wide tree of heads": (
+            HeadTree(SMALL, "rejection", TokenTree.of_widths((2, 2))),
+            Guided(target, head),
+        ),
         "tree of a draft model": (DraftTree(SMALL, "rejection", tree, SMALL), Guided(target, draft)),
     }[name]
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", [*GUIDES, "wide tree of heads"])
 def test_rejection_keeps_the_distribution(name):
     """Pearson's test of 1e5 continuations of three tokens against the target's own probabilities."""
     temperature = 0.9
@@ -230,10 +236,16 @@ def test_a_guide_that_does_not_fit_is_refused(tmp_path):
 def test_the_controller_learns_step_times_and_what_is_accepted():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(**SIZES, speculative_config=config) as llm:
-        llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)
+        results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
         speculation, report = llm._engine.speculation, llm.report()
     controller = speculation.controller
     assert {rows for rows, _ in controller.times} == {1, 2, 3} and set(controller.ks) <= {0, 1, 3}
     assert any(time.measured > 1 for time in controller.times.values())
     assert report["compilations"] == 0 and 0 < report["speculation"]["acceptance"][0] <= 1
     assert not speculation.following
+    place, completion = 0, results[-1].outputs[0]
+    passes = completion.passes or []
+    assert sum(p.tokens for p in passes) == len(completion.token_ids) and any(p.accepted for p in passes)
+    for p in passes:
+        assert list(p.guesses[: p.accepted]) == completion.token_ids[place : place + p.accepted]
+        place += p.tokens

@@ -12,6 +12,8 @@ from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import knobs_row
 from duetto.serve.step import Seat, decode, empty_slots, prefill, seat, verify
 
+pytestmark = pytest.mark.as_served
+
 PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, frequency_penalty=0.5, logprobs=0)

@@ -1,4 +1,4 @@
-"""The compiled steps update the cache in place: here, and on accelerators that are not there."""
+"""The compiled steps update the cache in place and move little more than they must: here, and on accelerators that are not there."""
 
 import dataclasses
 from importlib.metadata import PackageNotFoundError
@@ -9,17 +9,36 @@ import pytest
 
 from duetto.model.tree import nbytes
 from duetto.serve import targets
-from duetto.serve.facts import facts
+from duetto.serve.facts import Facts, facts
 from duetto.serve.options import EngineOptions
-from duetto.serve.plan import Job, abstract_arguments, compile_for, device_bytes
+from duetto.serve.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Shape, Sizes
+from duetto.serve.programs import Arguments, Shape, Sizes
 from duetto.serve.targets import MissingCompiler, Target, TargetError, find_target, here
 
-# A 0.6B model's layers with a cache of 4 GiB in bfloat16. Two of them, and a small vocabulary, since TPU programs compile slowly.
-CONFIG = dataclasses.replace(PRESETS["0.6b"], layers=PRESETS["0.6b"].layers[:2], vocab_size=2048)
-SIZES = Sizes(max_model_len=4096, max_num_seqs=32, pages=(8192,), page_size=64)
-STEPS = [Shape("prefill", 1, 512), Shape("decode", 32, 1), Shape("decode", 32, 4)]
+pytestmark = pytest.mark.as_served
+
+# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have few words.
+LAYERS, WORDS = 2, 2048
+SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
+CONTEXT = 1024  # tokens in the cache of each row of a decode
+
+# Bytes that each program may touch over those it must (weights, live keys and values, and activations once), and MiB of
+# temporaries: what was reached, rounded up. Lower them when it gets better.
+MOST = {
+    ("h200", "0.6b", Shape("prefill", 1, 512)): (1.21, 16),
+    ("h200", "0.6b", Shape("decode", 8, 1)): (1.04, 32),
+    ("h200", "0.6b", Shape("decode", 64, 1)): (1.15, 232),
+    ("h200", "0.6b", Shape("decode", 64, 4)): (1.15, 232),
+    ("h200", "8b", Shape("prefill", 1, 512)): (1.08, 48),
+    ("h200", "8b", Shape("decode", 8, 1)): (1.04, 28),
+    ("h200", "8b", Shape("decode", 64, 1)): (1.12, 200),
+    ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.90, 14),
+    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.12, 8),
+    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 10),
+    ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (1.05, 12),
+    ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.06, 11),
+}
 
 
 def target_of(name: str) -> Target:
@@ -29,32 +48,57 @@ def target_of(name: str) -> Target:
         pytest.skip(str(error))
 
 
-def job_for(target: Target) -> Job:
-    dtype = "float32" if target.devices[0].platform == "cpu" else "bfloat16"
-    return Job("test", CONFIG, dtype, EngineOptions(), target, SIZES, context=1024)
+def job_for(target: Target, model: str = "0.6b") -> Job:
+    platform, config = target.devices[0].platform, PRESETS[model]
+    words = config.vocab_size if platform == "gpu" else WORDS
+    config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    return Job("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
 
 
-@pytest.mark.parametrize("name", ["cpu", "h200", "v6e:1x1"])
-@pytest.mark.parametrize("shape", STEPS, ids=str)
-def test_a_step_updates_cache_and_slots_in_place(name: str, shape: Shape):
-    job = job_for(target_of(name))
-    arguments = abstract_arguments(job)
-    found, donated = facts(compile_for(job, shape, arguments)), (arguments.cache, arguments.slots)
+def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
+    """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of a layer."""
+    donated, layer = (arguments.cache, arguments.slots), arguments.params.layers[0]
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
-    assert found.aliased >= nbytes(donated)
-    assert found.temporaries < 0.05 * nbytes(arguments.cache)
-    pool = nbytes(arguments.cache.k[0])
-    assert not [m for m in found.moved if m.bytes >= pool / 4]
+    assert found.aliased >= device_bytes(donated)
+    assert found.temporaries < 0.06 * device_bytes(arguments.cache)
+    assert not [m for m in found.moved if m.bytes >= device_bytes(arguments.cache.k[0]) / 4]
+    if job.target.devices[0].platform != "cpu":  # there XLA turns one of them at each step
+        assert not {m.bytes for m in found.moved} & {
+            device_bytes(weight) for weight in jax.tree.leaves(layer)
+        }
+
+
+@pytest.mark.parametrize("target, model, shape", MOST, ids=str)
+def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape: Shape):
+    job = job_for(target_of(target), model)
+    arguments, (ratio, temporaries) = abstract_arguments(job), MOST[target, model, shape]
+    row = make_row(job, arguments, shape)
+    assert row.facts is not None and row.excess is not None
+    check_in_place(row.facts, job, arguments)
+    assert row.excess <= ratio
+    assert row.facts.temporaries <= temporaries * 2**20
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape("prefill", 1, 512), Shape("decode", 8, 1), Shape("decode", 64, 4)], ids=str
+)
+def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape):
+    job = job_for(here())
+    arguments = abstract_arguments(job)
+    check_in_place(facts(compile_for(job, shape, arguments)), job, arguments)
 
 
 def test_eight_gpus_share_the_heads():
     job = job_for(target_of("8xh200"))
     arguments = abstract_arguments(job)
     assert device_bytes(arguments.cache) * 8 == nbytes(arguments.cache)
-    found = facts(compile_for(job, Shape("decode", 32, 1), arguments))
-    assert found.aliased >= device_bytes((arguments.cache, arguments.slots))
-    assert found.temporaries < 0.05 * device_bytes(arguments.cache)
-    assert found.collectives["all-reduce"][0] >= 2 * CONFIG.num_layers
+    found = facts(compile_for(job, Shape("decode", 8, 1), arguments))
+    check_in_place(found, job, arguments)
+    hidden = 8 * job.config.hidden_size * 2
+    reduced = found.collectives["all-reduce"]
+    assert reduced.calls >= 2 * LAYERS and reduced.bytes >= 2 * LAYERS * hidden
+    assert reduced.sent == pytest.approx(2 * 7 / 8 * reduced.bytes, abs=reduced.calls)
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Measure this machine's NVIDIA GPU, in ten minutes at most: prints a table, writes one JSON file.
+#
+#   benchmarks/gpu.sh [--dry] [OUTDIR] [WHEELS]
+#
+# OUTDIR is where the file goes (default: benchmarks/results). The machine needs Python with jax for CUDA; nothing of it is changed:
+# packages of duetto's that are missing are taken from a folder of wheels, or the index, into a folder that is removed. PYTHON
+# names another interpreter, XLA_FLAGS are kept and recorded. --dry runs everything on a tiny shape, on any device.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+dry=()
+if [ "${1:-}" = --dry ]; then dry=(--dry) && shift; fi
+mkdir -p "${1:-$root/benchmarks/results}"
+out=$(cd "${1:-$root/benchmarks/results}" && pwd)
+wheels=${2:-}
+python=${PYTHON:-python3}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+export PYTHONPATH="$site:$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
+
+pip() { "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$site" "$@"; }
+
+if [ -n "$wheels" ]; then pip --no-index "$wheels"/*.whl; fi
+if ! (cd "$site" && "$python" -c 'from importlib.metadata import version; version("duetto")' 2>/dev/null); then
+  # the package reads its version: say it without a build, which may need what is not here
+  mkdir -p "$site/duetto-0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: duetto\nVersion: 0+source\n' >"$site/duetto-0.dist-info/METADATA"
+fi
+for package in msgspec wadler_lindig jaxtyping markupsafe jinja2 tokenizers safetensors tqdm ml_dtypes; do
+  if ! "$python" -c "import $package" 2>/dev/null; then
+    pip "$package" || { echo "$package is missing: pass a folder with its wheel" >&2 && exit 1; }
+  fi
+done
+
+file="$out/$(date +%F)-gpu.json"
+rm -f "$file"
+"$python" "$root/benchmarks/gpu.py" "$file" --seconds 380 ${dry[@]+"${dry[@]}"}
+# another process, since both frameworks keep the memory that they take
+if "$python" -c 'import torch, transformers' 2>/dev/null; then
+  XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" "$root/benchmarks/gpu.py" "$file" --parts peers ${dry[@]+"${dry[@]}"}
+fi
+echo "written: $file"

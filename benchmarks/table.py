@@ -1,0 +1,86 @@
+"""Markdown tables from a run's JSON file, printed, or put into documents between their marks.
+
+    python -m benchmarks.table benchmarks/results/2026-11-22-cpu-135m.json [--into README.md docs/performance.md]
+
+A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names are those of the parts,
+`summary`, and `machine`.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.engines import OURS
+from benchmarks.harness import Row
+from benchmarks.report import Result, load
+
+MARKS = re.compile(r"(<!-- benchmarks: ([\w ]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+SUMMARY = ("throughput", "decode", "prefill")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds."""
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    units = {row.what: row.unit for row in rows}
+    found = {(row.what, row.engine): cell(row) for row in rows}
+    lines = [f"| | unit | {' | '.join(engines)} |", "|---" * (len(engines) + 2) + "|"]
+    for what, unit in units.items():
+        cells = " | ".join(found.get((what, engine), "") for engine in engines)
+        lines.append(f"| {what} | {unit} | {cells} |")
+    return "\n".join(lines)
+
+
+def cell(row: Row) -> str:
+    ratio = row.faster.get(OURS, next(iter(row.faster.values()), None))
+    median = f"{row.median:.3g}" if row.median < 1000 else f"{row.median:.0f}"
+    return median if ratio is None else f"{median} ({ratio:.2f} x)"
+
+
+def machine(result: Result) -> str:
+    """Where the figures were taken, in a paragraph."""
+    a = result.about
+    versions = ", ".join(f"{name} {text}" for name, text in a["versions"].items())
+    amount = a["amount"]
+    return (
+        f"{a['date']}, model `{a['model']}` (random weights) on {a['device']}: {a['cpu']}, {a['cores']} cores, {a['memory_gib']} GiB; "
+        f"Python {a['python']}, {versions}. Medians of {amount['rounds']} rounds ({amount['runs']} of whole workloads) in which the engines "
+        f"take turns; in brackets how many times as fast duetto was, the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
+    )
+
+
+def block(result: Result, name: str) -> str:
+    """The text of a name. Raises ValueError where the run has nothing under it."""
+    if name == "machine":
+        return machine(result)
+    parts = SUMMARY if name == "summary" else (name,)
+    rows = [row for part in parts for row in result.rows if row.part == part]
+    if not rows:
+        raise ValueError(f"benchmarks: {name}: this run has no such part")
+    if name == "summary":
+        rows = [row for row in rows if row.unit != "%"]
+    return table(rows)
+
+
+def fill(text: str, result: Result) -> str:
+    """A document with the tables that it asks for. Raises ValueError."""
+    return MARKS.sub(lambda found: f"{found[1]}{block(result, found[2])}\n{found[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.table", description="Markdown tables of a run.")
+    parser.add_argument("result", type=Path, help="JSON file of a run")
+    parser.add_argument(
+        "--into", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks"
+    )
+    args = parser.parse_args()
+    result = load(args.result)
+    for document in args.into:
+        document.write_text(fill(document.read_text(), result))
+    if not args.into:
+        parts = dict.fromkeys(row.part for row in result.rows)
+        print("\n\n".join([machine(result), *(f"## {part}\n\n{block(result, part)}" for part in parts)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Requests to measure with: lengths, arrivals and shared prefixes of real traces, scaled to the machine, with random tokens.
+
+The files and where they come from are described in `traces/README.md`.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "traces"
+AZURE, MOONCAKE = FOLDER / "azure-conv.csv", FOLDER / "mooncake-conversation.csv"
+BLOCK = 512  # tokens that a block's name stands for in the Mooncake trace
+RESERVED = 3  # token ids below are never in a prompt: tokenizers use them for marks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a trace: arrival in seconds, tokens of prompt and output, and names of the prompt's blocks."""
+
+    arrival: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an engine is asked: token ids to continue by exactly `output` tokens, `arrival` seconds after the start."""
+
+    prompt: list[int]
+    output: int
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a trace is fitted to a machine: lengths divided, and cut at so many tokens."""
+
+    divisor: int = 1
+    prompt: int = 8192
+    output: int = 1024
+
+    def __str__(self) -> str:
+        return f"lengths / {self.divisor}, at most {self.prompt} + {self.output} tokens"
+
+    def __call__(self, entry: Entry) -> Entry:
+        def size(n: int, most: int) -> int:
+            return min(max(round(n / self.divisor), 1), most)
+
+        return replace(entry, prompt=size(entry.prompt, self.prompt), output=size(entry.output, self.output))
+
+
+def read(file: Path) -> list[Entry]:
+    """The lines of a trace in the compact form, or of Azure's (.csv) or Mooncake's (.jsonl) own files.
+
+    Raises OSError, and ValueError for another form.
+    """
+    if file.suffix == ".jsonl":
+        return [mooncake_line(json.loads(line)) for line in file.read_text().splitlines()]
+    with file.open() as lines:
+        rows = csv.DictReader(lines)
+        if "TIMESTAMP" in (rows.fieldnames or ()):
+            return from_first([azure_line(row) for row in rows])
+        if not {"arrival_ms", "prompt", "output"} <= {*(rows.fieldnames or ())}:
+            raise ValueError(
+                f"{file}: columns {rows.fieldnames} are not those of a trace: see {FOLDER / 'README.md'}"
+            )
+        return [compact_line(row) for row in rows]
+
+
+def compact_line(row: dict[str, str]) -> Entry:
+    blocks = tuple(name for part in (row.get("blocks") or "").split() for name in names_of(part))
+    return Entry(int(row["arrival_ms"]) / 1e3, int(row["prompt"]), int(row["output"]), blocks)
+
+
+def names_of(part: str) -> Iterable[int]:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def mooncake_line(row: dict) -> Entry:
+    return Entry(row["timestamp"] / 1e3, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
+
+
+def azure_line(row: dict[str, str]) -> Entry:
+    at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+    return Entry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def from_first(entries: list[Entry]) -> list[Entry]:
+    return [replace(e, arrival=e.arrival - entries[0].arrival) for e in entries]
+
+
+def conversations(entries: Sequence[Entry], count: int, longest: int) -> list[Entry]:
+    """Whole conversations in the order in which they begin until they make `count` requests, by arrival.
+
+    Requests of more than `longest` prompt tokens are left out. A conversation shares its prompts' second block.
+    """
+    found: dict[int, list[Entry]] = {}
+    for i, entry in enumerate(entries):
+        if entry.prompt <= longest:
+            found.setdefault(entry.blocks[1] if len(entry.blocks) > 1 else -i - 1, []).append(entry)
+    chosen: list[Entry] = []
+    for conversation in found.values():
+        if len(chosen) < count:
+            chosen += conversation
+    return sorted(chosen, key=lambda e: e.arrival)
+
+
+def at_once(entries: Sequence[Entry], vocabulary: int) -> list[Request]:
+    """Requests with random tokens that all arrive at the start."""
+    draw = np.random.default_rng(0).integers
+    return [Request(draw(RESERVED, vocabulary, e.prompt).tolist(), e.output) for e in entries]
+
+
+def replayed(entries: Sequence[Entry], vocabulary: int, rate: float) -> list[Request]:
+    """The same at the trace's own moments, stretched so that `rate` requests arrive a second on average."""
+    stretch = len(entries) / rate / max(entries[-1].arrival, 1e-9)
+    requests = at_once(entries, vocabulary)
+    return [replace(r, arrival=e.arrival * stretch) for r, e in zip(requests, entries, strict=True)]
+
+
+def with_prefixes(entries: Sequence[Entry], vocabulary: int, divisor: int) -> list[Request]:
+    """Requests that all arrive at the start and share the tokens of the blocks that they share, of BLOCK / divisor tokens each."""
+
+    def block(name: int) -> list[int]:
+        return np.random.default_rng([1, name]).integers(RESERVED, vocabulary, BLOCK // divisor).tolist()
+
+    def prompt(entry: Entry) -> list[int]:
+        return [token for name in entry.blocks for token in block(name)][: max(entry.prompt // divisor, 1)]
+
+    return [Request(prompt(e), max(e.output // divisor, 1)) for e in entries]

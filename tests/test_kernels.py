@@ -1,0 +1,228 @@
+"""The GPU's kernels, interpreted: they equal the reference, bits follow from a row alone, and they compile for GPUs that are absent."""
+
+import re
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from duetto.kvcache import kernels
+from duetto.kvcache.kernels import Pages, attend_pages, supported
+from duetto.kvcache.pages import Batch, KVCache, paged, read_keys, running_softmax
+from duetto.model.attention import Reading
+from duetto.serve.facts import facts
+from duetto.serve.targets import MissingCompiler, Target, described, find_target
+
+pytestmark = pytest.mark.as_served
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of T tokens, of which `count` are real, after `start` others; and how they are read."""
+
+    start: tuple[int, ...]
+    count: tuple[int, ...]
+    T: int = 1
+    K: int = 2
+    G: int = 3
+    H: int = 64
+    W: int = 16
+    M: int = 16
+    dtype: Any = jnp.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = {
+    "token": Case((0, 1, 63, 64, 200), (1, 1, 0, 1, 1)),
+    "token, window, cap, sinks": Case((0, 70, 255), (1, 1, 1), window=50, softcap=5.0, sinks=True),
+    "token, several parts": Case((700, 255, 900), (1, 1, 1), G=4, K=1, W=128, M=8),
+    "token, bfloat16": Case((5, 300), (1, 1), K=1, G=8, H=128, W=64, M=6, dtype=jnp.bfloat16),
+    "chunk": Case((0, 130, 9), (50, 33, 0), T=50, W=8, M=32),
+    "chunk, window, cap, sinks": Case((0, 150), (70, 33), T=70, G=1, window=40, softcap=5.0, sinks=True),
+    "chunk, bfloat16": Case((64, 0), (40, 1), T=40, K=1, G=4, H=256, W=64, M=4, dtype=jnp.bfloat16),
+}
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
+    """Random queries and pages; pages that no row owns, and slots after a row's last token, hold NaN."""
+    B, pages = len(case.start), len(case.start) * case.M + 1
+    q = random(seed, (B, case.T, case.K * case.G, case.H), case.dtype)
+    k, v = (np.array(random(seed + i, (case.K, pages, case.W, case.H), jnp.float32)) for i in (1, 2))
+    table = np.random.default_rng(seed).permutation(pages)[:-1].reshape(B, -1)
+    for row, end in enumerate(np.add(case.start, case.count)):
+        unwritten = np.arange(case.M * case.W).reshape(case.M, case.W) >= end
+        for pool in (k, v):
+            pool[:, table[row]] = np.where(unwritten[None, ..., None], np.nan, pool[:, table[row]])
+    rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
+    sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
+    reading = Reading(case.H**-0.5, case.window, case.softcap, sinks)
+    return q, Pages(jnp.asarray(k, case.dtype), jnp.asarray(v, case.dtype), *rows), reading
+
+
+def reference(q: jax.Array, pages: Pages, reading: Reading) -> jax.Array:
+    B, T = q.shape[:2]
+    batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(B))
+    return running_softmax(q, batch, lambda j: read_keys(pages[:2], pages.table, j, reading), reading)
+
+
+def real(x: jax.Array, count: Any) -> np.ndarray:
+    """The real tokens' heads [tokens,N,H]."""
+    return np.asarray(x, np.float32)[np.arange(x.shape[1])[None] < np.asarray(count)[:, None]]
+
+
+interpreted = partial(attend_pages, interpret=True)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_kernels_equal_the_reference(case: Case):
+    q, pages, reading = inputs(case)
+    assert supported(q, pages.k, pages.v, reading)
+    found, wanted = interpreted(q, pages, reading), reference(q, pages, reading)
+    assert found.shape == q.shape and found.dtype == q.dtype
+    tolerance = 1e-5 if case.dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(real(found, case.count), real(wanted, case.count), atol=tolerance)
+    empty = np.asarray(case.count) == 0
+    assert not np.asarray(found, np.float32)[empty].any()
+
+
+def small_pages(pages: Pages, W: int) -> Pages:
+    """The same keys in pages of W tokens, in another order, behind a wider table."""
+    K, P, whole, H = pages.k.shape
+    n = whole // W
+    order = np.random.default_rng(5).permutation(P * n)  # where each small page goes
+
+    def cut(pool: jax.Array) -> jax.Array:
+        return jnp.asarray(pool).reshape(K, P * n, W, H)[:, np.argsort(order)]
+
+    small = order[(np.asarray(pages.table)[..., None] * n + np.arange(n)).reshape(len(pages.table), -1)]
+    table = np.pad(small, ((0, 0), (0, 2 * small.shape[1])), constant_values=10**6)
+    return pages._replace(k=cut(pages.k), v=cut(pages.v), table=jnp.asarray(table, jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["token, several parts", "chunk, window, cap, sinks"])
+def test_bits_follow_from_the_row_alone(name: str):
+    case = replace(CASES[name], dtype=jnp.bfloat16)
+    q, pages, reading = inputs(case)
+    together = real(interpreted(q, pages, reading), case.count)
+    other = real(interpreted(q, small_pages(pages, case.W // 4), reading), case.count)
+    np.testing.assert_array_equal(together, other)
+    last = len(case.start) - 1
+    own = pages._replace(**{f: getattr(pages, f)[last:] for f in ("table", "start", "count")})
+    alone = real(interpreted(q[last:], own, reading), case.count[last:])
+    np.testing.assert_array_equal(together[-len(alone) :], alone)
+
+
+def test_bits_do_not_depend_on_the_chunk():
+    """A prompt read in one chunk, and in two of another width."""
+    case = Case((0,), (90,), T=90, K=1, window=60)
+    q, pages, reading = inputs(case)
+    whole = interpreted(q, pages, reading)
+    first = pages._replace(count=jnp.asarray([64], jnp.int32))
+    second = pages._replace(start=jnp.asarray([64], jnp.int32), count=jnp.asarray([26], jnp.int32))
+    padded = jnp.pad(q[:, 64:], ((0, 0), (0, 38), (0, 0), (0, 0)))
+    parts = interpreted(q[:, :64], first, reading), interpreted(padded, second, reading)[:, :26]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_a_long_row_has_parts_at_most(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "PARTS", 2)
+    case = Case((1000, 3), (1, 1), K=1, G=2, W=128, M=9)
+    q, pages, reading = inputs(case)
+    found = interpreted(q, pages, reading)
+    np.testing.assert_allclose(found, reference(q, pages, reading), atol=1e-5)
+
+
+def test_keys_of_a_path_count_like_written_ones():
+    """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses, leave the bits as they are."""
+    case = Case((70, 1, 0), (1, 1, 1), window=60, sinks=True)
+    q, pages, reading = inputs(case)
+    root = jnp.asarray([67, 0, 0], jnp.int32)
+
+    def newest(pool: jax.Array) -> jax.Array:
+        at = np.minimum(np.asarray(root)[:, None] + np.arange(5), case.M * case.W - 1)
+        page = np.take_along_axis(np.asarray(pages.table), at // case.W, axis=1)
+        return jnp.asarray(np.asarray(pool)[:, page, at % case.W].transpose(1, 2, 0, 3))
+
+    hidden = [np.array(pool) for pool in pages[:2]]
+    for row, (first, last) in enumerate(zip(np.asarray(root), case.start, strict=True)):
+        for at in range(first, last + 1):
+            for pool in hidden:
+                pool[:, pages.table[row, at // case.W], at % case.W] = np.nan
+    own = newest(pages.k), newest(pages.v), root
+    found = interpreted(
+        q, pages._replace(k=jnp.asarray(hidden[0]), v=jnp.asarray(hidden[1]), own=own), reading
+    )
+    np.testing.assert_array_equal(found, interpreted(q, pages, reading))
+
+
+def test_what_the_kernels_do_not_read():
+    q, pages, reading = inputs(Case((0,), (1,)))
+    assert not supported(q, pages.k, None, replace(reading, expand=lambda rows: (rows, rows)))
+    assert not supported(q[..., :48], pages.k[..., :48], pages.v[..., :48], reading)
+    assert not supported(q.astype(jnp.bfloat16), pages.k, pages.v, reading)
+    assert not supported(jnp.zeros((1, 1, 80, 64)), pages.k, pages.v, reading)
+
+
+# ---------------------------------------------------------------- compiled for GPUs that are not there
+
+
+def target_of(name: str) -> Target:
+    try:
+        return find_target(name)
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+
+
+def compiled(name: str, T: int) -> tuple[jax.stages.Compiled, int]:
+    """One layer's attention over a cache of 128 MiB, and the bytes of its pool of keys on a device."""
+    target = target_of(name)
+    devices = target.devices
+    whole, heads, pool = (SingleDeviceSharding(devices[0]),) * 3
+    if len(devices) > 1:
+        mesh = Mesh(np.array(devices), ("tensor",))
+        specs = (), (None, None, "tensor"), ("tensor",)
+        whole, heads, pool = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+
+    def shape(where: Any, *sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+    B, N, K, H, P, W = 4, 16, 8, 128, 512, 64
+    ints = partial(shape, whole, dtype=jnp.int32)
+    batch = Batch(ints(B, T), ints(B), ints(B), (ints(B, 64),), ints(B))
+    keys = shape(pool, K, P, W, H)
+    new = shape(heads, B, T, K, H)
+
+    def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
+        return paged(batch, (None,))(cache, 0, q, k, v, Reading(H**-0.5))
+
+    jitted = jax.jit(attend, donate_argnums=0, out_shardings=(KVCache((pool,), (pool,)), heads))
+    arguments = KVCache((keys,), (keys,)), batch, shape(heads, B, T, N, H), new, new
+    with warnings.catch_warnings(), described(target):
+        # jax stores what it compiled for an absent device, and cannot read it back
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        return jitted.lower(*arguments).compile(), K * P * W * H * 2 // len(devices)
+
+
+@pytest.mark.parametrize("name", ["h200", "2xh200"])
+@pytest.mark.parametrize("T, kernels", [(1, 2), (256, 1)])
+def test_a_gpu_reads_pages_in_place(name: str, T: int, kernels: int):
+    program, pool = compiled(name, T)
+    found, text = facts(program), program.as_text() or ""
+    assert len(re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)) == kernels
+    assert found.aliased == 2 * pool
+    assert found.temporaries < pool / 4
+    assert found.moved == () and found.collectives == {}
+    assert " while(" not in text
