@@ -14,6 +14,9 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/show_answers.py examples/prompts.jsonl $$out 3
 
 test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+coverage: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term
 
 # Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).

@@ -7,12 +7,14 @@ into classes; within one, a request's bits do not depend on the shapes that its 
 import hashlib
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..kvcache.pages import Batch, KVCache
 from ..sampling.params import SamplingParams, knobs_row
+from . import kept
 from .ahead import target_of
 from .programs import Arguments, Programs, Shape, fill
 from .shapes import doublings, smallest
@@ -71,7 +73,14 @@ class Probe:
             fill(batch, 0, self.text[0, start : start + count], start, self._own(pages), 0)
             out = self._run(shape, batch)
         assert out is not None
-        return self._digest(pages, tokens) + out.sampled.logprob[0, 0].tobytes()
+        return self._digests(pages[None], tokens)[0] + out.sampled.logprob[0, 0].tobytes()
+
+    def agrees(self, shape: Shape) -> bool:
+        """Whether a full chunk of a prefill writes what the canonical one does."""
+        tokens = min(shape.tokens, self.tokens)
+        return shape == CANONICAL_PREFILL or self.prefill(shape, tokens) == self.prefill(
+            CANONICAL_PREFILL, tokens
+        )
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
         """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
@@ -80,11 +89,12 @@ class Probe:
             count = min(shape.tokens, steps - start)
             logprob = self._run(shape, self._batch(shape, start, count)).sampled.logprob
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
-        return [self._digest([row], steps) + score for row, score in enumerate(scores)]
+        pages = np.arange(len(scores), dtype=np.int32)[:, None]
+        return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
 
-    def _digest(self, pages: np.ndarray | list[int], tokens: int) -> bytes:
+    def _digests(self, pages: np.ndarray, tokens: int) -> list[bytes]:
         cache = self.arguments.cache
-        return digest(KVCache(cache.k[: self.layers], cache.v[: self.layers]), pages, tokens)
+        return digests(KVCache(cache.k[: self.layers], cache.v[: self.layers]), pages, tokens)
 
     def _rows(self, shape: Shape) -> int:
         return min(shape.rows, self.pool, self.capacity)
@@ -114,25 +124,44 @@ class Probe:
         return min(times)
 
 
-def digest(cache: KVCache, pages: np.ndarray | list[int], tokens: int) -> bytes:
-    """A hash of the keys and values of a sequence's first tokens in all layers."""
-    found = hashlib.blake2b(digest_size=16)
+def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:
+    """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its own."""
+    found = [hashlib.blake2b(digest_size=16) for _ in pages]
     for pool in filter(lambda pool: pool is not None, (*cache.k, *cache.v)):
-        rows = np.asarray(pool[:, np.asarray(pages)])
-        K, P, W, H = rows.shape
-        found.update(np.ascontiguousarray(rows.reshape(K, P * W, H)[:, :tokens]).tobytes())
-    return found.digest()
+        K, _, _, H = pool.shape
+        rows = np.asarray(pool[:, pages.reshape(-1)]).reshape(K, len(pages), -1, H)[:, :, :tokens]
+        for row, own in enumerate(found):
+            own.update(rows[:, row].tobytes())
+    return [own.digest() for own in found]
 
 
 def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool) -> tuple[Classes, Arguments]:
     """The shapes that may serve together: those of one class under the reproducibility contract, else all."""
     if reproducible:
-        return find_classes(programs, arguments)
+        return known_classes(programs, arguments)
     phases = ("prefill", "decode", "verify")
     prefill, decode, verify = (
         tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases
     )
     return Classes(prefill, decode, True, verify), arguments
+
+
+def known_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
+    """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
+    own = kept.combined([programs.key], fingerprint(arguments.params))
+    if known := kept.read(own):
+        return known, arguments
+    classes, arguments = find_classes(programs, arguments)
+    kept.write(own, classes)
+    return classes, arguments
+
+
+def fingerprint(params: Any) -> str:
+    """A hash of each parameter's first numbers."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
+    return found.hexdigest()
 
 
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
@@ -142,15 +171,16 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
     steps = max(s.tokens for s in (*widths, *guessed))
     probe = Probe(programs, arguments, max(s.tokens for s in chunks))
-    reference = probe.prefill(CANONICAL_PREFILL, probe.tokens)
-    prefill = tuple(s for s in chunks if probe.prefill(s, probe.tokens) == reference)
+    prefill = tuple(s for s in chunks if probe.agrees(s))
     few = min(max(steps, 4), probe.page_size)
     rows = probe.decode(CANONICAL_DECODE, few)
-    decode = tuple(s for s in widths if same_rows(probe.decode(s, few), rows))
-    joined = probe.decode(CANONICAL_DECODE, few)[0][:16] == probe.prefill(CANONICAL_PREFILL, few)[:16]
-    probe.write(few)
-    rows = probe.decode(CANONICAL_DECODE, few)
-    verify = tuple(s for s in guessed if same_rows(probe.decode(s, few), rows))
+    decode = tuple(s for s in widths if s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
+    joined = rows[0][:16] == probe.prefill(CANONICAL_PREFILL, few)[:16]
+    verify: tuple[Shape, ...] = ()
+    if guessed:
+        probe.write(few)
+        rows = probe.decode(CANONICAL_DECODE, few)
+        verify = tuple(s for s in guessed if same_rows(probe.decode(s, few), rows))
     return Classes(prefill, decode, joined, verify), probe.arguments
 
 

@@ -17,6 +17,7 @@ from ..kvcache.placement import automatic, cache_shardings, everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.state import load_history
+from . import kept
 from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
 
 Phase = Literal["prefill", "decode", "verify"]
@@ -112,7 +113,13 @@ def lower(
     step, whole = partial(phases[shape.phase], config=config), arguments.everywhere
     out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
-    return jitted.lower(arguments.params, arguments.cache, arguments.slots, batch_like(shape, sizes, whole))
+    return jitted.lower(*operands(shape, arguments, sizes))
+
+
+def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...]:
+    """What a step's program takes, without numbers."""
+    batch = batch_like(shape, sizes, arguments.everywhere)
+    return arguments.params, arguments.cache, arguments.slots, batch
 
 
 class Programs:
@@ -129,9 +136,17 @@ class Programs:
         started = time.perf_counter()
         self.config, self.sizes = config, sizes
         arguments = arguments_like(config, params, sizes)
-        jobs = {s: lower(s, config, arguments, sizes, phases) for s in shapes}
+        keys = {
+            s: kept.key(partial(phases[s.phase], config=config), operands(s, arguments, sizes))
+            for s in shapes
+        }
         with ThreadPoolExecutor(2) as pool:
-            self.steps = dict(zip(jobs, pool.map(lambda job: job.compile(), jobs.values()), strict=True))
+            self.steps = dict(zip(keys, pool.map(kept.load, keys.values()), strict=True))
+            missing = [s for s, program in self.steps.items() if program is None]
+            jobs = [lower(s, config, arguments, sizes, phases) for s in missing]
+            compiled = pool.map(kept.compile, (keys[s] for s in missing), jobs)
+            self.steps |= zip(missing, compiled, strict=True)
+        self.key = kept.combined(keys.values())
         self.seat = self._compile_seat(arguments)
         self.load_history = self._compile_history(arguments, sizes.max_model_len)
         self.fresh = self._compile_fresh(arguments)

@@ -1,0 +1,140 @@
+"""Compiled programs on disk that are found without tracing: a second start neither traces, lowers nor compiles them.
+
+jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model. The key here is what
+a program follows from: this package's source, the versions, the device, the flags, and the arguments' shapes. The files lie in a
+folder of jax's cache (`jax_compilation_cache_dir`), are read by `pickle` as jax's are, and may be deleted at any time.
+"""
+
+import hashlib
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+PACKAGES = ("model", "kvcache", "sampling", "serve")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+THREAD = threading.local()
+
+
+def folder() -> Path | None:
+    """Where programs are kept; None where jax's cache is off or remote."""
+    place = jax.config.jax_compilation_cache_dir
+    return None if not place or "://" in place else Path(place) / "duetto"
+
+
+def key(step: partial, arguments: Any) -> str | None:
+    """What a program of this step and these abstract arguments is kept under; None on several devices, whose order matters."""
+    leaves, structure = jax.tree.flatten(arguments)
+    devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
+    if len(devices) > 1:
+        return None
+    (device,) = devices
+    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    versions = jax.__version__, jaxlib.__version__, device.client.platform_version
+    machine = device.device_kind, processor(), [os.environ.get(name) for name in FLAGS]
+    settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
+    facts = source(), versions, machine, settings, described(step), str(structure), shapes
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def described(step: partial) -> str:
+    """A step by its function's name and what is bound to it."""
+    own = getattr(step.func, "__self__", None)
+    return f"{step.func.__module__}.{step.func.__qualname__} of {own!r} {step.keywords}"
+
+
+@cache
+def source() -> str:
+    """A hash of the code that programs are made by."""
+    found = hashlib.sha256()
+    for package in PACKAGES:
+        for file in import_module(f"..{package}", __package__).__path__:
+            for path in sorted(Path(file).glob("*.py")):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@cache
+def processor() -> str:
+    """The host's processor, with its instruction sets where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
+    """One key of several and of what else matters; None if one is."""
+    keys = sorted(keys, key=str)
+    return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
+
+
+def read(key: str | None) -> Any:
+    """What is kept under a key, or None; a file that cannot be read is none."""
+    place = folder()
+    if place is None or key is None or not (place / key).is_file():
+        return None
+    try:
+        return pickle.loads((place / key).read_bytes())
+    except Exception:  # noqa: BLE001 - cut off, or of another build: pickle raises anything
+        return None
+
+
+def write(key: str | None, value: Any) -> None:
+    """Keep a value for the next start; where the folder cannot be written, nothing is kept."""
+    place = folder()
+    if place is None or key is None:
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=place, delete=False) as file:
+            file.write(pickle.dumps(value))
+        os.replace(file.name, place / key)
+    except OSError:
+        return
+
+
+def load(key: str | None) -> Any:
+    """The program kept under a key, or None."""
+    parts = read(key)
+    try:
+        return parts and serialize_executable.deserialize_and_load(*parts)
+    except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
+        return None
+
+
+def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a program, and keep it where the device's programs can be.
+
+    One that jax's cache had is not kept: on CPUs such a program cannot be written a second time.
+    """
+    watch_hits()
+    THREAD.hits = 0
+    compiled = lowered.compile()
+    if folder() is not None and key is not None and not THREAD.hits:
+        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+            write(key, serialize_executable.serialize(compiled))
+    return compiled
+
+
+@cache
+def watch_hits() -> None:
+    """Count what jax's cache finds, by the thread that asks."""
+
+    def heard(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            THREAD.hits = getattr(THREAD, "hits", 0) + 1
+
+    jax.monitoring.register_event_listener(heard)

@@ -1,0 +1,92 @@
+"""Programs kept on disk: a second start finds them, and nothing else is taken for them."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from duetto import LLM, SamplingParams
+from duetto.serve import classes, kept, programs
+from duetto.serve.step import decode, prefill
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = jax.config.jax_compilation_cache_dir
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def tokens(tiny, folder: Path) -> list[int]:
+    with LLM.from_params(tiny.config, tiny.params, compilation_cache=str(folder), **OPTIONS) as llm:
+        return list(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids)
+
+
+def fails(*args, **kwargs):
+    raise AssertionError("this was kept")
+
+
+def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
+    first = tokens(tiny, folder)
+    assert len(list((folder / "duetto").iterdir())) == 3  # prefill[1,64], decode[8,1], their classes
+    monkeypatch.setattr(programs, "lower", fails)
+    monkeypatch.setattr(classes, "find_classes", fails)
+    assert tokens(tiny, folder) == first
+
+
+def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
+    tokens(tiny, folder)
+    monkeypatch.setattr(classes, "find_classes", fails)
+    other = jax.tree.map(lambda x: x * 2, tiny.params)
+    with pytest.raises(AssertionError, match="kept"):
+        LLM.from_params(tiny.config, other, compilation_cache=str(folder), **OPTIONS)
+
+
+def test_damaged_files_are_made_anew(tiny, folder):
+    first = tokens(tiny, folder)
+    for file in (folder / "duetto").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    assert tokens(tiny, folder) == first
+    assert tokens(tiny, folder) == first
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tiny, folder):
+    (folder / "duetto").write_text("in the way")
+    assert tokens(tiny, folder) == tokens(tiny, folder)
+
+
+def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatch):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def key(step=decode, size: int = 8, dtype=jnp.float32, **bound) -> str | None:
+        arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
+        return kept.key(partial(step, **({"config": tiny.config} | bound)), arguments)
+
+    plain = key()
+    assert plain == key()
+    found = [
+        plain,
+        key(prefill),
+        key(size=9),
+        key(dtype=jnp.bfloat16),
+        key(config=replace(tiny.config, vocab_size=7)),
+    ]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    found.append(key())
+    monkeypatch.setattr(kept, "source", lambda: "edited")
+    found.append(key())
+    assert len(set(found)) == len(found)
+
+
+def test_nothing_is_kept_without_a_cache(folder):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert kept.folder() is None
+    kept.write("key", 1)
+    assert kept.read("key") is None
+    assert kept.combined(["a", None]) is None
