@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -31,6 +31,7 @@ from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.model.attention import Reading
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
+from duetto.serve import kept
 from duetto.serve.bench import Model, measure, median_seconds
 from duetto.serve.options import EngineOptions
 from duetto.serve.presets import PRESETS
@@ -236,9 +237,14 @@ def demo_checks(run: Run) -> Iterator[Row]:
     yield Row("checks", "kernels and reference in float32: tokens", same, "of 1", same)
 
 
-def reference_only() -> Any:
-    """While this is entered, programs are made without the kernels."""
-    return patch.object(kernels, "compiles_for_gpus", lambda: False)
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """While this is entered, programs are made without the kernels, and none is taken from disk."""
+    with (
+        patch.object(kernels, "compiles_for_gpus", lambda: False),
+        patch.object(kept, "folder", lambda: None),
+    ):
+        yield
 
 
 # ---------------------------------------------------------------- whole programs
@@ -379,7 +385,7 @@ def about() -> dict[str, Any]:
         "jaxlib",
         "jax-cuda12-plugin",
         "jax-cuda13-plugin",
-        "nvidia-cudnn-cu12",
+        "nvidia-cudnn-cu13",
         "torch",
         "transformers",
     )

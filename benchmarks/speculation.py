@@ -218,7 +218,9 @@ def measure(model: str | None, texts: dict[str, list[str]], plan: Plan) -> tuple
             with serve(model, rows, DRAFTERS[drafter] | {"num_speculative_tokens": k}) as llm:
                 controller = policy(llm, None)
                 alone, verified = step_seconds(controller.times, k)
-                c = max(0.0, verified - base.setdefault(k, verified)) / (k * alone)
+                c = max(0.0, verified - base.setdefault(k, verified if drafter in HOST else alone)) / (
+                    k * alone
+                )
                 for one in cells((plain, llm), (drafter, k, 0.0 if drafter in HOST else c), texts, plan):
                     found.append(one)
                     print(line(one), flush=True)

@@ -160,7 +160,13 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=positive, default=32)
     args = parser.parse_args()
     options = EngineOptions(max_prefill_tokens=args.max_prefill_tokens, max_num_seqs=args.max_num_seqs)
-    chunks = [n for step in rehearse(lengths_of(args.input, args.model), options) for n in step.chunks]
+    try:
+        work = lengths_of(args.input, args.model)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not work:
+        parser.error(f"{args.input}: there is no request in it")
+    chunks = [n for step in rehearse(work, options) for n in step.chunks]
     last = round_up(args.max_prefill_tokens, SMALLEST_CHUNK)
     for name, edges in {
         "powers of two": doublings(SMALLEST_CHUNK, last),

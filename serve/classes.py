@@ -148,8 +148,10 @@ def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool)
 
 def known_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
     """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
+    if programs.key is None or kept.folder() is None:
+        return find_classes(programs, arguments)
     own = kept.combined([programs.key], fingerprint(arguments.params))
-    if known := kept.read(own):
+    if programs.loaded and (known := kept.read(own)):  # what is compiled anew may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments)
     kept.write(own, classes)

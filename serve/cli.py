@@ -108,6 +108,11 @@ def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Seque
 def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no report at the end")
     parser.add_argument("--report", metavar="FILE", help="write the closing report as JSON")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="add to the report what each compiled program did beside its floor",
+    )
 
 
 def checked(args: argparse.Namespace, make: Callable[[], T]) -> T:
@@ -171,7 +176,7 @@ def generate(args: argparse.Namespace) -> int:
         for piece in llm.stream(prompt, sampling_params(args, defaults)):
             print(piece.text, end="", flush=True)
         print(flush=True)
-        finish(llm.report(), args)
+        finish(llm.report(args.explain), args)
     return 0
 
 
@@ -213,6 +218,7 @@ def batch(args: argparse.Namespace) -> int:
         sampling=sampling,
         model_name=args.model_name,
         progress=args.progress,
+        explain=args.explain,
     )
     known = fingerprint(args, options)
     return run_batch(

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from ..kvcache.names import root
+from ..kvcache.pages import KVCache
 from ..kvcache.tables import PageTables
 from ..model.transformer import Decoder
 from ..model.tree import paths
@@ -72,6 +73,10 @@ class Engine:
     @property
     def params(self) -> Decoder:
         return target_of(self._state.params)
+
+    @property
+    def cache(self) -> KVCache:
+        return self._state.cache
 
     @property
     def has_work(self) -> bool:

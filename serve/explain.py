@@ -3,7 +3,7 @@
 from .engine import Engine
 from .facts import facts
 from .plan import Row, floored, render_table
-from .programs import Shape, arguments_like
+from .programs import Shape
 from .roofline import Work, pools, work
 from .targets import Target, here
 
@@ -25,8 +25,7 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Row:
     name, devices = str(shape), len(params.embed.sharding.device_set)
     context = round(meter.cached[name] / meter.steps[name] / shape.rows)
     whole = work(shape, config, params.embed.dtype, context, params)
-    cache = arguments_like(config, params, engine.sizes).cache
-    found = facts(engine.programs.steps[shape], pools(shape, config, cache, context), shape.tokens)
+    found = facts(engine.programs.steps[shape], pools(shape, config, engine.cache, context), shape.tokens)
     row = Row(
         shape, Work(whole.flops / devices, whole.bytes / devices), None, None, found, meter.seconds_of(shape)
     )

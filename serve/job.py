@@ -32,7 +32,7 @@ class BatchEngine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> object: ...
     def step(self) -> list[RequestOutput]: ...
-    def report(self) -> dict[str, Any]: ...
+    def report(self, explained: bool = False) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -55,7 +55,8 @@ class BatchOptions:
     """How a job is run. `in_flight` lines are in the engine at once (four times max_num_seqs keeps it busy).
 
     Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do not give them;
-    `model_name` is the model's name in the answers; a line of more than `max_line_bytes` is answered with an error.
+    `model_name` is the model's name in the answers; a line of more than `max_line_bytes` is answered with an error; `explain` adds a
+    table of the compiled programs to the report.
     """
 
     in_flight: int = 128
@@ -64,6 +65,7 @@ class BatchOptions:
     model_name: str = "duetto"
     max_line_bytes: int = 8 << 20
     progress: bool = True
+    explain: bool = False
 
 
 class OrderedStream:
@@ -125,7 +127,7 @@ class Job:
         try:
             while self._fill(lines) or self._running:
                 self._step()
-            self.engine_report = self._engine.report() if self._engine else None
+            self.engine_report = self._engine.report(self._options.explain) if self._engine else None
         finally:
             self._progress.close()
             try:

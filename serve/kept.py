@@ -2,7 +2,7 @@
 
 jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model. The key here is what
 a program follows from: this package's source, the versions, the device, the flags, and the arguments' shapes. The files lie in a
-folder of jax's cache (`jax_compilation_cache_dir`), are read by `pickle` as jax's are, and may be deleted at any time.
+folder of jax's cache (`jax_compilation_cache_dir`), are read by `pickle`, so that it is to be nobody else's, and may be deleted at any time.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def key(step: partial, arguments: Any) -> str | None:
     (device,) = devices
     shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
     versions = jax.__version__, jaxlib.__version__, device.client.platform_version
-    machine = device.device_kind, processor(), [os.environ.get(name) for name in FLAGS]
+    machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
     facts = source(), versions, machine, settings, described(step), str(structure), shapes
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -51,7 +51,8 @@ def key(step: partial, arguments: Any) -> str | None:
 def described(step: partial) -> str:
     """A step by its function's name and what is bound to it."""
     own = getattr(step.func, "__self__", None)
-    return f"{step.func.__module__}.{step.func.__qualname__} of {own!r} {step.keywords}"
+    bound = [(name, getattr(value, "__qualname__", value)) for name, value in step.keywords.items()]
+    return f"{step.func.__module__}.{step.func.__qualname__} of {own!r} {step.args} {bound}"
 
 
 @cache
@@ -63,6 +64,11 @@ def source() -> str:
             for path in sorted(Path(file).glob("*.py")):
                 found.update(path.read_bytes())
     return found.hexdigest()
+
+
+def cores() -> int | None:
+    """How many the process may use: products are cut by them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @cache
@@ -84,11 +90,11 @@ def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
 def read(key: str | None) -> Any:
     """What is kept under a key, or None; a file that cannot be read is none."""
     place = folder()
-    if place is None or key is None or not (place / key).is_file():
+    if place is None or key is None:
         return None
     try:
         return pickle.loads((place / key).read_bytes())
-    except Exception:  # noqa: BLE001 - cut off, or of another build: pickle raises anything
+    except Exception:  # noqa: BLE001 - absent, cut off, or of another build: pickle raises anything
         return None
 
 
@@ -97,20 +103,21 @@ def write(key: str | None, value: Any) -> None:
     place = folder()
     if place is None or key is None:
         return
-    try:
+    with suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=place, delete=False) as file:
-            file.write(pickle.dumps(value))
-        os.replace(file.name, place / key)
-    except OSError:
-        return
+        with TemporaryDirectory(dir=place) as own:
+            file = Path(own) / key
+            file.write_bytes(pickle.dumps(value))
+            file.replace(place / key)
 
 
-def load(key: str | None) -> Any:
-    """The program kept under a key, or None."""
+def load(key: str | None, device: jax.Device) -> Any:
+    """The program kept under a key, for a device, or None."""
     parts = read(key)
     try:
-        return parts and serialize_executable.deserialize_and_load(*parts)
+        return parts and serialize_executable.deserialize_and_load(
+            *parts, backend=device.client, execution_devices=[device]
+        )
     except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
         return None
 
@@ -118,12 +125,13 @@ def load(key: str | None) -> Any:
 def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile a program, and keep it where the device's programs can be.
 
-    One that jax's cache had is not kept: on CPUs such a program cannot be written a second time.
+    On a CPU one that jax's cache had is not: it cannot be written a second time.
     """
     watch_hits()
     THREAD.hits = 0
     compiled = lowered.compile()
-    if folder() is not None and key is not None and not THREAD.hits:
+    lost = THREAD.hits and jax.default_backend() == "cpu"
+    if folder() is not None and key is not None and not lost:
         with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
             write(key, serialize_executable.serialize(compiled))
     return compiled

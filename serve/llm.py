@@ -36,7 +36,7 @@ class LLM:
     `model` is a Hugging Face folder or one written by `duetto convert` (default: the small model that ships with duetto), `dtype` one of "auto", "float32",
     "bfloat16", "float16", `tokenizer` another folder to take the tokenizer from. `mesh` spreads the model over the devices of its
     axis "tensor". `compilation_cache` is a directory for
-    compiled programs, "auto" for one in the user's cache home, None for none. Other keywords are those of EngineOptions.
+    compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other keywords are those of EngineOptions.
 
     Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
     All methods may be called from any thread; whoever waits for a result drives the engine for all.
@@ -278,13 +278,14 @@ class LLM:
         """The weights being served, as they lie on the device."""
         return self._open_engine().params
 
-    def report(self) -> dict[str, Any]:
-        """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations."""
-        return self._open_engine().report()
+    def report(self, explained: bool = False) -> dict[str, Any]:
+        """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
 
-    def explain(self) -> str:
-        """A table of the programs that ran: operations, bytes, the floor of their time on this device, and measured medians."""
-        return explain(self._open_engine())
+        `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their time on this device, and
+        measured medians.
+        """
+        engine = self._open_engine()
+        return engine.report() | ({"explained": explain(engine)} if explained else {})
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoints import huggingface, orbax
@@ -47,6 +48,8 @@ def keep_compiled(folder: str | Path | None = "auto") -> None:
     if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
         return
     chosen = cache_home() if folder == "auto" else Path(folder)
+    if jax.config.jax_compilation_cache_dir != str(chosen):
+        compilation_cache.reset_cache()  # else jax stays with the folder that it opened first
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -141,12 +141,14 @@ class Programs:
             for s in shapes
         }
         with ThreadPoolExecutor(2) as pool:
-            self.steps = dict(zip(keys, pool.map(kept.load, keys.values()), strict=True))
+            (device, *_) = arguments.everywhere.device_set
+            found = pool.map(partial(kept.load, device=device), keys.values())
+            self.steps = dict(zip(keys, found, strict=True))
             missing = [s for s, program in self.steps.items() if program is None]
             jobs = [lower(s, config, arguments, sizes, phases) for s in missing]
             compiled = pool.map(kept.compile, (keys[s] for s in missing), jobs)
             self.steps |= zip(missing, compiled, strict=True)
-        self.key = kept.combined(keys.values())
+        self.key, self.loaded = kept.combined(keys.values()), not missing
         self.seat = self._compile_seat(arguments)
         self.load_history = self._compile_history(arguments, sizes.max_model_len)
         self.fresh = self._compile_fresh(arguments)

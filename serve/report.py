@@ -54,6 +54,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(
             f"steps        {', '.join(shapes)} (medians, from dispatch or the last results to its own)"
         )
+    if "explained" in r:
+        lines += ["", r["explained"]]
     return "\n".join(lines)
 
 

@@ -87,7 +87,7 @@ class FakeEngine:
         found = {token: Logprob(float("-inf"), 3, self.tokenizer.decode_token(token))}
         return found | {i: Logprob(-float(i), i, self.tokenizer.decode_token(i)) for i in range(1, top + 1)}
 
-    def report(self):
+    def report(self, explained=False):
         return {"steps": self.steps}
 
     def close(self):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,8 +10,6 @@ from duetto import LLM, RequestOutput, SamplingParams
 from duetto.serve.ngram import NgramDrafter
 from duetto.serve.request import Request
 from duetto.serve.suffix import SuffixDrafter
-
-pytestmark = pytest.mark.as_served
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)
@@ -37,7 +36,7 @@ BASE = {
     "page_size": 64,
     "decode_steps": 4,
 }
-BRIEF = {"windows", "latent", "longrope", "int8"}  # kinds of models that need not show every variant
+BRIEF = {"windows", "latent", "longrope", "int8", "stories260K"}  # models that need not show every variant
 VARIANTS = {
     "pages of 16 tokens, more seats": {"page_size": 16, "max_num_seqs": 16},
     "pages of 128 tokens, one step a dispatch": {"page_size": 128, "decode_steps": 1},
@@ -63,7 +62,10 @@ def bits(output: RequestOutput) -> list[tuple[int, bytes, tuple[int, ...]]]:
 
 @pytest.fixture(scope="module")
 def serve(model):
-    return lambda **options: LLM.from_params(model.config, model.params, **(BASE | options))
+    """Starts an engine; the programs of the demo model are compiled as users' are."""
+    jax.config.update("jax_disable_most_optimizations", model.name != "demo")
+    yield lambda **options: LLM.from_params(model.config, model.params, **(BASE | options))
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module")

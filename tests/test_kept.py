@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM, SamplingParams
 from duetto.serve import classes, kept, programs
@@ -17,9 +18,10 @@ OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before = jax.config.jax_compilation_cache_dir
+def folder(tmp_path: Path):
+    before = jax.config.values["jax_compilation_cache_dir"]
     yield tmp_path
+    compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", before)
 
 

@@ -177,7 +177,8 @@ def test_the_memory_plan_is_what_a_run_takes():
 def test_a_run_explains_its_programs():
     with LLM(max_num_seqs=2, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
         llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
-        report, table = llm.report(), llm.explain().splitlines()
+        report = llm.report(explained=True)
+        table = report["explained"].splitlines()
     assert list(report["step_seconds"]) == ["decode[8,1]", "prefill[1,64]"]
     assert all(seconds > 0 for seconds in report["step_seconds"].values())
     assert "decode[8,1] " in render(report)
