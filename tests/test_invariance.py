@@ -36,7 +36,14 @@ BASE = {
     "page_size": 64,
     "decode_steps": 4,
 }
-BRIEF = {"tiny", "windows", "latent", "longrope", "int8", "stories260K"}  # models that need not show every variant
+BRIEF = {
+    "tiny",
+    "windows",
+    "latent",
+    "longrope",
+    "int8",
+    "stories260K",
+}  # models that need not show every variant
 VARIANTS = {
     "pages of 16 tokens, more seats": {"page_size": 16, "max_num_seqs": 16},
     "pages of 128 tokens, one step a dispatch": {"page_size": 128, "decode_steps": 1},
