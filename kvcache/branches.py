@@ -51,20 +51,20 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
         k = k.reshape(-1, n, *k.shape[2:])
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
 
-        def tail(pool: Array, new: Array) -> Array:
+        def tail(new: Array) -> Array:
             """Keys of each node's own path [B*n,D+1,K,H] of all nodes' [B,n,K,H]."""
-            return new[:, path].reshape(-1, path.shape[1], *new.shape[2:]).astype(pool.dtype)
+            return new[:, path].reshape(-1, path.shape[1], *new.shape[2:])
 
         def laid_over(pool: Array, new: Array, j: Array) -> Array:
             """Block j of every row, with its own path's keys where they would be."""
             rows, at = (
-                read_block(pool, table, j),
+                read_block(pool, table, j, new.dtype),
                 j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None],
             )
             place = at - root[:, None]
             own = (place >= 0) & (place <= depth[:, None])
             index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
-            laid = jnp.take_along_axis(tail(pool, new), index, axis=1).transpose(2, 0, 1, 3)
+            laid = jnp.take_along_axis(tail(new), index, axis=1).transpose(2, 0, 1, 3)
             return jnp.where(own[None, :, :, None], laid, rows)
 
         def read(j: Array) -> tuple[Array, Array]:
@@ -77,7 +77,7 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
             return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
 
         def pages() -> Pages:
-            own = tail(pools[0], k), tail(pools[1], v), root  # type: ignore[arg-type]
+            own = tail(k), tail(v), root  # type: ignore[arg-type]
             return Pages(*pools, table, batch.start, batch.count, own)
 
         out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))

@@ -68,7 +68,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> tuple[int, ..
 
 
 def empty_cache(config: ModelConfig, pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros with so many pages for each window. Raises ValueError for a page size that does not fit the blocks
+    """A cache of zeros, stored as dtype, with so many pages for each window. Raises ValueError for a page size that does not fit the blocks
     that attention reads."""
     if page_size < 1 or (BLOCK % page_size and page_size % BLOCK):
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
@@ -86,27 +86,41 @@ def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
     head = jnp.arange(pool.shape[0], dtype=jnp.int32)[
         :, None, None
     ]  # a slice here costs a TPU a copy of the pool
-    new = new.transpose(2, 0, 1, 3).astype(pool.dtype)
+    new = seen_as(new.transpose(2, 0, 1, 3), pool.dtype)
     return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 
 
-def read_block(pool: Array, page_table: Array, j: Array) -> Array:
+def stored_as(dtype: Any, device: jax.Device) -> Any:
+    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, since XLA would widen the whole pool to write a token."""
+    bits = device.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
+    return jnp.dtype(jnp.uint16 if bits else dtype)
+
+
+def seen_as(x: Array, dtype: Any) -> Array:
+    """Numbers as a pool's bits, or a pool's bits as numbers."""
+    if x.dtype == dtype or jnp.uint16 not in (x.dtype, dtype):
+        return x.astype(dtype)
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def read_block(pool: Array, page_table: Array, j: Array, dtype: Any) -> Array:
     """Positions [j*BLOCK, (j+1)*BLOCK) of every row, j [B] its own -> [K,B,BLOCK,H]; past the table its last page is read."""
     K, _, W, H = pool.shape
     per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
     entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
     page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
     blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as so many small pages
-    return blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
+    block = blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
+    return seen_as(block, dtype)
 
 
 def read_keys(
-    pools: tuple[Array, Array | None], page_table: Array, j: Array, reading: Reading
+    pools: tuple[Array, Array | None], page_table: Array, j: Array, reading: Reading, dtype: Any
 ) -> tuple[Array, Array]:
     """Keys [K,B,BLOCK,H] and values [K,B,BLOCK,U] of block j of every row; a latent layer's are made here."""
-    rows = read_block(pools[0], page_table, j)
+    rows = read_block(pools[0], page_table, j, dtype)
     if pools[1] is not None:
-        return rows, read_block(pools[1], page_table, j)
+        return rows, read_block(pools[1], page_table, j, dtype)
     assert reading.expand is not None
     k, v = reading.expand(rows.transpose(1, 2, 0, 3))
     return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
@@ -190,7 +204,7 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
         def by_blocks(q: Array) -> Array:
-            return running_softmax(q, batch, lambda j: read_keys(pools, table, j, reading), reading)
+            return running_softmax(q, batch, lambda j: read_keys(pools, table, j, reading, q.dtype), reading)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count)

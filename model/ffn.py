@@ -43,12 +43,13 @@ def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
 
 
 def activate(c: Dense, gate: Array | None, up: Array) -> Array:
-    """The inner values of a feed-forward layer: the activation of `gate` times `up`, or of `up` alone."""
-    kind = c.activation
+    """The inner values of a feed-forward layer: the activation of `gate` times `up`, or of `up` alone; rounded once."""
+    kind, dtype = c.activation, up.dtype
+    gate, up = None if gate is None else gate.astype(jnp.float32), up.astype(jnp.float32)
     if kind == "clamped_silu":  # gpt-oss
         assert gate is not None and c.clamp is not None
         gate, up = jnp.minimum(gate, c.clamp), jnp.clip(up, -c.clamp, c.clamp)
-        return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
+        return (gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)).astype(dtype)
     inner = up if gate is None else gate
     if kind == "silu":
         inner = jax.nn.silu(inner)
@@ -56,7 +57,7 @@ def activate(c: Dense, gate: Array | None, up: Array) -> Array:
         inner = jax.nn.relu(inner)
     else:
         inner = jax.nn.gelu(inner, approximate=kind == "gelu_tanh")
-    return inner if gate is None else inner * up
+    return (inner if gate is None else inner * up).astype(dtype)
 
 
 def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -77,7 +79,19 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
         stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
         frequencies = jnp.where(long[:, None, None, None], stretched, frequencies)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale
+    return jax.lax.platform_dependent(
+        angles, cpu=partial(computed_once, scale=rope.scale), default=partial(cosine_and_sine, scale=rope.scale)
+    )
+
+
+def cosine_and_sine(angles: Array, scale: float) -> Turn:
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def computed_once(angles: Array, scale: float) -> Turn:
+    """A conditional that keeps XLA from computing cosines and sines again in every layer, for each number of each head."""
+    compute = partial(cosine_and_sine, scale=scale)
+    return jax.lax.cond(angles.ravel()[0] >= 0, compute, compute, angles)
 
 
 def rotate(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache
+from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache, stored_as
 from ..kvcache.placement import automatic, cache_shardings, everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
@@ -73,9 +73,11 @@ def like(tree: Any) -> Any:
     )
 
 
-def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any) -> tuple[KVCache, Slots]:
+def empty_state(
+    config: ModelConfig, sizes: Sizes, dtype: Any, device: jax.Device
+) -> tuple[KVCache, Slots]:
     """A cache and slots that nobody has used."""
-    cache = empty_cache(config, sizes.pages, sizes.page_size, dtype)
+    cache = empty_cache(config, sizes.pages, sizes.page_size, stored_as(dtype, device))
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden)
 
@@ -86,9 +88,11 @@ def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Argume
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, params.embed.dtype))
+    whole = everywhere(params)
+    (device, *_) = whole.device_set
+    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, params.embed.dtype, device))
     cache = jax.tree.map(at, cache, cache_shardings(config, params))
-    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, everywhere(params)), slots))
+    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
 
 
 def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
@@ -160,10 +164,10 @@ class Programs:
         return Arguments(params, *self.fresh())
 
     def _compile_fresh(self, arguments: Arguments):
-        dtype = arguments.cache.k[0].dtype
+        dtype, (device, *_) = arguments.params.embed.dtype, arguments.everywhere.device_set
         out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
         return (
-            jax.jit(lambda: empty_state(self.config, self.sizes, dtype), out_shardings=out).lower().compile()
+            jax.jit(lambda: empty_state(self.config, self.sizes, dtype, device), out_shardings=out).lower().compile()
         )
 
     def _compile_seat(self, arguments: Arguments):
