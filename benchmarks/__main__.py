@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import alone, beside
-from benchmarks.engines import OURS, OURS_FREE, VARIANTS
+from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS
 from benchmarks.harness import QUICK, Amount, Bench, Row, installed
 from benchmarks.models import cache, folder_for
 from benchmarks.plot import plot
@@ -70,7 +70,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
     """What the command line asks for. Raises ValueError for an engine that is unknown or not installed."""
     here, missing = installed()
     if args.no_peers:
-        here, missing = [OURS, OURS_FREE], []
+        here, missing = [OURS, OURS_NARROW, OURS_FREE], []
     for name in args.engines or ():
         if name not in here:
             raise ValueError(f"engine {name!r} is unknown or not installed: {', '.join(map(repr, here))}")

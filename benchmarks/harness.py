@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import OURS, OURS_FREE, VARIANTS, Setting
+from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS, Setting
 from benchmarks.traces import AZURE, MOONCAKE, Entry, Scale, read
 from benchmarks.worker import Worker, WorkerError
 
@@ -134,10 +134,12 @@ class Bench:
 
 
 @contextmanager
-def own_workers(bench: Bench, settings: dict[str, Setting]) -> Iterator[dict[str, Worker]]:
-    """Engines of ours with other options, under names of their own, for as long as a part needs them; all others end first."""
+def own_workers(
+    bench: Bench, settings: dict[str, Setting], engine: str = OURS
+) -> Iterator[dict[str, Worker]]:
+    """An engine of ours with other options, under names of their own, for as long as a part needs them; all others end first."""
     bench.close()
-    workers = {name: Worker(OURS, bench.folder, setting) for name, setting in settings.items()}
+    workers = {name: Worker(engine, bench.folder, setting) for name, setting in settings.items()}
     try:
         yield workers
     finally:
@@ -150,7 +152,7 @@ def rows_of(
     what: str,
     unit: str,
     found: dict[str, list[float]],
-    references: Sequence[str] = (OURS, OURS_FREE),
+    references: Sequence[str] = (OURS, OURS_NARROW, OURS_FREE),
 ) -> Iterator[Row]:
     """A row for each engine, with the ratios of its rounds to those of the engines that are references."""
     for engine, values in found.items():

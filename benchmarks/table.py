@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.engines import OURS
+from benchmarks.engines import OURS, OURS_NARROW
 from benchmarks.harness import Row
 from benchmarks.report import Result, load
 
@@ -20,7 +20,7 @@ SUMMARY = ("throughput", "decode", "prefill")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds."""
+    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds and dtype."""
     engines = list(dict.fromkeys(row.engine for row in rows))
     units = {row.what: row.unit for row in rows}
     found = {(row.what, row.engine): cell(row) for row in rows}
@@ -32,9 +32,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row) -> str:
-    ratio = row.faster.get(OURS, next(iter(row.faster.values()), None))
+    ratio = row.faster.get(reference(row), next(iter(row.faster.values()), None))
     median = f"{row.median:.3g}" if row.median < 1000 else f"{row.median:.0f}"
     return median if ratio is None else f"{median} ({ratio:.2f} x)"
+
+
+def reference(row: Row) -> str:
+    """The engine of ours that another is compared with: the one of its dtype."""
+    narrow = row.engine.endswith("bfloat16") and OURS_NARROW in row.faster
+    return OURS_NARROW if narrow else OURS
 
 
 def machine(result: Result) -> str:
@@ -45,7 +51,7 @@ def machine(result: Result) -> str:
     return (
         f"{a['date']}, model `{a['model']}` (random weights) on {a['device']}: {a['cpu']}, {a['cores']} cores, {a['memory_gib']} GiB; "
         f"Python {a['python']}, {versions}. Medians of {amount['rounds']} rounds ({amount['runs']} of whole workloads) in which the engines "
-        f"take turns; in brackets how many times as fast duetto was, the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
+        f"take turns; in brackets how many times as fast duetto was in the same dtype, the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
     )
 
 

@@ -91,10 +91,11 @@ def both(name: str, module: str, engine: str, needs: str) -> dict[str, Variant]:
     return {f"{name} {dtype}": Variant(module, engine, dtype, needs) for dtype in ("float32", "bfloat16")}
 
 
-OURS, OURS_FREE = "duetto", "duetto, no contract"
+OURS, OURS_NARROW, OURS_FREE = "duetto", "duetto bfloat16", "duetto, no contract"
 STATIC, CONTINUOUS, LLAMA = "Transformers static", "Transformers continuous", "llama.cpp"
 VARIANTS: dict[str, Variant] = {
     OURS: Variant("ours", "Ours", "auto"),
+    OURS_NARROW: Variant("ours", "Ours", "bfloat16"),
     OURS_FREE: Variant("ours", "Ours", "auto", options={"reproducible": False}),
     **both(LLAMA, "llamacpp", "LlamaCpp", "llama-cpp-python"),
     **both(STATIC, "hugging_face", "Static", "transformers"),
