@@ -100,8 +100,8 @@ def by_blocks(q: jax.Array, pages: Pages) -> jax.Array:
     """The reference, which gathers a block's pages."""
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), pages.start)
-    read = partial(read_keys, pages[:2], pages.table, reading=READING, dtype=q.dtype)
-    return running_softmax(q, batch, lambda j: read(j=j), READING).astype(q.dtype)
+    read = partial(read_keys, pages[:2], pages.table, READING, q.dtype)
+    return running_softmax(q, batch, read, READING).astype(q.dtype)
 
 
 def by_gather(q: jax.Array, pages: Pages) -> jax.Array:

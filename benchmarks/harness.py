@@ -137,7 +137,7 @@ class Bench:
 def own_workers(
     bench: Bench, settings: dict[str, Setting], engine: str = OURS
 ) -> Iterator[dict[str, Worker]]:
-    """An engine of ours with other options, under names of their own, for as long as a part needs them; all others end first."""
+    """One engine of ours with several options, each under a name of its own, for as long as a part needs them; all others end first."""
     bench.close()
     workers = {name: Worker(engine, bench.folder, setting) for name, setting in settings.items()}
     try:

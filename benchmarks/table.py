@@ -20,7 +20,7 @@ SUMMARY = ("throughput", "decode", "prefill")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds and dtype."""
+    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds."""
     engines = list(dict.fromkeys(row.engine for row in rows))
     units = {row.what: row.unit for row in rows}
     found = {(row.what, row.engine): cell(row) for row in rows}
@@ -51,7 +51,7 @@ def machine(result: Result) -> str:
     return (
         f"{a['date']}, model `{a['model']}` (random weights) on {a['device']}: {a['cpu']}, {a['cores']} cores, {a['memory_gib']} GiB; "
         f"Python {a['python']}, {versions}. Medians of {amount['rounds']} rounds ({amount['runs']} of whole workloads) in which the engines "
-        f"take turns; in brackets how many times as fast duetto was in the same dtype, the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
+        f"take turns; in brackets how many times as fast duetto was (in bfloat16 beside bfloat16, else in float32), the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
     )
 
 

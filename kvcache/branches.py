@@ -55,30 +55,28 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
             """Keys of each node's own path [B*n,D+1,K,H] of all nodes' [B,n,K,H]."""
             return new[:, path].reshape(-1, path.shape[1], *new.shape[2:])
 
-        def laid_over(pool: Array, new: Array, j: Array) -> Array:
-            """Block j of every row, with its own path's keys where they would be."""
-            rows, at = (
-                read_block(pool, table, j, new.dtype),
-                j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None],
-            )
-            place = at - root[:, None]
-            own = (place >= 0) & (place <= depth[:, None])
-            index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
-            laid = jnp.take_along_axis(tail(new), index, axis=1).transpose(2, 0, 1, 3)
-            return jnp.where(own[None, :, :, None], laid, rows)
+        tails: Any = tail(k), None if v is None else tail(v)
 
-        def read(j: Array) -> tuple[Array, Array]:
-            keys = laid_over(pools[0], k, j)
+        def laid_over(pool: Array, own_path: Array, rows: Array, j: Array) -> Array:
+            """Block j [R] of some rows, with their own paths' keys where they would be."""
+            at = j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
+            place = at - root[rows, None]
+            own = (place >= 0) & (place <= depth[rows, None])
+            index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
+            laid = jnp.take_along_axis(own_path[rows], index, axis=1).transpose(2, 0, 1, 3)
+            return jnp.where(own[None, :, :, None], laid, read_block(pool, table[rows], j, own_path.dtype))
+
+        def read(rows: Array, j: Array) -> tuple[Array, Array]:
+            keys = laid_over(pools[0], tails[0], rows, j)
             if v is not None:
                 assert pools[1] is not None
-                return keys, laid_over(pools[1], v, j)
+                return keys, laid_over(pools[1], tails[1], rows, j)
             assert reading.expand is not None
             made = reading.expand(keys.transpose(1, 2, 0, 3))
             return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
 
         def pages() -> Pages:
-            own = tail(k), tail(v), root  # type: ignore[arg-type]
-            return Pages(*pools, table, batch.start, batch.count, own)
+            return Pages(*pools, table, batch.start, batch.count, (*tails, root))
 
         out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
         return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out

@@ -6,6 +6,7 @@ keys changes no bit of the result, so a row's output depends neither on its neig
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,15 +17,19 @@ from ..model.attention import MASKED, Attend, Reading, grouped
 from ..model.config import ModelConfig
 from ..model.layers import einsum
 from ..model.tree import pytree
+from .groups import by_length
 from .kernels import Pages, attend_with
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
 FEW = 16  # queries of a row that share a key head
+Sums = tuple[
+    Array, ...
+]  # a running softmax's highest scores and totals [K,B,T*G], and sums of values [K,B,T*G,U]
 
 
 @pytree
 class KVCache:
-    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
+    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W. On CPUs pools of 16-bit floats hold their bits.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has keys only.
     """
@@ -68,8 +73,10 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> tuple[int, ..
 
 
 def empty_cache(config: ModelConfig, pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros, stored as dtype, with so many pages for each window. Raises ValueError for a page size that does not fit the blocks
-    that attention reads."""
+    """A cache of zeros of a dtype, with so many pages for each window.
+
+    Raises ValueError for a page size that does not fit the blocks that attention reads.
+    """
     if page_size < 1 or (BLOCK % page_size and page_size % BLOCK):
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
     count = dict(zip(config.windows, pages, strict=True))
@@ -86,17 +93,17 @@ def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
     head = jnp.arange(pool.shape[0], dtype=jnp.int32)[
         :, None, None
     ]  # a slice here costs a TPU a copy of the pool
-    new = seen_as(new.transpose(2, 0, 1, 3), pool.dtype)
+    new = as_dtype(new.transpose(2, 0, 1, 3), pool.dtype)
     return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 
 
-def stored_as(dtype: Any, device: jax.Device) -> Any:
-    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, since XLA would widen the whole pool to write a token."""
+def pool_dtype(dtype: Any, device: jax.Device) -> Any:
+    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, or XLA would widen the pool to write a token."""
     bits = device.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
     return jnp.dtype(jnp.uint16 if bits else dtype)
 
 
-def seen_as(x: Array, dtype: Any) -> Array:
+def as_dtype(x: Array, dtype: Any) -> Array:
     """Numbers as a pool's bits, or a pool's bits as numbers."""
     if x.dtype == dtype or jnp.uint16 not in (x.dtype, dtype):
         return x.astype(dtype)
@@ -111,52 +118,59 @@ def read_block(pool: Array, page_table: Array, j: Array, dtype: Any) -> Array:
     page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
     blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as so many small pages
     block = blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
-    return seen_as(block, dtype)
+    return as_dtype(block, dtype)
 
 
 def read_keys(
-    pools: tuple[Array, Array | None], page_table: Array, j: Array, reading: Reading, dtype: Any
+    pools: tuple[Array, Array | None], page_table: Array, reading: Reading, dtype: Any, rows: Array, j: Array
 ) -> tuple[Array, Array]:
-    """Keys [K,B,BLOCK,H] and values [K,B,BLOCK,U] of block j of every row; a latent layer's are made here."""
-    rows = read_block(pools[0], page_table, j, dtype)
+    """Keys [K,R,BLOCK,H] and values [K,R,BLOCK,U] of block j [R] of some rows; a latent layer's are made here."""
+    table = page_table[rows]
+    keys = read_block(pools[0], table, j, dtype)
     if pools[1] is not None:
-        return rows, read_block(pools[1], page_table, j, dtype)
+        return keys, read_block(pools[1], table, j, dtype)
     assert reading.expand is not None
-    k, v = reading.expand(rows.transpose(1, 2, 0, 3))
+    k, v = reading.expand(keys.transpose(1, 2, 0, 3))
     return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
 
 
 def running_softmax(
-    q: Array, batch: Batch, read: Callable[[Array], tuple[Array, Array]], reading: Reading
+    q: Array, batch: Batch, read: Callable[[Array, Array], tuple[Array, Array]], reading: Reading
 ) -> Array:
-    """Attention of q [B,T,N,H] over the rows' keys, of which `read(j)` gives block j [B] of every row -> [B,T,N,U]."""
-    B, T, N, _ = q.shape
-    k, v = jax.eval_shape(read, batch.start)
-    K, U, G = k.shape[0], v.shape[-1], N // k.shape[0]
-    pos, end = jnp.repeat(positions(batch), G, axis=1), batch.start + batch.count  # [B,T*G], [B]
-    low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
-    q = grouped(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1)
+    """Attention of q [B,T,N,H] over the rows' keys, of which `read(rows, j)` gives block j [R] of rows [R] -> [B,T,N,U].
 
-    def block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, out = carry
-        at = (first + j)[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]  # [B,BLOCK]
-        k, v = read(first + j)
+    Rows go in groups of like length, longest first, so that few wait for the longest; a group's blocks stay in a CPU's cache.
+    """
+    B, T, N, _ = q.shape
+    k, v = jax.eval_shape(read, batch.start, batch.start)
+    K, U, G = k.shape[0], v.shape[-1], N // k.shape[0]
+    end = batch.start + batch.count
+    low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
+    # each row begins at its own: a window spans few blocks, wherever its neighbours are
+    first = jnp.maximum(low, 0) // BLOCK
+    groups = by_length(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0))
+    q = groups.sorted(grouped(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1))
+    pos = jnp.repeat(positions(batch), G, axis=1)  # [B,T*G]
+
+    def block(i: Array, sums: Sums) -> Sums:
+        group, rows, j = groups.step(i)
+        at = (first[rows] + j)[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]  # [R,BLOCK]
+        k, v = read(rows, first[rows] + j)
         # pages before the window and a page's unwritten tail may hold anything
-        written = (at >= low[:, None]) & (at < end[:, None])
+        written = (at >= low[rows, None]) & (at < end[rows, None])
         v = jnp.where(written[None, ..., None], v, 0)
-        scores = reading.scores(products(q, k))
-        scores = jnp.where(reading.sees(pos[..., None], at[:, None])[None], scores, MASKED)
+        scores = reading.scores(products(groups.own(q, group), k))
+        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, MASKED)
+        top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
         add = einsum("kbqs,kbsu->kbqu", weights.astype(v.dtype), v, jnp.float32)
-        return new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
+        new = new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
+        return tuple(groups.put(x, y, group) for x, y in zip(sums, new, strict=True))
 
-    # each row begins at its own: a window spans few blocks, wherever its neighbours are
-    first = jnp.maximum(low, 0) // BLOCK
-    most = jnp.max(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0))
-    start = (*before_any_key(reading, (K, B, T, G)), jnp.zeros((K, B, T * G, U)))
-    _, total, out = jax.lax.fori_loop(0, most, block, start)
-    out = out / jnp.maximum(total, 1e-30)[..., None]
+    sums = (*before_any_key(reading, (K, B, T, G)), jnp.zeros((K, B, T * G, U)))
+    _, total, out = jax.lax.fori_loop(0, groups.until[-1], block, sums)
+    out = groups.unsorted(out / jnp.maximum(total, 1e-30)[..., None])
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
 
 
@@ -204,7 +218,7 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
         def by_blocks(q: Array) -> Array:
-            return running_softmax(q, batch, lambda j: read_keys(pools, table, j, reading, q.dtype), reading)
+            return running_softmax(q, batch, partial(read_keys, pools, table, reading, q.dtype), reading)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count)

@@ -80,7 +80,9 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
         frequencies = jnp.where(long[:, None, None, None], stretched, frequencies)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     return jax.lax.platform_dependent(
-        angles, cpu=partial(computed_once, scale=rope.scale), default=partial(cosine_and_sine, scale=rope.scale)
+        angles,
+        cpu=partial(computed_once, scale=rope.scale),
+        default=partial(cosine_and_sine, scale=rope.scale),
     )
 
 

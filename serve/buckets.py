@@ -19,7 +19,7 @@ from .request import Request
 from .scheduler import Limits, Scheduler, Work
 
 CONTRACT_EDGE = (
-    48  # rows from which on float32 products of XLA's CPU backend have the bits of all larger ones
+    48  # rows from which on float32 products on CPUs have the bits of all larger ones; bfloat16: 3
 )
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
@@ -156,6 +156,12 @@ def main() -> None:
     parser.add_argument("input", help="JSON lines as `duetto batch` takes them")
     parser.add_argument("--model", type=Path, default=DEMO, help="the folder of the tokenizer")
     parser.add_argument("--programs", type=positive, default=6, help="prefill programs at most (default: 6)")
+    parser.add_argument(
+        "--smallest",
+        type=positive,
+        default=CONTRACT_EDGE,
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16, whose rows have the same bits from few on",
+    )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)
     args = parser.parse_args()
@@ -170,7 +176,7 @@ def main() -> None:
     last = round_up(args.max_prefill_tokens, SMALLEST_CHUNK)
     for name, edges in {
         "powers of two": doublings(SMALLEST_CHUNK, last),
-        "best": best_edges(chunks, args.programs, last, CONTRACT_EDGE),
+        "best": best_edges(chunks, args.programs, last, args.smallest),
     }.items():
         print(
             f"{name:<14}{padding(chunks, edges):>7.1%} padding  --prefill-buckets {','.join(map(str, edges))}"

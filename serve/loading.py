@@ -56,7 +56,7 @@ def keep_compiled(folder: str | Path | None = "auto") -> None:
 
 
 def compute_dtype(dtype: str, device: jax.Device) -> Any:
-    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs, whose 16-bit products are slow."""
+    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have instructions for 16-bit products."""
     if dtype == "auto":
         return "float32" if device.platform == "cpu" else "auto"
     if dtype not in ("float32", "bfloat16", "float16"):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache, stored_as
+from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache, pool_dtype
 from ..kvcache.placement import automatic, cache_shardings, everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
@@ -73,11 +73,9 @@ def like(tree: Any) -> Any:
     )
 
 
-def empty_state(
-    config: ModelConfig, sizes: Sizes, dtype: Any, device: jax.Device
-) -> tuple[KVCache, Slots]:
-    """A cache and slots that nobody has used."""
-    cache = empty_cache(config, sizes.pages, sizes.page_size, stored_as(dtype, device))
+def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
+    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
+    cache = empty_cache(config, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden)
 
@@ -88,9 +86,9 @@ def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Argume
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    whole = everywhere(params)
+    whole, dtype = everywhere(params), params.embed.dtype
     (device, *_) = whole.device_set
-    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, params.embed.dtype, device))
+    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, dtype, pool_dtype(dtype, device)))
     cache = jax.tree.map(at, cache, cache_shardings(config, params))
     return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
 
@@ -164,11 +162,10 @@ class Programs:
         return Arguments(params, *self.fresh())
 
     def _compile_fresh(self, arguments: Arguments):
-        dtype, (device, *_) = arguments.params.embed.dtype, arguments.everywhere.device_set
+        dtypes = arguments.params.embed.dtype, arguments.cache.k[0].dtype
         out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
-        return (
-            jax.jit(lambda: empty_state(self.config, self.sizes, dtype, device), out_shardings=out).lower().compile()
-        )
+        fresh = jax.jit(lambda: empty_state(self.config, self.sizes, *dtypes), out_shardings=out)
+        return fresh.lower().compile()
 
     def _compile_seat(self, arguments: Arguments):
         slots, whole = arguments.slots, arguments.everywhere

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..kvcache.groups import group_size
 from ..kvcache.pages import BLOCK, KVCache
 from ..model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
 from ..model.sharding import device_bytes
@@ -66,7 +67,8 @@ def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tu
         live = min(shape.rows * (seen(kind, context) + tokens) / (pages * width), 1)
         window = kind.mixer.window
         first = 0 if window is None else max(context - window + 1, 0) // BLOCK
-        return Pool(own, round(own * live), -(-(context + tokens) // BLOCK) - first)
+        blocks = -(-(context + tokens) // BLOCK) - first
+        return Pool(own, round(own * live), blocks * (shape.rows // group_size(shape.rows)))
 
     return tuple(
         pool(kind, buffer)

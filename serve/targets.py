@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -154,16 +155,18 @@ def need(*packages: str) -> None:
 
 
 def measured_peaks() -> Peaks:
-    """This device's rates in float32: a large product, and one that reads weights for a single row."""
+    """This device's rates: a large product in bfloat16 and in float32, and one that reads weights for a single row."""
     n, wide = 1024, 8192
     square, row, weights = jax.numpy.ones((n, n)), jax.numpy.ones((1, wide)), jax.numpy.ones((wide, wide))
-    flops, bandwidth = 2 * n**3 / fastest(square, square), weights.nbytes / fastest(row, weights)
-    return Peaks(flops, flops, bandwidth, 0.0, 0)
+    narrow = square.astype(jax.numpy.bfloat16)
+    flops = {x.dtype.itemsize: 2 * n**3 / fastest(x, x) for x in (narrow, square)}
+    return Peaks(flops[2], flops[4], weights.nbytes / fastest(row, weights), 0.0, 0)
 
 
 def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
     """Seconds of a product at its best."""
-    product = jax.jit(jax.numpy.matmul).lower(a, b).compile()
+    matmul = partial(jax.numpy.matmul, preferred_element_type=jax.numpy.float32)
+    product = jax.jit(matmul).lower(a, b).compile()
     spans = []
     for _ in range(times):
         begin = time.perf_counter()

@@ -115,6 +115,9 @@ def random_model(name: str) -> Model:
 def make_model(name: str) -> Model:
     if name in RANDOM:
         return random_model(name)
+    if name == "bfloat16":
+        whole = random_model("tiny")
+        return Model(name, whole.config, jax.tree.map(lambda x: x.astype(jnp.bfloat16), whole.params))
     if name == "int8":
         whole = random_model("tiny")
         return Model(name, whole.config, quantize_params(whole.params, "int8"))
@@ -126,7 +129,7 @@ def make_model(name: str) -> Model:
     return Model(name, *load(folder, jnp.float32))
 
 
-@pytest.fixture(scope="session", params=[*RANDOM, "int8", "demo", "stories260K"])
+@pytest.fixture(scope="session", params=[*RANDOM, "bfloat16", "int8", "demo", "stories260K"])
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 

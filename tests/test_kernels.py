@@ -74,7 +74,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
 def reference(q: jax.Array, pages: Pages, reading: Reading) -> jax.Array:
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(B))
-    return running_softmax(q, batch, lambda j: read_keys(pages[:2], pages.table, j, reading, q.dtype), reading)
+    return running_softmax(q, batch, partial(read_keys, pages[:2], pages.table, reading, q.dtype), reading)
 
 
 def real(x: jax.Array, count: Any) -> np.ndarray:

@@ -48,11 +48,10 @@ def target_of(name: str) -> Target:
         pytest.skip(str(error))
 
 
-def job_for(target: Target, model: str = "0.6b") -> Job:
+def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> Job:
     platform, config = target.devices[0].platform, PRESETS[model]
     words = config.vocab_size if platform == "gpu" else WORDS
     config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
-    dtype = "float32" if platform == "cpu" else "bfloat16"
     return Job("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
 
 
@@ -80,11 +79,12 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
     assert row.facts.temporaries <= temporaries * 2**20
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "shape", [Shape("prefill", 1, 512), Shape("decode", 8, 1), Shape("decode", 64, 4)], ids=str
 )
-def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape):
-    job = job_for(here())
+def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
+    job = job_for(here(), dtype=dtype)
     arguments = abstract_arguments(job)
     check_in_place(facts(compile_for(job, shape, arguments)), job, arguments)
 

@@ -1,0 +1,69 @@
+"""Rows in groups of like length, so that a loop over the rows' blocks takes few steps for rows that have ended."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+FEWEST = 8  # rows of a group
+MOST = 4  # groups
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of `size` rows, the longest rows first, and the steps of one loop over all blocks of all groups.
+
+    Arrays of rows are sorted on their second axis. A single group is all rows, as they are.
+    """
+
+    size: int
+    order: Int[Array, " B"]  # the rows by length
+    blocks: Int[Array, " g"]  # of each group's longest row
+    until: Int[Array, " g"]  # the step after each group's last
+
+    def step(self, i: Array) -> tuple[Array, Int[Array, " R"], Int[Array, ""]]:
+        """Step i: the group, its rows, and which of their blocks."""
+        if self.single:
+            return jnp.int32(0), self.order, i
+        group = jnp.sum(i >= self.until)
+        rows = jax.lax.dynamic_slice_in_dim(self.order, group * self.size, self.size)
+        return group, rows, i - self.until[group] + self.blocks[group]
+
+    @property
+    def single(self) -> bool:
+        return self.size == len(self.order)
+
+    def sorted(self, x: Array) -> Array:
+        return x if self.single else x[:, self.order]
+
+    def unsorted(self, x: Array) -> Array:
+        """The rows of a sorted array where they were."""
+        return x if self.single else x[:, jnp.argsort(self.order)]
+
+    def own(self, x: Array, group: Array) -> Array:
+        """A group's part of a sorted array."""
+        if self.single:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, group * self.size, self.size, axis=1)
+
+    def put(self, x: Array, part: Array, group: Array) -> Array:
+        """A sorted array with another part of a group."""
+        if self.single:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(x, part, group * self.size, axis=1)
+
+
+def group_size(rows: int) -> int:
+    """Rows of a group; all of them where they do not divide."""
+    size = max(rows // MOST, FEWEST)
+    return rows if rows % size else size
+
+
+def by_length(blocks: Int[Array, " B"]) -> Groups:
+    """Up to MOST groups of rows that have so many blocks each."""
+    B, size = len(blocks), group_size(len(blocks))
+    if size == B:
+        return Groups(B, jnp.arange(B, dtype=jnp.int32), blocks.max()[None], blocks.max()[None])
+    lengths, order = jax.lax.top_k(blocks, B)
+    return Groups(size, order, lengths[::size], jnp.cumsum(lengths[::size]))

@@ -1,0 +1,36 @@
+"""The one product of activations and a weight, in 16 bits: a CPU takes another way to the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto.model.layers import einsum, is_row
+
+pytestmark = pytest.mark.as_served
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (3, 1), (2, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_a_product_in_16_bits_is_the_float32_product_rounded(rows: tuple[int, int], dtype: jnp.dtype):
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(*rows, 96), (96, 4, 24)]))
+    x, w = x.astype(dtype), w.astype(dtype)
+    wide = np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), np.asarray(w, np.float64))
+    found = einsum("btd,dnh->btnh", x, w)
+    assert found.dtype == dtype
+    step = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wide, rtol=step / 2, atol=1e-4)
+    exact = einsum("btd,dnh->btnh", x, w, jnp.float32)
+    assert exact.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(exact), wide, rtol=1e-5, atol=1e-4)
+
+
+def test_one_row_is_known_by_its_shape():
+    def found(equation: str, *shape: int) -> bool:
+        return is_row(equation, jnp.zeros(shape))
+
+    assert found("btd,dnh->btnh", 1, 1, 8) and found("...d,vd->...v", 1, 8)
+    assert found("btnh,nhd->btd", 1, 1, 2, 4)
+    assert not found("btd,dnh->btnh", 1, 2, 8) and not found("btd,dnh->btnh", 2, 1, 8)
+    assert not found("...d,df->...f", 8)
+    assert not found("kbqh,kbsh->kbqs", 1, 1, 1, 8)  # k and b are of both
