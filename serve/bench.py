@@ -255,7 +255,7 @@ def run_bench(args: argparse.Namespace, options: EngineOptions) -> int:
     peaks = target.peaks
     assert peaks is not None
     about = f"{model.name} in {model.dtype} on {target.name} ({platform.processor() or platform.machine()}), jax {jax.__version__}"
-    rates = f"{peaks.flops32 / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s in float32, measured"
+    rates = f"{peaks.flops(model.dtype) / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s, measured"
     print(
         f"{about}\n{rates}\n{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}"
     )

@@ -23,6 +23,8 @@ from .step import Output, Seat
 CANONICAL_PREFILL = Shape("prefill", 1, 64)
 CANONICAL_DECODE = Shape("decode", 8, 1)
 REPEATS = 5  # runs of a shape that is timed
+TEXTS = 64  # at most, and
+NUMBERS = 1 << 20  # to compare: those of 16 bits differ seldom, where sums of 32 bits do
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Probe:
         self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
         self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
         self.capacity, V = arguments.slots.sampling.bias.shape
-        self.text = np.random.default_rng(0).integers(0, V, (8, self.tokens), dtype=np.int32)
+        self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
         for slot in range(self.capacity):
             self._seat(slot)
 
@@ -63,23 +65,27 @@ class Probe:
     def _own(self, pages: np.ndarray) -> list[np.ndarray]:
         return [pages] * len(self.programs.sizes.pages)
 
-    def prefill(self, shape: Shape, tokens: int) -> bytes:
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> bytes:
         """Digest of the keys and values of one sequence's first tokens, and of the last sample's log-probability."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         out = None
         for start in range(0, tokens, shape.tokens):
             batch = self.programs.empty_batch(shape, self.capacity)
             count = min(shape.tokens, tokens - start)
-            fill(batch, 0, self.text[0, start : start + count], start, self._own(pages), 0)
+            fill(batch, 0, self.text[text, start : start + count], start, self._own(pages), 0)
             out = self._run(shape, batch)
         assert out is not None
         return self._digests(pages[None], tokens)[0] + out.sampled.logprob[0, 0].tobytes()
 
     def agrees(self, shape: Shape) -> bool:
-        """Whether a full chunk of a prefill writes what the canonical one does."""
+        """Whether a full chunk of a prefill writes what the canonical one does, for as many texts as it takes to tell."""
+        if shape == CANONICAL_PREFILL:
+            return True
         tokens = min(shape.tokens, self.tokens)
-        return shape == CANONICAL_PREFILL or self.prefill(shape, tokens) == self.prefill(
-            CANONICAL_PREFILL, tokens
+        written = sum(pool.shape[0] * pool.shape[3] for pool in self._pools()) * tokens
+        texts = min(TEXTS, -(-NUMBERS // written))
+        return all(
+            self.prefill(shape, tokens, i) == self.prefill(CANONICAL_PREFILL, tokens, i) for i in range(texts)
         )
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
@@ -91,6 +97,10 @@ class Probe:
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
         pages = np.arange(len(scores), dtype=np.int32)[:, None]
         return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
+
+    def _pools(self) -> list[jax.Array]:
+        cache = self.arguments.cache
+        return [p for p in (*cache.k[: self.layers], *cache.v[: self.layers]) if p is not None]
 
     def _digests(self, pages: np.ndarray, tokens: int) -> list[bytes]:
         cache = self.arguments.cache
@@ -111,7 +121,7 @@ class Probe:
         """Let each sequence's first tokens be what decode makes of its first one: guesses that are right."""
         for step in range(1, steps):
             token = self._run(CANONICAL_DECODE, self._batch(CANONICAL_DECODE, step - 1, 1)).sampled.token
-            self.text[:, step] = np.resize(token[: self._rows(CANONICAL_DECODE), 0], 8)
+            self.text[:8, step] = np.resize(token[: self._rows(CANONICAL_DECODE), 0], 8)
 
     def seconds(self, shape: Shape) -> float:
         """The best time of a step of full rows whose guesses are right."""
