@@ -32,7 +32,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row) -> str:
-    ratio = row.faster.get(reference(row), next(iter(row.faster.values()), None))
+    others = {} if row.engine == OURS else row.faster
+    ratio = others.get(reference(row), next(iter(others.values()), None))
     median = f"{row.median:.3g}" if row.median < 1000 else f"{row.median:.0f}"
     return median if ratio is None else f"{median} ({ratio:.2f} x)"
 
