@@ -18,9 +18,7 @@ from .options import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from .request import Request
 from .scheduler import Limits, Scheduler, Work
 
-CONTRACT_EDGE = (
-    48  # rows from which on float32 products on CPUs have the bits of all larger ones; bfloat16: 3
-)
+CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits of all larger ones
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
 
@@ -160,7 +158,7 @@ def main() -> None:
         "--smallest",
         type=positive,
         default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16, whose rows have the same bits from few on",
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)

@@ -23,8 +23,8 @@ from .step import Output, Seat
 CANONICAL_PREFILL = Shape("prefill", 1, 64)
 CANONICAL_DECODE = Shape("decode", 8, 1)
 REPEATS = 5  # runs of a shape that is timed
-TEXTS = 64  # at most, and
-NUMBERS = 1 << 20  # to compare: those of 16 bits differ seldom, where sums of 32 bits do
+TEXTS = 64  # that a prefill is probed with, at most
+NUMBERS = 1 << 20  # that it is to write in them: rounded to 16 bits, few show that sums differ
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Probe:
         if shape == CANONICAL_PREFILL:
             return True
         tokens = min(shape.tokens, self.tokens)
-        written = sum(pool.shape[0] * pool.shape[3] for pool in self._pools()) * tokens
+        written = tokens * sum(K * H for K, _, _, H in (x.shape for x in jax.tree.leaves(self._cache)))
         texts = min(TEXTS, -(-NUMBERS // written))
         return all(
             self.prefill(shape, tokens, i) == self.prefill(CANONICAL_PREFILL, tokens, i) for i in range(texts)
@@ -98,13 +98,14 @@ class Probe:
         pages = np.arange(len(scores), dtype=np.int32)[:, None]
         return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
 
-    def _pools(self) -> list[jax.Array]:
+    @property
+    def _cache(self) -> KVCache:
+        """The pools of the layers whose bits matter."""
         cache = self.arguments.cache
-        return [p for p in (*cache.k[: self.layers], *cache.v[: self.layers]) if p is not None]
+        return KVCache(cache.k[: self.layers], cache.v[: self.layers])
 
     def _digests(self, pages: np.ndarray, tokens: int) -> list[bytes]:
-        cache = self.arguments.cache
-        return digests(KVCache(cache.k[: self.layers], cache.v[: self.layers]), pages, tokens)
+        return digests(self._cache, pages, tokens)
 
     def _rows(self, shape: Shape) -> int:
         return min(shape.rows, self.pool, self.capacity)
@@ -137,7 +138,7 @@ class Probe:
 def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:
     """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its own."""
     found = [hashlib.blake2b(digest_size=16) for _ in pages]
-    for pool in filter(lambda pool: pool is not None, (*cache.k, *cache.v)):
+    for pool in jax.tree.leaves(cache):
         K, _, _, H = pool.shape
         rows = np.asarray(pool[:, pages.reshape(-1)]).reshape(K, len(pages), -1, H)[:, :, :tokens]
         for row, own in enumerate(found):

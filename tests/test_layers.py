@@ -1,5 +1,7 @@
 """The one product of activations and a weight, in 16 bits: a CPU takes another way to the same numbers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,15 @@ def test_a_product_in_16_bits_is_the_float32_product_rounded(rows: tuple[int, in
     exact = einsum("btd,dnh->btnh", x, w, jnp.float32)
     assert exact.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(exact), wide, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_cpu_sums_in_float32_and_never_makes_one_row(rows: int):
+    x, w = jnp.zeros((rows, 1, 96), jnp.bfloat16), jnp.zeros((96, 24), jnp.bfloat16)
+    traced = jax.jit(partial(einsum, "btd,df->btf")).trace(x, w)
+    cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+    assert f"-> tensor<{max(rows, 2)}x1x24xf32>" in cpu
+    assert f"-> tensor<{rows}x1x24xbf16>" in cuda and "xf32>" not in cuda
 
 
 def test_one_row_is_known_by_its_shape():

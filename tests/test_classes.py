@@ -1,0 +1,34 @@
+"""Which shapes serve together: a difference that few texts show is found too."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from duetto.kvcache.pages import KVCache
+from duetto.serve.classes import CANONICAL_PREFILL, TEXTS, Probe
+from duetto.serve.programs import Shape
+
+
+class Rounded(Probe):
+    """A model whose two shapes write other bits for one text only."""
+
+    def __init__(self, pool: jax.Array, differs: int):
+        self.tokens, self.pool_, self.differs = 128, pool, differs
+
+    @property
+    def _cache(self) -> KVCache:
+        return KVCache((self.pool_,), (None,))
+
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> bytes:
+        return b"other" if text == self.differs and shape != CANONICAL_PREFILL else b"same"
+
+
+@pytest.mark.parametrize("differs", [0, 5, TEXTS - 1, TEXTS])
+def test_a_small_model_is_probed_with_many_texts(differs: int):
+    small = Rounded(jnp.zeros((1, 4, 64, 16), jnp.bfloat16), differs)
+    assert small.agrees(Shape("prefill", 1, 128)) == (differs == TEXTS)
+    assert small.agrees(CANONICAL_PREFILL)
+
+
+def test_a_large_model_is_probed_with_one():
+    assert Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(Shape("prefill", 1, 128))
