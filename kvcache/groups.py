@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-FEWEST = 8  # rows of a group
+FEWEST = 8  # tokens of a group
 MOST = 4  # groups
 
 
@@ -54,15 +54,15 @@ class Groups:
         return jax.lax.dynamic_update_slice_in_dim(x, part, group * self.size, axis=1)
 
 
-def group_size(rows: int) -> int:
-    """Rows of a group; all of them where they do not divide."""
-    size = max(rows // MOST, FEWEST)
+def group_size(rows: int, tokens: int) -> int:
+    """Rows of a group, of so many tokens each; all of them where they do not divide."""
+    size = max(rows // MOST, -(-FEWEST // tokens))
     return rows if rows % size else size
 
 
-def by_length(blocks: Int[Array, " B"]) -> Groups:
-    """Up to MOST groups of rows that have so many blocks each."""
-    B, size = len(blocks), group_size(len(blocks))
+def by_length(blocks: Int[Array, " B"], tokens: int) -> Groups:
+    """Up to MOST groups of rows that have so many blocks each, and tokens."""
+    B, size = len(blocks), group_size(len(blocks), tokens)
     if size == B:
         return Groups(B, jnp.arange(B, dtype=jnp.int32), blocks.max()[None], blocks.max()[None])
     lengths, order = jax.lax.top_k(blocks, B)

@@ -148,7 +148,7 @@ def running_softmax(
     low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
     # each row begins at its own: a window spans few blocks, wherever its neighbours are
     first = jnp.maximum(low, 0) // BLOCK
-    groups = by_length(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0))
+    groups = by_length(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0), T)
     q = groups.sorted(grouped(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1))
     pos = jnp.repeat(positions(batch), G, axis=1)  # [B,T*G]
 

@@ -31,11 +31,12 @@ from .flags import numbers, positive
 from .hostmemory import keep_freed
 from .llm import LLM
 from .loading import DEMO, compute_dtype, keep_compiled, read_folder
+from .measured import awake, full_batch
 from .options import EngineOptions
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes
 from .roofline import work
-from .step import Slots
+from .shapes import prefill_of, tile
 from .targets import Peaks, here
 
 GROUPS = 5
@@ -102,28 +103,16 @@ class Bench:
     """One compiled program, and a state that it is called on again and again."""
 
     def __init__(self, model: Model, shape: Shape, context: int):
-        W, rows = model.options.page_size, shape.rows
-        longest = max(context + shape.tokens, 2)
+        W, prompt = model.options.page_size, shape.phase == "prefill"
+        longest, rows = context + (shape.area if prompt else shape.tokens), 1 if prompt else shape.rows
         pages = rows * -(-longest // W)
-        sizes = Sizes(longest, rows, (pages,) * len(model.config.windows), W)
+        sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
         self.programs = Programs(model.config, model.params, sizes, [shape])
         self.shape, self.model = shape, model
-        state = self.programs.empty(model.params)
-        # an end that the sampled token does not reach either: rows that have ended are not computed
-        awake = {"live": jnp.ones(rows, bool), "end": jnp.full(rows, longest + 2, jnp.int32)}
-        slots = Slots(**{**vars(state.slots), **jax.device_put(awake, state.everywhere)})
-        self.state = Arguments(state.params, state.cache, slots)
-        self.batch = jax.device_put(self._batch(context, -(-longest // W)), state.everywhere)
-
-    def _batch(self, context: int, pages: int) -> Any:
-        batch = self.programs.empty_batch(self.shape, 0)
-        tokens = np.arange(batch.tokens.size) % self.model.config.vocab_size
-        batch.tokens[:] = tokens.reshape(batch.tokens.shape)
-        batch.start[:], batch.count[:] = context, self.shape.tokens
-        for table in batch.page_tables:
-            table[:, :pages] = np.arange(batch.slot.size * pages).reshape(-1, pages)
-        batch.slot[:] = np.arange(batch.slot.size)
-        return batch
+        self.state = awake(self.programs.empty(model.params))
+        batch = full_batch(self.programs, shape, context)
+        batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
+        self.batch = jax.device_put(batch, self.state.everywhere)
 
     def step(self) -> Any:
         cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
@@ -136,7 +125,7 @@ def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
     least = work(shape, model.config, model.dtype, context, model.params)
     floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
-    return Row(shape.phase, str(shape), context, seconds, shape.rows * shape.tokens / seconds, floor)
+    return Row(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
 
 
 # ---------------------------------------------------------------- the parts
@@ -194,9 +183,11 @@ def prefills(llm: LLM) -> int:
 
 
 def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
-    """One prompt in one chunk, for each length."""
+    """One prompt in one call, for each length."""
     for length in args.lengths:
-        yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
+        yield measure(
+            model, prefill_of(length, tile(model.config, jax.default_backend())), 0, args.repeats, peaks
+        )
 
 
 def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:

@@ -2,8 +2,8 @@
 
     python -m duetto.serve.buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 
-Prompts are read in chunks, and a chunk is computed by the smallest prefill program that holds it. Which chunks a workload is
-cut into is known before anything runs: the scheduler decides, and it needs no device.
+Prompts are read in rows of TILE tokens, and the rows of a step are computed by the smallest prefill program that holds them. How many
+there are is known before anything runs: the scheduler decides, and it needs no device.
 """
 
 import argparse
@@ -14,23 +14,27 @@ from typing import NamedTuple
 
 from ..kvcache.tables import PageTables
 from ..sampling.params import SamplingParams
+from .engine import groups_of, rows_of
 from .options import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from .request import Request
 from .scheduler import Limits, Scheduler, Work
+from .shapes import TILE, doublings, prefill_of
 
-CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits of all larger ones
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
 
 class Step(NamedTuple):
-    """What one step computes: prompt tokens of each chunk, and rows of decode."""
+    """What one step computes: prompt tokens, those that its prefills compute in rows of TILE, and rows of decode."""
 
-    chunks: list[int]
+    tokens: int
+    prefills: list[int]
     rows: int
 
 
-def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int = EDGE) -> tuple[int, ...]:
-    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks of these lengths.
+def best_edges(
+    lengths: Iterable[int], programs: int, last: int, smallest: int = SMALLEST_CHUNK
+) -> tuple[int, ...]:
+    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for prefills of these lengths.
 
     Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a length rounds up to: O(n^2) for each program.
     Raises ValueError for lengths beyond `last`, and for fewer programs than the edges that every table has.
@@ -69,26 +73,29 @@ def _extended(
     return best
 
 
-def padding(lengths: Iterable[int], edges: Sequence[int]) -> float:
-    """Share of what is computed for chunks of these lengths that is padding. The last edge holds all of them."""
-    lengths = list(lengths)
-    computed = sum(min(edge for edge in edges if edge >= n) for n in lengths)
-    return 1 - sum(lengths) / max(computed, 1)
+def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
+    """Share of what is computed for the prompts of these steps that is padding. The last edge holds all of their prefills."""
+    steps = list(steps)
+    computed = sum(min(edge for edge in edges if edge >= n) for step in steps for n in step.prefills)
+    return 1 - sum(step.tokens for step in steps) / max(computed, 1)
 
 
 def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
     """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at once.
 
-    Nothing is computed and no prefix is shared; the cache has a page for every token, and chunks of max_prefill_tokens are
+    Nothing is computed and no prefix is shared; the cache has a page for every token, and prefills of max_prefill_tokens are
     allowed, which the reproducibility contract may forbid on a device.
     """
     scheduler, flight = rehearsal(work, options), []
+    largest = (prefill_of(round_up(options.max_prefill_tokens, SMALLEST_CHUNK), TILE),)
     while scheduler.has_work:
         plan = scheduler.plan(settled=not flight)
         assert plan is not None
         scheduler.dispatched(plan)
         if plan:
-            yield Step([w.count for w in plan.prefill], len(plan.decode))
+            rows = [row for work in plan.prefill for row in rows_of(work, TILE)]
+            prefills = [TILE * len(group) for group in groups_of(largest, rows)]
+            yield Step(sum(w.count for w in plan.prefill), prefills, len(plan.decode))
         before, flight = flight, [*plan.prefill, *plan.decode]
         _commit(scheduler, before)
 
@@ -107,7 +114,7 @@ def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions) -> Schedu
     """A scheduler to which all requests were submitted."""
     seats, chunk, W = options.max_num_seqs, options.max_prefill_tokens, options.page_size
     pages = seats * (1 - -max(p + n for p, n in work) // W)
-    limits = Limits(seats, chunk, chunk, decode_steps=1)
+    limits = Limits(seats, chunk, TILE, decode_steps=1)
     tables = PageTables((None,), (pages,), W, limits.most_tokens)
     scheduler = Scheduler(limits, tables, root=None, recompute_outputs=True)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
@@ -146,7 +153,6 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
 def main() -> None:
     from .flags import positive
     from .loading import DEMO
-    from .shapes import doublings
 
     parser = argparse.ArgumentParser(
         "python -m duetto.serve.buckets", description="Edges for --prefill-buckets."
@@ -157,8 +163,8 @@ def main() -> None:
     parser.add_argument(
         "--smallest",
         type=positive,
-        default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
+        default=SMALLEST_CHUNK,
+        help=f"the smallest edge: {SMALLEST_CHUNK} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)
@@ -170,14 +176,15 @@ def main() -> None:
         parser.error(str(error))
     if not work:
         parser.error(f"{args.input}: there is no request in it")
-    chunks = [n for step in rehearse(work, options) for n in step.chunks]
+    steps = list(rehearse(work, options))
+    prefills = [n for step in steps for n in step.prefills]
     last = round_up(args.max_prefill_tokens, SMALLEST_CHUNK)
     for name, edges in {
         "powers of two": doublings(SMALLEST_CHUNK, last),
-        "best": best_edges(chunks, args.programs, last, args.smallest),
+        "best": best_edges(prefills, args.programs, last, args.smallest),
     }.items():
         print(
-            f"{name:<14}{padding(chunks, edges):>7.1%} padding  --prefill-buckets {','.join(map(str, edges))}"
+            f"{name:<14}{padding(steps, edges):>7.1%} padding  --prefill-buckets {','.join(map(str, edges))}"
         )
 
 

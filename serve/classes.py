@@ -16,11 +16,11 @@ from ..kvcache.pages import Batch, KVCache
 from ..sampling.params import SamplingParams, knobs_row
 from . import kept
 from .ahead import target_of
+from .options import SMALLEST_CHUNK
 from .programs import Arguments, Programs, Shape, fill
 from .shapes import doublings, smallest
 from .step import Output, Seat
 
-CANONICAL_PREFILL = Shape("prefill", 1, 64)
 CANONICAL_DECODE = Shape("decode", 8, 1)
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
@@ -68,25 +68,24 @@ class Probe:
     def prefill(self, shape: Shape, tokens: int, text: int = 0) -> bytes:
         """Digest of the keys and values of one sequence's first tokens, and of the last sample's log-probability."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
-        out = None
-        for start in range(0, tokens, shape.tokens):
+        score = b""
+        for first in range(0, tokens, shape.area):
             batch = self.programs.empty_batch(shape, self.capacity)
-            count = min(shape.tokens, tokens - start)
-            fill(batch, 0, self.text[text, start : start + count], start, self._own(pages), 0)
-            out = self._run(shape, batch)
-        assert out is not None
-        return self._digests(pages[None], tokens)[0] + out.sampled.logprob[0, 0].tobytes()
+            starts = range(first, min(first + shape.area, tokens), shape.tokens)
+            for row, start in enumerate(starts):
+                own = self.text[text, start : min(start + shape.tokens, tokens)]
+                fill(batch, row, own, start, self._own(pages), 0)
+            score = self._run(shape, batch).sampled.logprob[len(starts) - 1, 0].tobytes()
+        return self._digests(pages[None], tokens)[0] + score
 
-    def agrees(self, shape: Shape) -> bool:
-        """Whether a full chunk of a prefill writes what the canonical one does, for as many texts as it takes to tell."""
-        if shape == CANONICAL_PREFILL:
+    def agrees(self, shape: Shape, canonical: Shape) -> bool:
+        """Whether a full prefill writes what the canonical one does, for as many texts as it takes to tell."""
+        if shape == canonical:
             return True
-        tokens = min(shape.tokens, self.tokens)
+        tokens = min(shape.area, self.tokens)
         written = tokens * sum(K * H for K, _, _, H in (x.shape for x in jax.tree.leaves(self._cache)))
         texts = min(TEXTS, -(-NUMBERS // written))
-        return all(
-            self.prefill(shape, tokens, i) == self.prefill(CANONICAL_PREFILL, tokens, i) for i in range(texts)
-        )
+        return all(self.prefill(shape, tokens, i) == self.prefill(canonical, tokens, i) for i in range(texts))
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
         """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
@@ -183,12 +182,13 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
     chunks = [s for s in shapes if s.phase == "prefill"]
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
     steps = max(s.tokens for s in (*widths, *guessed))
-    probe = Probe(programs, arguments, max(s.tokens for s in chunks))
-    prefill = tuple(s for s in chunks if probe.agrees(s))
+    probe = Probe(programs, arguments, max(s.area for s in chunks))
+    canonical = next(s for s in chunks if s.area == SMALLEST_CHUNK)
+    prefill = tuple(s for s in chunks if probe.agrees(s, canonical))
     few = min(max(steps, 4), probe.page_size)
     rows = probe.decode(CANONICAL_DECODE, few)
     decode = tuple(s for s in widths if s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
-    joined = rows[0][:16] == probe.prefill(CANONICAL_PREFILL, few)[:16]
+    joined = rows[0][:16] == probe.prefill(canonical, few)[:16]
     verify: tuple[Shape, ...] = ()
     if guessed:
         probe.write(few)

@@ -1,5 +1,6 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -172,8 +173,9 @@ class Engine:
         for request in plan.seats:
             self._seat(request)
         classes = self.classes
+        longest = max(s.tokens for s in classes.prefill)
         phases = (
-            (classes.prefill, plan.prefill),
+            (classes.prefill, [row for work in plan.prefill for row in rows_of(work, longest)]),
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
@@ -284,6 +286,16 @@ class Engine:
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
+
+
+def rows_of(work: Work, tokens: int) -> Iterator[Work]:
+    """A chunk of a prompt in rows of at most so many tokens (2 or more).
+
+    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the next.
+    """
+    end, again = work.start + work.count, int(work.request.params.prompt_logprobs is not None)
+    for start in range(work.start, max(end - again, work.start + 1), tokens - again):
+        yield Work(work.request, start, min(tokens, end - start))
 
 
 def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:

@@ -4,14 +4,15 @@ from .engine import Engine
 from .facts import facts
 from .plan import Row, floored, render_table
 from .programs import Shape
-from .roofline import Work, pools, work
+from .roofline import Work, pools, starts, work
 from .targets import Target, here
 
 
 def explain(engine: Engine) -> str:
     """A table of the programs that ran: work, bytes, floor and the median of measured seconds.
 
-    Rows have as many tokens in the cache as they had on average, empty ones included. On a host the peaks are measured first, in about
+    Rows have as many tokens in the cache as they had on average, empty ones included, and those of a prefill are taken for one
+    prompt's. On a host the peaks are measured first, in about
     a second.
     """
     target = here(measure=True) if here().peaks is None else here()
@@ -23,7 +24,8 @@ def explain(engine: Engine) -> str:
 def row_of(engine: Engine, shape: Shape, target: Target) -> Row:
     meter, config, params = engine.meter, engine.config, engine.params
     name, devices = str(shape), len(params.embed.sharding.device_set)
-    context = round(meter.cached[name] / meter.steps[name] / shape.rows)
+    mean = meter.cached[name] / meter.steps[name] / shape.rows
+    context = max(round(mean - starts(shape, 0).mean()), 0)
     whole = work(shape, config, params.embed.dtype, context, params)
     found = facts(engine.programs.steps[shape], pools(shape, config, engine.cache, context), shape.tokens)
     row = Row(

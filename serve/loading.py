@@ -28,7 +28,7 @@ from .hostmemory import keep_freed
 from .options import EngineOptions
 from .programs import Arguments, Programs
 from .scheduler import Limits
-from .shapes import table
+from .shapes import table, tile
 from .sizing import choose_sizes
 from .speculation import Speculation
 
@@ -124,16 +124,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
     params = beside.join(params)
     sizes = choose_sizes(beside.served(config), options, params, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
-    longest_chunk = min(options.max_prefill_tokens, sizes.max_model_len)
-    shapes = table(
-        sizes.max_num_seqs,
-        longest_chunk,
-        options.decode_steps,
-        options.reproducible,
-        options.guesses,
-        options.nodes,
-        options.prefill_buckets,
-    )
+    shapes = table(options, sizes, tile(config, device.platform))
     config, beside = config.within(sizes.max_model_len), beside.within(sizes.max_model_len)
     steps = beside.phases(config, options.speculation)
     programs = Programs(beside.served(config), params, sizes, shapes, steps)
@@ -142,7 +133,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
         max_prefill_tokens=options.max_prefill_tokens,
-        chunk=max(s.tokens for s in classes.prefill),
+        row=min(s.tokens for s in classes.prefill),
         decode_steps=max(s.tokens for s in classes.decode),
         guesses=options.guesses,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..kvcache.pages import Batch
 from .programs import Arguments, Programs, Shape
+from .roofline import starts
 
 REPEATS = 5
 STATUS = Path("/proc/self/status")
@@ -36,8 +37,8 @@ def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
     state = awake(programs.empty(params))
     seconds = {}
     for shape in programs.steps:
-        start = 0 if shape.phase == "prefill" else context
-        seconds[shape], state = timed(programs, shape, state, full_batch(programs, shape, start))
+        batch = full_batch(programs, shape, 0 if shape.phase == "prefill" else context)
+        seconds[shape], state = timed(programs, shape, state, batch)
     after = memory()
     return Measured(seconds, None if before is None or after is None else after - before)
 
@@ -49,15 +50,17 @@ def awake(state: Arguments) -> Arguments:
     return replace(state, slots=replace(slots, live=jnp.ones_like(slots.live), end=far))
 
 
-def full_batch(programs: Programs, shape: Shape, start: int) -> Batch:
-    """Rows with as many tokens as they hold, in pages of their own as long as there are some."""
+def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
+    """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there are some; a
+    prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
-    batch.tokens[:], batch.start[:], batch.count[:] = 1, start, shape.tokens
-    batch.slot[:] = np.arange(shape.rows) % sizes.max_num_seqs
-    own = -(-(start + shape.tokens) // sizes.page_size)
-    for table, pages in zip(batch.page_tables, sizes.pages, strict=True):
-        width = min(own, table.shape[1])
-        table[:, :width] = np.arange(shape.rows * width).reshape(-1, width) % pages
+    own = np.arange(shape.rows) * (shape.phase != "prefill")
+    batch.tokens[:], batch.count[:] = 1, shape.tokens
+    batch.start[:], batch.slot[:] = starts(shape, context), own % sizes.max_num_seqs
+    pages = -(-(int(batch.start[-1]) + shape.tokens) // sizes.page_size)
+    for table, count in zip(batch.page_tables, sizes.pages, strict=True):
+        width = min(pages, table.shape[1])
+        table[:, :width] = (own[:, None] * width + np.arange(width)) % count
     return batch
 
 

@@ -52,7 +52,7 @@ class Meter:
         """A step is dispatched, with so many real tokens and so many that its rows have in the cache."""
         name = str(shape)
         self.computed[shape.phase] += tokens
-        self.padded[shape.phase] += shape.rows * shape.tokens - tokens
+        self.padded[shape.phase] += shape.area - tokens
         self.steps[name] = self.steps.get(name, 0) + 1
         self.cached[name] = self.cached.get(name, 0) + cached
         self.flight.append((name, time.perf_counter()))

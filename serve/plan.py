@@ -26,7 +26,7 @@ from .options import EngineOptions
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes, arguments_like, lower
 from .roofline import Work, pools, work
-from .shapes import table
+from .shapes import table, tile
 from .sizing import choose_sizes, scratch_bytes, widened_bytes
 from .targets import Target, described, find_target, here
 
@@ -48,9 +48,7 @@ class Job:
 
     @property
     def shapes(self) -> list[Shape]:
-        o, chunk = self.options, min(self.options.max_prefill_tokens, self.sizes.max_model_len)
-        seats, guesses = self.sizes.max_num_seqs, (o.guesses, o.nodes)
-        return table(seats, chunk, o.decode_steps, o.reproducible, *guesses, o.prefill_buckets)
+        return table(self.options, self.sizes, tile(self.config, self.target.devices[0].platform))
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Fact
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
     """The largest prefill and the widest single step of decode."""
-    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: s.rows * s.tokens)
+    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: s.area)
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
 
 

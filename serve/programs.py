@@ -25,11 +25,19 @@ PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
 
 
 class Shape(NamedTuple):
-    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch."""
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
+
+    A prefill's rows may be consecutive parts of one prompt, or of several.
+    """
 
     phase: Phase
     rows: int
     tokens: int
+
+    @property
+    def area(self) -> int:
+        """Tokens that it computes, padding among them."""
+        return self.rows * self.tokens
 
     def __str__(self) -> str:
         return f"{self.phase}[{self.rows},{self.tokens}]"

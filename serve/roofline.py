@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..kvcache.groups import group_size
 from ..kvcache.pages import BLOCK, KVCache
@@ -44,7 +45,7 @@ class Work:
 
 
 def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None) -> Work:
-    """One dispatch of a program whose every row has `context` tokens in the cache.
+    """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts of one prompt.
 
     `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
     """
@@ -53,22 +54,30 @@ def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: De
     if shape.phase == "decode":
         one = step_work(config, params, rows=B, tokens=1, context=context, sampled=1)
         return Work(T * one.flops, T * one.bytes)
-    sampled = 1 if shape.phase == "prefill" else T
-    return step_work(config, params, rows=B, tokens=T, context=context, sampled=sampled)
+    if shape.phase == "prefill":
+        return step_work(config, params, rows=1, tokens=B * T, context=context, sampled=1)
+    return step_work(config, params, rows=B, tokens=T, context=context, sampled=T)
+
+
+def starts(shape: Shape, context: int) -> np.ndarray:
+    """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill follow one another."""
+    return context + shape.tokens * np.arange(shape.rows) * (shape.phase == "prefill")
 
 
 def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tuple[Pool, ...]:
     """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
+    prompts = 1 if shape.phase == "prefill" else shape.rows
+    start = starts(shape, context)
 
     def pool(kind: LayerKind, buffer: Any) -> Pool:
         _, pages, width, _ = buffer.shape
-        own = device_bytes(buffer)
-        live = min(shape.rows * (seen(kind, context) + tokens) / (pages * width), 1)
-        window = kind.mixer.window
-        first = 0 if window is None else max(context - window + 1, 0) // BLOCK
-        blocks = -(-(context + tokens) // BLOCK) - first
-        return Pool(own, round(own * live), blocks * (shape.rows // group_size(shape.rows)))
+        own, window = device_bytes(buffer), kind.mixer.window
+        new = shape.rows * tokens / prompts
+        live = min(prompts * (seen(kind, context) + new) / (pages * width), 1)
+        first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
+        blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
+        return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()))
 
     return tuple(
         pool(kind, buffer)

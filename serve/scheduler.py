@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..kvcache.names import extend
 from ..kvcache.tables import PageTables, Tables
+from .options import round_up
 from .request import Request
 
 
@@ -43,12 +44,12 @@ class Plan:
 
 
 class Limits(NamedTuple):
-    """What the scheduler may hand out: seats, new prompt tokens a step, tokens of one chunk (2 or more), decode steps of
-    one dispatch, guesses of a row."""
+    """What the scheduler may hand out: seats, prompt tokens a step, in rows of so many of one prompt, decode steps of one
+    dispatch, guesses of a row."""
 
     max_num_seqs: int
     max_prefill_tokens: int
-    chunk: int
+    row: int
     decode_steps: int
     guesses: int = 0
 
@@ -218,18 +219,18 @@ class Scheduler:
         return self.tables.find(request.names[:full])
 
     def _chunks(self) -> Iterable[Work]:
-        """Chunks of prompts in order of rank, under the token budget."""
+        """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count as full."""
         budget = self.limits.max_prefill_tokens
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             scored = request.params.prompt_logprobs is not None
             # the score of a chunk's first token needs the hidden state before it
             again = int(scored and 0 < request.computed < len(request.prompt))
-            new = min(self._prompt_left(request), self.limits.chunk - again, budget)
+            new = min(self._prompt_left(request), budget)
             if new > 0:
                 work = Work(request, request.computed - again, new + again)
                 self.tables.advance(request.pages, work.start, work.start + work.count)
                 yield work
-                budget -= new
+                budget -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
         """A row for every request whose prompt is computed; None where one lacks a page and nobody may be preempted yet."""

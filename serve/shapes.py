@@ -1,11 +1,13 @@
 """Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a piece of work."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from .options import SMALLEST_CHUNK, round_up
-from .programs import Shape
+from ..model.config import Latent, ModelConfig
+from .options import SMALLEST_CHUNK, EngineOptions, round_up
+from .programs import Shape, Sizes
 
 SMALLEST_WIDTH = 8
+TILE, GATHERED_TILE = 32, 128  # tokens of a row of prefill
 WIDEST = 4  # tokens of a verification for each seat
 
 
@@ -18,34 +20,46 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def table(
-    max_num_seqs: int,
-    max_prefill_tokens: int,
-    decode_steps: int,
-    reproducible: bool,
-    guesses: int = 0,
-    nodes: int = 0,
-    prefill_buckets: Sequence[int] | None = None,
-) -> list[Shape]:
-    """All shapes of an engine that verifies so many guesses of a row at most, which are a path in a tree of `nodes` if that is given.
+def tile(config: ModelConfig, platform: str) -> int | None:
+    """Tokens of a prompt that one row of prefill computes, None for all of a chunk.
+
+    Rows of several prompts, and consecutive ones of the same, share a call: of each prompt only the last row is padded. Rows are
+    longer where XLA gathers each row's own keys from main memory, and there is but one where a layer would make each row's anew.
+    """
+    if any(isinstance(layer.mixer, Latent) for layer in config.layers):
+        return None
+    return GATHERED_TILE if platform == "tpu" else TILE
+
+
+def table(options: EngineOptions, sizes: Sizes, tile: int | None) -> list[Shape]:
+    """All shapes of an engine, whose prefills have rows of so many tokens.
 
     A prefill of SMALLEST_CHUNK is always one: the bits of all others are compared with its. Without the reproducibility
-    contract prompts may share a prefill and decode may be narrow.
+    contract decode may be narrow.
     """
-    longest = round_up(max_prefill_tokens, SMALLEST_CHUNK)
-    chunks = doublings(SMALLEST_CHUNK, longest)
-    if prefill_buckets is not None:
-        chunks = sorted({SMALLEST_CHUNK, longest, *(edge for edge in prefill_buckets if edge < longest)})
-    widths = doublings(SMALLEST_WIDTH, round_up(max_num_seqs, SMALLEST_WIDTH))
-    steps = sorted({1, decode_steps})
-    prefill = [Shape("prefill", 1, chunk) for chunk in chunks]
-    if not reproducible:
+    seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
+    widths = doublings(SMALLEST_WIDTH, round_up(seats, SMALLEST_WIDTH))
+    narrowest = SMALLEST_WIDTH if options.reproducible else 1
+    if not options.reproducible:
         widths = [1, *widths]
-        prefill += [Shape("prefill", 4, chunk) for chunk in chunks if 4 * chunk <= chunks[-1]]
     decode = [Shape("decode", width, n) for width in widths for n in steps]
-    return (
-        prefill + decode + verifications(max_num_seqs, guesses, nodes, SMALLEST_WIDTH if reproducible else 1)
-    )
+    verify = verifications(seats, options.guesses, options.nodes, narrowest)
+    return prefills(options, sizes.max_model_len, tile) + decode + verify
+
+
+def prefills(options: EngineOptions, most: int, tile: int | None) -> list[Shape]:
+    """Shapes for up to max_prefill_tokens, in rows of a tile; no request has more than `most` tokens."""
+    last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
+    edges = doublings(SMALLEST_CHUNK, last)
+    if options.prefill_buckets is not None:
+        edges = [SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)]
+    return sorted({prefill_of(edge, tile) for edge in edges})
+
+
+def prefill_of(tokens: int, tile: int | None) -> Shape:
+    """The prefill of so many tokens or a few more, in rows of a tile."""
+    tile = min(tile or tokens, tokens)
+    return Shape("prefill", -(-tokens // tile), tile)
 
 
 def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:
@@ -69,4 +83,4 @@ def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -
 def smallest(shapes: Iterable[Shape], rows: int, tokens: int) -> Shape:
     """The shape with the fewest padded tokens that holds `rows` of `tokens`; one must."""
     fitting = [s for s in shapes if s.rows >= rows and s.tokens >= tokens]
-    return min(fitting, key=lambda s: (s.rows * s.tokens, s.tokens))
+    return min(fitting, key=lambda s: (s.area, s.tokens))

@@ -21,6 +21,7 @@ from ..sampling.sample import Sampled, Scores, sample, score
 from ..sampling.state import SamplingState, admit, commit, empty_state, stops
 
 SCORE_TILE = 16  # prompt positions whose logits exist at once
+FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
 
 
 @pytree
@@ -115,12 +116,17 @@ def sample_last(
     """Sample after each row's last token, [B,1]."""
     last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    hidden = hidden[rows, last]
-    logits = unembed(params, config, hidden)
+    several, hidden = hidden.shape[1] > 1, hidden[rows, last]
+    logits = unembed(params, config, at_least(FEWEST_LOGITS, hidden) if several else hidden)[: len(rows)]
     position, wanted = batch.start + last + 1, batch.count > 0
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
     slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
+
+
+def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "R D"]:
+    """The rows, and zeros below them."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
@@ -178,23 +184,15 @@ def score_prompt(
 ) -> Scores:
     """Log-probabilities of the token after each position, a tile of positions at a time."""
     B, T = hidden.shape[:2]
-    tile = SCORE_TILE if T % SCORE_TILE == 0 else T
+    tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
 
     def tiles(x: Array) -> Array:
-        return (
-            x.reshape(B, T // tile, tile, *x.shape[2:])
-            .swapaxes(0, 1)
-            .reshape(T // tile, B * tile, *x.shape[2:])
-        )
+        return x.reshape(B * T // tile, tile, *x.shape[2:])
 
     scored = jax.lax.map(
         lambda x: score(unembed(params, config, x[0]), x[1]), (tiles(hidden), tiles(following))
     )
-
-    def rows(x: Array) -> Array:
-        return x.reshape(T // tile, B, tile, *x.shape[2:]).swapaxes(0, 1).reshape(B, T, *x.shape[2:])
-
-    return jax.tree.map(rows, scored)
+    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[2:]), scored)
 
 
 def prompt_scores(
@@ -229,7 +227,7 @@ def step(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """A chunk of one prompt or several; samples where a chunk ends its prompt."""
+    """Rows of one prompt, which see those before them, or of several; samples where a row ends its prompt."""
     return step(params, cache, slots, batch, config=config)
 
 

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.as_served
 K, G, H, W, M, T = 2, 3, 16, 64, 10, 2
 
 
-@pytest.mark.parametrize("rows", [1, 8, 13, 16, 32, 40])
-def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int):
+@pytest.mark.parametrize("tokens", [1, 3, 32])
+@pytest.mark.parametrize("rows", [1, 2, 8, 13, 16, 32, 40])
+def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, tokens: int):
     lengths = np.random.default_rng(rows).integers(0, 10, rows)
-    groups = by_length(jnp.asarray(lengths, jnp.int32))
+    groups = by_length(jnp.asarray(lengths, jnp.int32), tokens)
     visits: dict[int, list[int]] = {row: [] for row in range(rows)}
     _, own, j = map(np.asarray, jax.vmap(groups.step)(jnp.arange(groups.until[-1])))
     for members, block in zip(own, j, strict=True):
