@@ -36,8 +36,8 @@ from duetto.serve.bench import Model, measure, median_seconds
 from duetto.serve.options import EngineOptions
 from duetto.serve.presets import PRESETS
 from duetto.serve.programs import Shape
-from duetto.serve.shapes import TILE, prefill_of
 from duetto.serve.roofline import work
+from duetto.serve.shapes import TILE
 from duetto.serve.targets import Peaks
 
 PAGE = 64
@@ -267,9 +267,9 @@ def bench_decode(run: Run) -> Iterator[Row]:
 
 
 def bench_prefill(run: Run) -> Iterator[Row]:
-    """A prompt in the rows that an engine makes of it, and in a single one."""
-    yield program(run, prefill_of(run.prompt, TILE), 0)
+    """A prompt in one row, and in the short rows in which several prompts share a call."""
     yield program(run, Shape("prefill", 1, run.prompt), 0)
+    yield program(run, Shape("prefill", run.prompt // TILE, TILE), 0)
 
 
 def bench_steps(run: Run) -> Iterator[Row]:
@@ -279,7 +279,7 @@ def bench_steps(run: Run) -> Iterator[Row]:
 
 def bench_reference(run: Run) -> Iterator[Row]:
     yield program(run, Shape("decode", run.widths[1], 1), run.context, kernels=False)
-    yield program(run, prefill_of(run.prompt, TILE), 0, kernels=False)
+    yield program(run, Shape("prefill", 1, run.prompt), 0, kernels=False)
 
 
 # ---------------------------------------------------------------- Transformers, in a process of its own

@@ -2,8 +2,8 @@
 
     python -m duetto.serve.buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 
-Prompts are read in rows of TILE tokens, and the rows of a step are computed by the smallest prefill program that holds them. How many
-there are is known before anything runs: the scheduler decides, and it needs no device.
+Prompts are read in chunks, and a chunk that is alone in its step is computed by the smallest prefill program that holds it. Which
+chunks a workload is cut into is known before anything runs: the scheduler decides, and it needs no device.
 """
 
 import argparse
@@ -14,27 +14,26 @@ from typing import NamedTuple
 
 from ..kvcache.tables import PageTables
 from ..sampling.params import SamplingParams
-from .engine import groups_of, rows_of
+from .engine import groups_of, prompt_rows
 from .options import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from .request import Request
 from .scheduler import Limits, Scheduler, Work
-from .shapes import TILE, doublings, prefill_of
+from .shapes import TILE, doublings, prefills, smallest
 
+CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits of all larger ones
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
 
 class Step(NamedTuple):
-    """What one step computes: prompt tokens, those that its prefills compute in rows of TILE, and rows of decode."""
+    """What one step computes: a prompt's tokens alone, several prompts' in prefills of so many with padding, rows of decode."""
 
     tokens: int
-    prefills: list[int]
+    shared: tuple[int, ...]
     rows: int
 
 
-def best_edges(
-    lengths: Iterable[int], programs: int, last: int, smallest: int = SMALLEST_CHUNK
-) -> tuple[int, ...]:
-    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for prefills of these lengths.
+def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int = EDGE) -> tuple[int, ...]:
+    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks of these lengths.
 
     Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a length rounds up to: O(n^2) for each program.
     Raises ValueError for lengths beyond `last`, and for fewer programs than the edges that every table has.
@@ -73,29 +72,34 @@ def _extended(
     return best
 
 
+def alone(steps: Iterable[Step]) -> list[int]:
+    """Lengths of the chunks that were alone in their steps."""
+    return [step.tokens for step in steps if step.tokens and not step.shared]
+
+
 def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
-    """Share of what is computed for the prompts of these steps that is padding. The last edge holds all of their prefills."""
+    """Share of what is computed for the prompts of these steps that is padding. The last edge holds every chunk."""
     steps = list(steps)
-    computed = sum(min(edge for edge in edges if edge >= n) for step in steps for n in step.prefills)
-    return 1 - sum(step.tokens for step in steps) / max(computed, 1)
+    computed = sum(min(edge for edge in edges if edge >= n) for n in alone(steps))
+    return 1 - sum(step.tokens for step in steps) / max(computed + sum(sum(s.shared) for s in steps), 1)
 
 
 def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
     """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at once.
 
-    Nothing is computed and no prefix is shared; the cache has a page for every token, and prefills of max_prefill_tokens are
-    allowed, which the reproducibility contract may forbid on a device.
+    Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are allowed, which the
+    reproducibility contract may forbid on a device.
     """
     scheduler, flight = rehearsal(work, options), []
-    largest = (prefill_of(round_up(options.max_prefill_tokens, SMALLEST_CHUNK), TILE),)
+    shapes = tuple(prefills(options, options.max_prefill_tokens, shared=True))
     while scheduler.has_work:
         plan = scheduler.plan(settled=not flight)
         assert plan is not None
         scheduler.dispatched(plan)
         if plan:
-            rows = [row for work in plan.prefill for row in rows_of(work, TILE)]
-            prefills = [TILE * len(group) for group in groups_of(largest, rows)]
-            yield Step(sum(w.count for w in plan.prefill), prefills, len(plan.decode))
+            calls = groups_of(shapes, prompt_rows(shapes, plan.prefill)) if len(plan.prefill) > 1 else []
+            shared = tuple(smallest(shapes, len(rows), max(w.count for w in rows)).area for rows in calls)
+            yield Step(sum(w.count for w in plan.prefill), shared, len(plan.decode))
         before, flight = flight, [*plan.prefill, *plan.decode]
         _commit(scheduler, before)
 
@@ -163,8 +167,8 @@ def main() -> None:
     parser.add_argument(
         "--smallest",
         type=positive,
-        default=SMALLEST_CHUNK,
-        help=f"the smallest edge: {SMALLEST_CHUNK} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
+        default=CONTRACT_EDGE,
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)
@@ -177,11 +181,10 @@ def main() -> None:
     if not work:
         parser.error(f"{args.input}: there is no request in it")
     steps = list(rehearse(work, options))
-    prefills = [n for step in steps for n in step.prefills]
     last = round_up(args.max_prefill_tokens, SMALLEST_CHUNK)
     for name, edges in {
         "powers of two": doublings(SMALLEST_CHUNK, last),
-        "best": best_edges(prefills, args.programs, last, args.smallest),
+        "best": best_edges(alone(steps), args.programs, last, args.smallest),
     }.items():
         print(
             f"{name:<14}{padding(steps, edges):>7.1%} padding  --prefill-buckets {','.join(map(str, edges))}"

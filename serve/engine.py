@@ -173,9 +173,8 @@ class Engine:
         for request in plan.seats:
             self._seat(request)
         classes = self.classes
-        longest = max(s.tokens for s in classes.prefill)
         phases = (
-            (classes.prefill, [row for work in plan.prefill for row in rows_of(work, longest)]),
+            (classes.prefill, prompt_rows(classes.prefill, plan.prefill)),
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
@@ -288,14 +287,22 @@ class Engine:
         self._state = self.programs.empty(params)
 
 
-def rows_of(work: Work, tokens: int) -> Iterator[Work]:
-    """A chunk of a prompt in rows of at most so many tokens (2 or more).
+def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
+    """Chunks of prompts in rows: few of one that is alone, short ones of several, which can share calls."""
+    shared = [s.tokens for s in shapes if s.rows > 1]
+    tokens = max(shared) if shared and len(chunks) > 1 else max(s.tokens for s in shapes)
+    return [row for chunk in chunks for row in rows_of(chunk, tokens)]
+
+
+def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
+    """A chunk in rows of at most so many tokens (2 or more).
 
     Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the next.
     """
-    end, again = work.start + work.count, int(work.request.params.prompt_logprobs is not None)
-    for start in range(work.start, max(end - again, work.start + 1), tokens - again):
-        yield Work(work.request, start, min(tokens, end - start))
+    request, end = chunk.request, chunk.start + chunk.count
+    again = int(request.params.prompt_logprobs is not None)
+    for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
+        yield Work(request, start, min(tokens, end - start))
 
 
 def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:

@@ -8,7 +8,7 @@ from typing import Any
 from .speculative import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
-EDGE, SMALLEST_CHUNK = 32, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
+EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 
 
@@ -32,7 +32,7 @@ class EngineOptions:
         512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
     )
     prefill_buckets: tuple[int, ...] | None = knob(
-        None, "tokens that prefills are padded to, such as 64,192,512; default: powers of two from 64 on"
+        None, "lengths that chunks are padded to, such as 64,192,512; default: powers of two from 64 on"
     )
     max_batched_token_mem: int | None = knob(
         None, "tokens that the KV cache holds; default: what the memory allows"

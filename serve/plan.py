@@ -26,7 +26,7 @@ from .options import EngineOptions
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes, arguments_like, lower
 from .roofline import Work, pools, work
-from .shapes import table, tile
+from .shapes import can_share, table
 from .sizing import choose_sizes, scratch_bytes, widened_bytes
 from .targets import Target, described, find_target, here
 
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def shapes(self) -> list[Shape]:
-        return table(self.options, self.sizes, tile(self.config, self.target.devices[0].platform))
+        return table(self.options, self.sizes, can_share(self.config))
 
 
 @dataclass(frozen=True)

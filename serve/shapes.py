@@ -7,7 +7,7 @@ from .options import SMALLEST_CHUNK, EngineOptions, round_up
 from .programs import Shape, Sizes
 
 SMALLEST_WIDTH = 8
-TILE, GATHERED_TILE = 32, 128  # tokens of a row of prefill
+TILE = 32  # tokens of a row of a shared prefill: of each prompt only the last row is padded
 WIDEST = 4  # tokens of a verification for each seat
 
 
@@ -20,23 +20,8 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def tile(config: ModelConfig, platform: str) -> int | None:
-    """Tokens of a prompt that one row of prefill computes, None for all of a chunk.
-
-    Rows of several prompts, and consecutive ones of the same, share a call: of each prompt only the last row is padded. Rows are
-    longer where XLA gathers each row's own keys from main memory, and there is but one where a layer would make each row's anew.
-    """
-    if any(isinstance(layer.mixer, Latent) for layer in config.layers):
-        return None
-    return GATHERED_TILE if platform == "tpu" else TILE
-
-
-def table(options: EngineOptions, sizes: Sizes, tile: int | None) -> list[Shape]:
-    """All shapes of an engine, whose prefills have rows of so many tokens.
-
-    A prefill of SMALLEST_CHUNK is always one: the bits of all others are compared with its. Without the reproducibility
-    contract decode may be narrow.
-    """
+def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
+    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility contract decode may be narrow."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     widths = doublings(SMALLEST_WIDTH, round_up(seats, SMALLEST_WIDTH))
     narrowest = SMALLEST_WIDTH if options.reproducible else 1
@@ -44,22 +29,25 @@ def table(options: EngineOptions, sizes: Sizes, tile: int | None) -> list[Shape]
         widths = [1, *widths]
     decode = [Shape("decode", width, n) for width in widths for n in steps]
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
-    return prefills(options, sizes.max_model_len, tile) + decode + verify
+    return prefills(options, sizes.max_model_len, shared) + decode + verify
 
 
-def prefills(options: EngineOptions, most: int, tile: int | None) -> list[Shape]:
-    """Shapes for up to max_prefill_tokens, in rows of a tile; no request has more than `most` tokens."""
+def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
+    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several that share a call.
+
+    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. No request has more than `most` tokens.
+    """
     last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
     edges = doublings(SMALLEST_CHUNK, last)
+    rows = [edge // TILE for edge in edges[1:]] if shared else []
     if options.prefill_buckets is not None:
-        edges = [SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)]
-    return sorted({prefill_of(edge, tile) for edge in edges})
+        edges = sorted({SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)})
+    return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, TILE) for n in rows]
 
 
-def prefill_of(tokens: int, tile: int | None) -> Shape:
-    """The prefill of so many tokens or a few more, in rows of a tile."""
-    tile = min(tile or tokens, tokens)
-    return Shape("prefill", -(-tokens // tile), tile)
+def can_share(config: ModelConfig) -> bool:
+    """Whether prompts may be cut into rows of a tile: not where a layer makes the keys of each row anew."""
+    return not any(isinstance(layer.mixer, Latent) for layer in config.layers)
 
 
 def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.huggingface import save as save_model
 from duetto.serve.buckets import Step, best_edges, lengths_of, padding, rehearse
+from duetto.serve.buckets import alone as alone_of
 from duetto.serve.options import EngineOptions
 from duetto.serve.presets import PRESETS
 from duetto.serve.shapes import prefills
@@ -50,36 +52,37 @@ def test_edges_have_the_least_padding_that_brute_force_finds(seed: int):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 193, draw.integers(1, 30)).tolist()
     programs = int(draw.integers(2, 6))
-    smallest = int(draw.choice([32, 64]))
+    smallest = int(draw.choice([16, 48]))
     edges = best_edges(lengths, programs, 192, smallest)
-    free = [edge for edge in range(smallest, 192, 32) if edge != 64]
+    free = [edge for edge in range(smallest, 192, 16) if edge != 64]
     tables = [
         tuple(sorted({*chosen, 64, 192})) for n in range(programs - 1) for chosen in combinations(free, n)
     ]
-    steps = [Step(n, [n], 0) for n in lengths]
+    steps = [Step(n, (), 0) for n in lengths]
     assert padding(steps, edges) == min(padding(steps, each) for each in tables)
     assert len(edges) <= programs and 64 in edges and edges[-1] == 192
 
 
-def test_padding_counts_what_fills_up_rows_and_prefills():
-    steps = [Step(70, [96], 3), Step(5, [32, 64], 1)]
-    assert padding(steps, (64, 128)) == 1 - 75 / (128 + 64 + 64)
+def test_padding_counts_chunks_alone_and_prefills_that_are_shared():
+    steps = [Step(70, (), 3), Step(90, (128,), 1), Step(0, (), 4)]
+    assert alone_of(steps) == [70]
+    assert padding(steps, (64, 96, 128)) == 1 - 160 / (96 + 128)
 
 
 def test_edges_that_no_length_needs_are_not_made():
     assert best_edges([512, 512], 8, 512) == (64, 512)
     assert best_edges([], 2, 64) == (64,)
-    assert best_edges([5, 120], 3, 128, smallest=32) == (32, 64, 128)
+    assert best_edges([5, 120], 3, 128, smallest=48) == (48, 64, 128)
 
 
 def test_edges_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="lengths up to 544 .* last edge is 512"):
+    with pytest.raises(ValueError, match="lengths up to 528 .* last edge is 512"):
         best_edges([513], 4, 512)
     with pytest.raises(ValueError, match=r"programs 1 is not allowed: \[64, 512\]"):
         best_edges([5], 1, 512)
 
 
-SIZES = {"max_num_seqs": 3, "max_prefill_tokens": 64, "enable_prefix_caching": False}
+SIZES = {"max_num_seqs": 3, "max_prefill_tokens": 128, "enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
@@ -99,36 +102,37 @@ def test_a_rehearsal_takes_the_steps_that_an_engine_takes(plain: LLM):
     work = [(5, 3), (130, 9), (70, 1), (64, 4), (200, 6), (3, 12)]
     steps = list(rehearse(work, EngineOptions(**SIZES)))
     assert sum(step.tokens for step in steps) == sum(p for p, _ in work)
-    assert sum(step.rows for step in steps) == sum(n - 1 for _, n in work)
     before = plain.report()["steps"]
     tokens_of(plain, work, temperature=0.0)
     taken = {name: n - before.get(name, 0) for name, n in plain.report()["steps"].items()}
-    prefills = [n for step in steps for n in step.prefills]
-    assert taken == {"prefill[2,32]": len(prefills), "decode[8,1]": sum(step.rows > 0 for step in steps)}
+    shared = [n for step in steps for n in step.shared]
+    names = [f"prefill[{n // 32},32]" if n > 64 else "prefill[1,64]" for n in shared]
+    names += [f"prefill[1,{64 if n <= 64 else 128}]" for n in alone_of(steps)]
+    assert shared and len(set(names)) == 3
+    assert taken == {**Counter(names), "decode[8,1]": sum(step.rows > 0 for step in steps)}
 
 
 def test_buckets_change_no_token(plain: LLM):
     model, work = random_model("tiny"), [(3, 9), (17, 9), (90, 9), (150, 9)]
-    with LLM.from_params(model.config, model.params, prefill_buckets=(32, 64), **SIZES) as llm:
+    with LLM.from_params(model.config, model.params, prefill_buckets=(16, 48, 128), **SIZES) as llm:
         found = tokens_of(llm, work, temperature=0.8, seed=5)
     assert found == tokens_of(plain, work, temperature=0.8, seed=5)
 
 
 def test_a_table_has_the_buckets_asked_for():
-    def shapes(longest: int, tile: int | None) -> list[tuple[int, int]]:
-        found = prefills(EngineOptions(prefill_buckets=(32, 192, 512)), longest, tile)
+    def shapes(longest: int, shared: bool = True) -> list[tuple[int, int]]:
+        found = prefills(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared)
         return [(shape.rows, shape.tokens) for shape in found]
 
-    assert shapes(512, 32) == [(1, 32), (2, 32), (6, 32), (16, 32)]
-    assert shapes(512, 128) == [(1, 32), (1, 64), (2, 128), (4, 128)]
-    assert shapes(512, None) == [(1, 32), (1, 64), (1, 192), (1, 512)]
-    assert shapes(100, 32) == [(1, 32), (2, 32), (4, 32)]  # requests are shorter than a prefill may be
+    assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (4, 32), (8, 32), (16, 32)]
+    assert shapes(512, shared=False) == [(1, 48), (1, 64), (1, 192), (1, 512)]
+    assert shapes(100) == [(1, 48), (1, 64), (1, 128), (4, 32)]  # requests are shorter than a prefill may be
 
 
 @pytest.mark.parametrize("edges", [(), (64, 190, 512), (192, 64, 512), (64, 64, 512), (0, 512), (64, 256)])
 def test_buckets_that_cannot_be_are_refused(edges: tuple[int, ...]):
     with pytest.raises(
-        ValueError, match="prefill_buckets .* rising multiples of 32, of which the last is 512"
+        ValueError, match="prefill_buckets .* rising multiples of 16, of which the last is 512"
     ):
         EngineOptions(prefill_buckets=edges)
 

@@ -8,8 +8,7 @@ from duetto.kvcache.pages import KVCache
 from duetto.serve.classes import TEXTS, Probe
 from duetto.serve.programs import Shape
 
-
-CANONICAL, OTHER = Shape("prefill", 2, 32), Shape("prefill", 4, 32)
+CANONICAL, OTHER = Shape("prefill", 1, 64), Shape("prefill", 4, 32)
 
 
 class Rounded(Probe):

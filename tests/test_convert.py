@@ -264,7 +264,8 @@ def test_damaged_contents_are_one_sentence(converted, tmp_path, name):
     file = broken / "params" / "state" / name
     file.write_bytes(bytes(file.stat().st_size))
     # in its own process: Orbax closes its event loop on the first error, and reads that end later warn at any time
-    done = subprocess.run([sys.executable, "-c", LOAD, str(broken)], capture_output=True, text=True, env=PATH)
+    command = [sys.executable, "-c", LOAD, str(broken)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=PATH)
     assert done.returncode == 1
     assert re.search(r"CheckpointError: .*params: Orbax cannot read it \(", done.stderr), done.stderr
 

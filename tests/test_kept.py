@@ -36,7 +36,7 @@ def fails(*args, **kwargs):
 
 def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
     first = tokens(tiny, folder)
-    assert len(list((folder / "duetto").iterdir())) == 3  # prefill[2,32], decode[8,1], their classes
+    assert len(list((folder / "duetto").iterdir())) == 3  # prefill[1,64], decode[8,1], their classes
     monkeypatch.setattr(programs, "lower", fails)
     monkeypatch.setattr(classes, "find_classes", fails)
     assert tokens(tiny, folder) == first

@@ -46,7 +46,7 @@ def small_job(context: int) -> Job:
 
 # XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts as many.
 @pytest.mark.parametrize(
-    "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 8, 32), 0)], ids=str
+    "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 1, 256), 0)], ids=str
 )
 def test_operations_agree_with_xla(shape: Shape, context: int):
     job = small_job(max(context, 1))
@@ -129,7 +129,7 @@ def test_a_context_that_does_not_fit_is_refused(context: int):
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--shape", "0.6b", "--compile", "none", "--max-num-seqs", "8"]) == 0
     shown = capsys.readouterr().out
-    assert "0.6b in float32 on cpu" in shown and "prefill[16,32]" in shown and "decode[8,1]" in shown
+    assert "0.6b in float32 on cpu" in shown and "prefill[1,512]" in shown and "decode[8,1]" in shown
     params = nbytes(abstract(decoder_spec(PRESETS["0.6b"]), jnp.dtype("float32")))
     assert f"{params / 2**20:.1f} MiB" in shown
 
@@ -147,7 +147,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
     ]
     assert main(["plan", "--json", *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [p["shape"] for p in plan["programs"]] == ["prefill[2,32]", "decode[8,1]"]
+    assert [p["shape"] for p in plan["programs"]] == ["prefill[1,64]", "decode[8,1]"]
     assert all(p["facts"]["temporaries"] < plan["memory"]["cache"] for p in plan["programs"])
     assert plan["sizes"]["max_model_len"] == 128
 
@@ -179,10 +179,10 @@ def test_a_run_explains_its_programs():
         llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
         report = llm.report(explained=True)
         table = report["explained"].splitlines()
-    assert list(report["step_seconds"]) == ["decode[8,1]", "prefill[2,32]"]
+    assert list(report["step_seconds"]) == ["decode[8,1]", "prefill[1,64]"]
     assert all(seconds > 0 for seconds in report["step_seconds"].values())
     assert "decode[8,1] " in render(report)
-    for line, shape in zip(table[1:], ("decode[8,1]", "prefill[2,32]"), strict=True):
+    for line, shape in zip(table[1:], ("decode[8,1]", "prefill[1,64]"), strict=True):
         name, *numbers = line.split()
         assert name == shape and "-" not in numbers
         least, touched = float(numbers[1]), float(numbers[2])
