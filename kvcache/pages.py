@@ -50,7 +50,7 @@ class Batch:
     """
 
     tokens: Any  # int32 [B,T], padded on the right
-    start: Any  # int32 [B], tokens already in the cache
+    start: Any  # int32 [B], tokens before them: in the cache, or written by earlier rows of the step
     count: Any  # int32 [B], real tokens among the T; 0 is an empty row
     page_tables: tuple[
         Any, ...

@@ -102,8 +102,8 @@ class Bench:
     """One compiled program, and a state that it is called on again and again."""
 
     def __init__(self, model: Model, shape: Shape, context: int):
-        W, prompt = model.options.page_size, shape.phase == "prefill"
-        longest, rows = context + (shape.area if prompt else shape.tokens), 1 if prompt else shape.rows
+        W, rows = model.options.page_size, shape.sequences
+        longest = context + shape.area // rows
         pages = rows * -(-longest // W)
         sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
         self.programs = Programs(model.config, model.params, sizes, [shape])

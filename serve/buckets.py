@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from ..kvcache.tables import PageTables
 from ..sampling.params import SamplingParams
-from .engine import groups_of, prompt_rows
+from .engine import calls, prompt_rows
 from .options import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from .request import Request
 from .scheduler import Limits, Scheduler, Work
-from .shapes import TILE, doublings, prefills, smallest
+from .shapes import Shape, doublings, least_row, prefills
 
 CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits of all larger ones
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
 
 class Step(NamedTuple):
-    """What one step computes: a prompt's tokens alone, several prompts' in prefills of so many with padding, rows of decode."""
+    """What one step computes: prompt tokens, the areas of its prefills if several prompts come together, rows of decode."""
 
     tokens: int
     shared: tuple[int, ...]
@@ -90,16 +90,19 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
     Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are allowed, which the
     reproducibility contract may forbid on a device.
     """
-    scheduler, flight = rehearsal(work, options), []
     shapes = tuple(prefills(options, options.max_prefill_tokens, shared=True))
+    scheduler, flight = rehearsal(work, options, shapes), []
     while scheduler.has_work:
         plan = scheduler.plan(settled=not flight)
         assert plan is not None
         scheduler.dispatched(plan)
         if plan:
-            calls = groups_of(shapes, prompt_rows(shapes, plan.prefill)) if len(plan.prefill) > 1 else []
-            shared = tuple(smallest(shapes, len(rows), max(w.count for w in rows)).area for rows in calls)
-            yield Step(sum(w.count for w in plan.prefill), shared, len(plan.decode))
+            several = calls(shapes, prompt_rows(shapes, plan.prefill)) if len(plan.prefill) > 1 else []
+            yield Step(
+                sum(w.count for w in plan.prefill),
+                tuple(shape.area for shape, _ in several),
+                len(plan.decode),
+            )
         before, flight = flight, [*plan.prefill, *plan.decode]
         _commit(scheduler, before)
 
@@ -114,11 +117,11 @@ def _commit(scheduler: Scheduler, flight: list[Work]) -> None:
             scheduler.release(request)
 
 
-def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions) -> Scheduler:
+def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: Iterable[Shape]) -> Scheduler:
     """A scheduler to which all requests were submitted."""
     seats, chunk, W = options.max_num_seqs, options.max_prefill_tokens, options.page_size
     pages = seats * (1 - -max(p + n for p, n in work) // W)
-    limits = Limits(seats, chunk, TILE, decode_steps=1)
+    limits = Limits(seats, chunk, least_row(shapes), decode_steps=1)
     tables = PageTables((None,), (pages,), W, limits.most_tokens)
     scheduler = Scheduler(limits, tables, root=None, recompute_outputs=True)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)

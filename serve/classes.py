@@ -7,7 +7,7 @@ into classes; within one, a request's bits do not depend on the shapes that its 
 import hashlib
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,6 +35,13 @@ class Classes:
     decode: tuple[Shape, ...]
     joined: bool
     verify: tuple[Shape, ...] = ()
+
+
+class Written(NamedTuple):
+    """A digest of a sequence's keys and values, and log-probabilities of samples by the tokens before them."""
+
+    digest: bytes
+    scores: dict[int, bytes]
 
 
 class Probe:
@@ -65,18 +72,20 @@ class Probe:
     def _own(self, pages: np.ndarray) -> list[np.ndarray]:
         return [pages] * len(self.programs.sizes.pages)
 
-    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> bytes:
-        """Digest of the keys and values of one sequence's first tokens, and of the last sample's log-probability."""
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
+        """What a prefill writes of one sequence's first tokens, and its scores wherever the canonical one has some."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
-        score = b""
+        scores = {}
         for first in range(0, tokens, shape.area):
             batch = self.programs.empty_batch(shape, self.capacity)
             starts = range(first, min(first + shape.area, tokens), shape.tokens)
-            for row, start in enumerate(starts):
-                own = self.text[text, start : min(start + shape.tokens, tokens)]
-                fill(batch, row, own, start, self._own(pages), 0)
-            score = self._run(shape, batch).sampled.logprob[len(starts) - 1, 0].tobytes()
-        return self._digests(pages[None], tokens)[0] + score
+            ends = [min(start + shape.tokens, tokens) for start in starts]
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                fill(batch, row, self.text[text, start:end], start, self._own(pages), 0)
+            logprob = self._run(shape, batch).sampled.logprob
+            found = {end: logprob[row, 0].tobytes() for row, end in enumerate(ends)}
+            scores |= {end: x for end, x in found.items() if end % SMALLEST_CHUNK == 0 or end == tokens}
+        return Written(self._digests(pages[None], tokens)[0], scores)
 
     def agrees(self, shape: Shape, canonical: Shape) -> bool:
         """Whether a full prefill writes what the canonical one does, for as many texts as it takes to tell."""
@@ -84,8 +93,13 @@ class Probe:
             return True
         tokens = min(shape.area, self.tokens)
         written = tokens * sum(K * H for K, _, _, H in (x.shape for x in jax.tree.leaves(self._cache)))
-        texts = min(TEXTS, -(-NUMBERS // written))
-        return all(self.prefill(shape, tokens, i) == self.prefill(canonical, tokens, i) for i in range(texts))
+        return all(
+            self._equal(shape, canonical, tokens, i) for i in range(min(TEXTS, -(-NUMBERS // written)))
+        )
+
+    def _equal(self, shape: Shape, canonical: Shape, tokens: int, text: int) -> bool:
+        found, wanted = self.prefill(shape, tokens, text), self.prefill(canonical, tokens, text)
+        return found.digest == wanted.digest and found.scores.items() <= wanted.scores.items()
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
         """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
@@ -179,16 +193,16 @@ def fingerprint(params: Any) -> str:
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
     """Compare every shape with the canonical one of its phase; the cache and the slots are used as scratch."""
     shapes = sorted(programs.steps)
-    chunks = [s for s in shapes if s.phase == "prefill"]
+    prefills = [s for s in shapes if s.phase == "prefill"]
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
     steps = max(s.tokens for s in (*widths, *guessed))
-    probe = Probe(programs, arguments, max(s.area for s in chunks))
-    canonical = next(s for s in chunks if s.area == SMALLEST_CHUNK)
-    prefill = tuple(s for s in chunks if probe.agrees(s, canonical))
+    probe = Probe(programs, arguments, max(s.area for s in prefills))
+    canonical = next(s for s in prefills if s.area == SMALLEST_CHUNK)
+    prefill = tuple(s for s in prefills if probe.agrees(s, canonical))
     few = min(max(steps, 4), probe.page_size)
     rows = probe.decode(CANONICAL_DECODE, few)
     decode = tuple(s for s in widths if s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
-    joined = rows[0][:16] == probe.prefill(canonical, few)[:16]
+    joined = rows[0][:16] == probe.prefill(canonical, few).digest
     verify: tuple[Shape, ...] = ()
     if guessed:
         probe.write(few)

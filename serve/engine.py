@@ -22,7 +22,7 @@ from .outputs import Pass
 from .programs import Arguments, Programs, Shape, fill
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
-from .shapes import smallest
+from .shapes import row_tokens, smallest
 from .speculation import Speculation
 from .step import Output, Seat
 
@@ -42,7 +42,7 @@ class Engine:
 
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read, since the
     device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe; callers take turns.
-    `limits` are such that one of `classes` holds every chunk and every row of decode and verification.
+    `limits` are such that one of `classes` holds every row of decode and verification; prompts are cut to fit.
     """
 
     def __init__(
@@ -178,13 +178,12 @@ class Engine:
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
-        ran = [self._run(shapes, group) for shapes, works in phases for group in groups_of(shapes, works)]
+        ran = [self._run(*call) for shapes, works in phases for call in calls(shapes, works)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
 
-    def _run(self, shapes: tuple[Shape, ...], works: list[Work]) -> Ran:
-        shape = smallest(shapes, len(works), max(w.count for w in works))
+    def _run(self, shape: Shape, works: list[Work]) -> Ran:
         batch = self.programs.empty_batch(shape, self.sizes.max_num_seqs)
         for row, work in enumerate(works):
             request, slot = work.request, work.request.slot
@@ -288,9 +287,8 @@ class Engine:
 
 
 def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
-    """Chunks of prompts in rows: few of one that is alone, short ones of several, which can share calls."""
-    shared = [s.tokens for s in shapes if s.rows > 1]
-    tokens = max(shared) if shared and len(chunks) > 1 else max(s.tokens for s in shapes)
+    """Chunks of prompts in rows: few of one that is alone, short ones of several."""
+    tokens = row_tokens(shapes, len(chunks))
     return [row for chunk in chunks for row in rows_of(chunk, tokens)]
 
 
@@ -303,6 +301,12 @@ def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
     again = int(request.params.prompt_logprobs is not None)
     for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
         yield Work(request, start, min(tokens, end - start))
+
+
+def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:
+    """The calls that rows of work take, each of the smallest shape that holds it."""
+    groups = groups_of(shapes, works)
+    return [(smallest(shapes, len(rows), max(w.count for w in rows)), rows) for rows in groups]
 
 
 def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
@@ -323,7 +327,7 @@ def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
 
 
 def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -> None:
-    """Column i of a chunk's scores is the prompt's token start + i + 1; a chunk may repeat one that was scored."""
+    """Column i of a row's scores is the prompt's token start + i + 1; a row may repeat one that was scored."""
     if request.params.prompt_logprobs is None or output.prompt is None:
         return
     fields = [np.asarray(x)[row] for x in score_fields(output.prompt)]

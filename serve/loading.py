@@ -28,7 +28,7 @@ from .hostmemory import keep_freed
 from .options import EngineOptions
 from .programs import Arguments, Programs
 from .scheduler import Limits
-from .shapes import can_share, table
+from .shapes import can_share, least_row, table
 from .sizing import choose_sizes
 from .speculation import Speculation
 
@@ -124,7 +124,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
     params = beside.join(params)
     sizes = choose_sizes(beside.served(config), options, params, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
-    shapes = table(options, sizes, can_share(config))
+    shapes = table(options, sizes, can_share(beside.served(config)))
     config, beside = config.within(sizes.max_model_len), beside.within(sizes.max_model_len)
     steps = beside.phases(config, options.speculation)
     programs = Programs(beside.served(config), params, sizes, shapes, steps)
@@ -133,7 +133,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
         max_prefill_tokens=options.max_prefill_tokens,
-        row=min(s.tokens for s in classes.prefill),
+        row=least_row(classes.prefill),
         decode_steps=max(s.tokens for s in classes.decode),
         guesses=options.guesses,
     )

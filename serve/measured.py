@@ -54,7 +54,7 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there are some; a
     prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
-    own = np.arange(shape.rows) * (shape.phase != "prefill")
+    own = np.arange(shape.rows) * shape.sequences // shape.rows  # whose each row is
     batch.tokens[:], batch.count[:] = 1, shape.tokens
     batch.start[:], batch.slot[:] = starts(shape, context), own % sizes.max_num_seqs
     pages = -(-(int(batch.start[-1]) + shape.tokens) // sizes.page_size)

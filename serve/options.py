@@ -32,7 +32,8 @@ class EngineOptions:
         512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
     )
     prefill_buckets: tuple[int, ...] | None = knob(
-        None, "lengths that chunks are padded to, such as 64,192,512; default: powers of two from 64 on"
+        None,
+        "lengths that a prompt's chunk is padded to where it is alone, such as 64,192,512; default: powers of two from 64 on",
     )
     max_batched_token_mem: int | None = knob(
         None, "tokens that the KV cache holds; default: what the memory allows"

@@ -180,8 +180,8 @@ def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Fact
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
-    """The largest prefill and the widest single step of decode."""
-    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: s.area)
+    """The largest prefill, of two the one of more rows, and the widest single step of decode."""
+    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: (s.area, s.rows))
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
 
 

@@ -35,6 +35,11 @@ class Shape(NamedTuple):
     tokens: int
 
     @property
+    def sequences(self) -> int:
+        """Sequences of a full call, where the rows of a prefill are one prompt's."""
+        return 1 if self.phase == "prefill" else self.rows
+
+    @property
     def area(self) -> int:
         """Tokens that it computes, padding among them."""
         return self.rows * self.tokens

@@ -61,20 +61,19 @@ def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: De
 
 def starts(shape: Shape, context: int) -> np.ndarray:
     """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill follow one another."""
-    return context + shape.tokens * np.arange(shape.rows) * (shape.phase == "prefill")
+    apart = shape.tokens if shape.phase == "prefill" else 0
+    return context + apart * np.arange(shape.rows)
 
 
 def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tuple[Pool, ...]:
     """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
-    prompts = 1 if shape.phase == "prefill" else shape.rows
     start = starts(shape, context)
 
     def pool(kind: LayerKind, buffer: Any) -> Pool:
         _, pages, width, _ = buffer.shape
         own, window = device_bytes(buffer), kind.mixer.window
-        new = shape.rows * tokens / prompts
-        live = min(prompts * (seen(kind, context) + new) / (pages * width), 1)
+        live = min((shape.sequences * seen(kind, context) + shape.rows * tokens) / (pages * width), 1)
         first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()))

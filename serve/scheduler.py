@@ -44,8 +44,8 @@ class Plan:
 
 
 class Limits(NamedTuple):
-    """What the scheduler may hand out: seats, prompt tokens a step, in rows of so many of one prompt, decode steps of one
-    dispatch, guesses of a row."""
+    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`, decode steps of
+    one dispatch, guesses of a row."""
 
     max_num_seqs: int
     max_prefill_tokens: int
@@ -225,12 +225,12 @@ class Scheduler:
             scored = request.params.prompt_logprobs is not None
             # the score of a chunk's first token needs the hidden state before it
             again = int(scored and 0 < request.computed < len(request.prompt))
-            new = min(self._prompt_left(request), budget)
-            if new > 0:
+            new = min(self._prompt_left(request), max(budget - again, 1))
+            if new > 0 and budget > 0:
                 work = Work(request, request.computed - again, new + again)
                 self.tables.advance(request.pages, work.start, work.start + work.count)
                 yield work
-                budget -= round_up(new, self.limits.row)
+                budget -= round_up(new + again, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
         """A row for every request whose prompt is computed; None where one lacks a page and nobody may be preempted yet."""

@@ -7,7 +7,7 @@ from .options import SMALLEST_CHUNK, EngineOptions, round_up
 from .programs import Shape, Sizes
 
 SMALLEST_WIDTH = 8
-TILE = 32  # tokens of a row of a shared prefill: of each prompt only the last row is padded
+TILE = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 WIDEST = 4  # tokens of a verification for each seat
 
 
@@ -35,7 +35,8 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
 def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
     """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several that share a call.
 
-    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. No request has more than `most` tokens.
+    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. None has more tokens than a request,
+    of at most `most`: they are compared on one text.
     """
     last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
     edges = doublings(SMALLEST_CHUNK, last)
@@ -48,6 +49,17 @@ def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
 def can_share(config: ModelConfig) -> bool:
     """Whether prompts may be cut into rows of a tile: not where a layer makes the keys of each row anew."""
     return not any(isinstance(layer.mixer, Latent) for layer in config.layers)
+
+
+def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
+    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a call."""
+    several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
+    return max(several or [s.tokens for s in shapes])
+
+
+def least_row(shapes: Iterable[Shape]) -> int:
+    """Tokens that a short prompt costs beside others."""
+    return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 
 def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:

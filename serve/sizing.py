@@ -19,7 +19,8 @@ from ..model.transformer import Decoder
 from ..model.tree import nbytes
 from .options import EngineOptions
 from .programs import Sizes
-from .step import empty_slots
+from .shapes import TILE
+from .step import FEWEST_LOGITS, empty_slots
 
 HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
 HOST_MOST = 4 << 30  # at most so many bytes
@@ -31,7 +32,8 @@ def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> in
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(head_sizes(kind)) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
-    return activations + attention + 16 * options.max_num_seqs * config.vocab_size
+    sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // TILE)
+    return activations + attention + 16 * sampled * config.vocab_size
 
 
 def widened_bytes(params: Decoder) -> int:

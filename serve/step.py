@@ -116,9 +116,10 @@ def sample_last(
     """Sample after each row's last token, [B,1]."""
     last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    several, hidden = hidden.shape[1] > 1, hidden[rows, last]
-    logits = unembed(params, config, at_least(FEWEST_LOGITS, hidden) if several else hidden)[: len(rows)]
-    position, wanted = batch.start + last + 1, batch.count > 0
+    prompts, hidden = hidden.shape[1] > 1, hidden[rows, last]
+    logits = unembed(params, config, at_least(FEWEST_LOGITS, hidden) if prompts else hidden)[: len(rows)]
+    position = batch.start + last + 1
+    wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
     slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
@@ -227,7 +228,7 @@ def step(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """Rows of one prompt, which see those before them, or of several; samples where a row ends its prompt."""
+    """Rows of one prompt, which see those before them, or of several; samples after those that end a prompt."""
     return step(params, cache, slots, batch, config=config)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from duetto.kvcache.pages import KVCache
-from duetto.serve.classes import TEXTS, Probe
+from duetto.serve.classes import TEXTS, Probe, Written
 from duetto.serve.programs import Shape
 
 CANONICAL, OTHER = Shape("prefill", 1, 64), Shape("prefill", 4, 32)
@@ -21,8 +21,8 @@ class Rounded(Probe):
     def _cache(self) -> KVCache:
         return KVCache((self.pool_,), (None,))
 
-    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> bytes:
-        return b"other" if text == self.differs and shape != CANONICAL else b"same"
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
+        return Written(b"other" if text == self.differs and shape != CANONICAL else b"same", {})
 
 
 @pytest.mark.parametrize("differs", [0, 5, TEXTS - 1, TEXTS])

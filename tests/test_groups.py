@@ -17,7 +17,7 @@ K, G, H, W, M, T = 2, 3, 16, 64, 10, 2
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 32])
-@pytest.mark.parametrize("rows", [1, 2, 8, 13, 16, 32, 40])
+@pytest.mark.parametrize("rows", [1, 2, 6, 8, 10, 13, 16, 32, 40])
 def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, tokens: int):
     lengths = np.random.default_rng(rows).integers(0, 10, rows)
     groups = by_length(jnp.asarray(lengths, jnp.int32), tokens)

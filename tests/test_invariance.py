@@ -109,6 +109,8 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     assert [bits(o) for o in warm] == expected
     assert sum(o.num_cached_tokens for o in cold) == 0
     assert [o.num_cached_tokens for o in warm] == [(n - 1) // 64 * 64 for n in LENGTHS]
+    shared = {str(shape) for shape in base._engine.classes.prefill if shape.rows > 1}
+    assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
 def test_any_order_of_arrival(model, base, expected):
@@ -146,13 +148,14 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     text = prompts(model.config.vocab_size)[-1]
 
-    def scores(llm: LLM) -> list[tuple]:
-        entries = llm.generate(text, params, use_tqdm=False)[0].prompt_logprobs
+    def scores(llm: LLM, neighbours: int = 0) -> list[tuple]:
+        texts = [text[:n] for n in (5, 70)[:neighbours]]
+        entries = llm.generate([*texts, text], params, use_tqdm=False)[-1].prompt_logprobs
         assert entries is not None and entries[0] is None and len(entries) == len(text)
         return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
 
     with serve(max_prefill_tokens=64) as small:
-        assert scores(base) == scores(small)
+        assert scores(base) == scores(small) == scores(base, neighbours=2)
 
 
 def test_samples_of_one_prompt_share_its_pages(model, base):
@@ -219,7 +222,6 @@ def guessing(serve, model):
     sizes = {"max_batched_token_mem": 320, "page_size": 16, "decode_steps": 1, "max_num_seqs": 8}
     with serve(**sizes, speculative_config=config) as llm:
         yield llm
-        assert llm.report()["preemptions"] > 0 or model.config.windows != (None,)
 
 
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
@@ -238,4 +240,6 @@ def test_guesses_change_no_bit(model, guessing, expected, drafter):
         after["speculation"][key] - before["speculation"][key] for key in ("drafted", "accepted")
     )
     assert drafted > 0 and after["compilations"] == before["compilations"]
+    if drafter in ("wrong", "random") and model.config.windows == (None,):  # the others may finish in time
+        assert after["preemptions"] > before["preemptions"]
     assert drafter not in ("perfect", "wrong") or accepted == (drafted if drafter == "perfect" else 0)

@@ -357,7 +357,7 @@ def start(
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
     classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), joined, tuple(sorted(verify)))
-    limits = Limits(seats, budget, chunk, decode_steps, guesses)
+    limits = Limits(seats, budget, 2, decode_steps, guesses)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
     return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs
@@ -808,6 +808,21 @@ def test_aborting_the_whole_queue_touches_no_entry_twice(monkeypatch):
     assert len(pops) <= 202 and not engine.scheduler.waiting
     assert {r.finish_reason for r in requests[:51] if r not in requests[1:50]} == {"length"}
     assert all(r.finish_reason == "abort" and not r.outputs for r in requests[1:50] + requests[51:])
+
+
+def test_a_short_prompt_costs_a_whole_row_of_the_budget():
+    engine, programs = start(budget=6, chunk=4, rows=3, seats=4)
+    for arrival in range(4):
+        engine.submit(ask(prompt_of(arrival, 1), 1, arrival))
+    engine.step()
+    assert [len(works) for _, works in programs.ran] == [3]  # rows of two tokens that share a call
+
+
+def test_a_scored_prompt_takes_a_call_for_each_chunk():
+    engine, programs = start(budget=4, chunk=4)
+    engine.submit(ask(prompt_of(0, 10), 1, prompt_logprobs=0))
+    run(engine)
+    assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 3, 4)], [(0, 6, 4)]]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7])

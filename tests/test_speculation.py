@@ -34,7 +34,7 @@ SIZES = {
     "max_prefill_tokens": 64,
     "max_model_len": 128,
     "page_size": 16,
-    "max_batched_token_mem": 160,
+    "max_batched_token_mem": 144,
 }
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, logprobs=1, ignore_eos=True),
