@@ -8,6 +8,7 @@ from .programs import Shape, Sizes
 
 SMALLEST_WIDTH = 8
 TILE = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
 WIDEST = 4  # tokens of a verification for each seat
 
 
@@ -40,7 +41,7 @@ def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
     """
     last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
     edges = doublings(SMALLEST_CHUNK, last)
-    rows = [edge // TILE for edge in edges[1:]] if shared else []
+    rows = [edge // TILE for edge in edges[1:][-SHARED:]] if shared else []
     if options.prefill_buckets is not None:
         edges = sorted({SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)})
     return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, TILE) for n in rows]

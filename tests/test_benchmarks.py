@@ -131,7 +131,7 @@ def test_a_table_has_the_buckets_asked_for():
         found = prefills(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared)
         return [(shape.rows, shape.tokens) for shape in found]
 
-    assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (4, 32), (8, 32), (16, 32)]
+    assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (8, 32), (16, 32)]
     assert shapes(512, shared=False) == [(1, 48), (1, 64), (1, 192), (1, 512)]
     assert shapes(100) == [(1, 48), (1, 64), (1, 128), (4, 32)]  # requests are shorter than a prefill may be
 
