@@ -24,7 +24,8 @@ from .step import Output, Seat
 CANONICAL_DECODE = Shape("decode", 8, 1)
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
-NUMBERS = 1 << 20  # that it is to write in them: rounded to 16 bits, few show that sums differ
+NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 bits: few show that sums differ
+WHOLE_NUMBERS = 1 << 14  # and in 32 bits, where most show it
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Probe:
         self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
         self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
         self.capacity, V = arguments.slots.sampling.bias.shape
+        self.pages = max(min(self.pool // self.capacity, programs.sizes.table_width), 1)  # of a row of decode
         self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
         for slot in range(self.capacity):
             self._seat(slot)
@@ -92,10 +94,20 @@ class Probe:
         if shape == canonical:
             return True
         tokens = min(shape.area, self.tokens)
-        written = tokens * sum(K * H for K, _, _, H in (x.shape for x in jax.tree.leaves(self._cache)))
-        return all(
-            self._equal(shape, canonical, tokens, i) for i in range(min(TEXTS, -(-NUMBERS // written)))
-        )
+        texts = min(TEXTS, -(-self._tokens // tokens))
+        return all(self._equal(shape, canonical, tokens, i) for i in range(texts))
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that leave enough numbers in the cache to tell."""
+        pools = jax.tree.leaves(self._cache)
+        numbers = NUMBERS if pools[0].dtype.itemsize < 4 else WHOLE_NUMBERS
+        return -(-numbers // sum(K * H for K, _, _, H in (pool.shape for pool in pools)))
+
+    def steps(self, least: int) -> int:
+        """Steps of the canonical decode that it takes to tell, `least` or more, as far as the rows' pages hold them."""
+        enough = -(-self._tokens // CANONICAL_DECODE.rows)
+        return min(max(enough, least), self.pages * self.page_size, self.tokens)
 
     def _equal(self, shape: Shape, canonical: Shape, tokens: int, text: int) -> bool:
         found, wanted = self.prefill(shape, tokens, text), self.prefill(canonical, tokens, text)
@@ -108,7 +120,7 @@ class Probe:
             count = min(shape.tokens, steps - start)
             logprob = self._run(shape, self._batch(shape, start, count)).sampled.logprob
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
-        pages = np.arange(len(scores), dtype=np.int32)[:, None]
+        pages = np.stack([self._pages(row) for row in range(len(scores))])
         return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
 
     @property
@@ -124,12 +136,15 @@ class Probe:
         return min(shape.rows, self.pool, self.capacity)
 
     def _batch(self, shape: Shape, start: int, count: int) -> Batch:
-        """Rows of one page each, with the sequences' tokens [start, start + count)."""
+        """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
         batch = self.programs.empty_batch(shape, self.capacity)
         for row in range(self._rows(shape)):
-            page = np.array([row], np.int32)
-            fill(batch, row, self.text[row % 8, start : start + count], start, self._own(page), row)
+            own = self.text[row % 8, start : start + count]
+            fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch
+
+    def _pages(self, row: int) -> np.ndarray:
+        return np.arange(row * self.pages, (row + 1) * self.pages, dtype=np.int32)
 
     def write(self, steps: int) -> None:
         """Let each sequence's first tokens be what decode makes of its first one: guesses that are right."""
@@ -199,10 +214,10 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
     probe = Probe(programs, arguments, max(s.area for s in prefills))
     canonical = next(s for s in prefills if s.area == SMALLEST_CHUNK)
     prefill = tuple(s for s in prefills if probe.agrees(s, canonical))
-    few = min(max(steps, 4), probe.page_size)
+    few = probe.steps(max(steps, 4))
     rows = probe.decode(CANONICAL_DECODE, few)
     decode = tuple(s for s in widths if s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
-    joined = rows[0][:16] == probe.prefill(canonical, few).digest
+    joined = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
     verify: tuple[Shape, ...] = ()
     if guessed:
         probe.write(few)

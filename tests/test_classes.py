@@ -34,3 +34,8 @@ def test_a_small_model_is_probed_with_many_texts(differs: int):
 
 def test_a_large_model_is_probed_with_one():
     assert Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER, CANONICAL)
+
+
+def test_numbers_that_are_not_rounded_tell_sooner():
+    whole = Rounded(jnp.zeros((1, 4, 64, 16), jnp.float32), 40)
+    assert whole.agrees(OTHER, CANONICAL)
