@@ -116,8 +116,9 @@ def sample_last(
     """Sample after each row's last token, [B,1]."""
     last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    prompts, hidden = hidden.shape[1] > 1, hidden[rows, last]
-    logits = unembed(params, config, at_least(FEWEST_LOGITS, hidden) if prompts else hidden)[: len(rows)]
+    fewest = FEWEST_LOGITS if hidden.shape[1] > 1 else 1  # decode keeps its width
+    hidden = hidden[rows, last]
+    logits = unembed(params, config, at_least(fewest, hidden))[: len(rows)]
     position = batch.start + last + 1
     wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
