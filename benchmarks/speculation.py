@@ -124,14 +124,14 @@ def answers(llm: LLM, texts: Sequence[str], kind: str, tokens: int) -> tuple[lis
 
 def policy(llm: LLM, controller: Any) -> Any:
     """Let a controller choose how many guesses are verified, or None: all. Gives the one before."""
-    speculation: Any = llm._engine.speculation  # type: ignore[union-attr]
+    speculation: Any = llm.engine.speculation
     before, speculation.controller = speculation.controller, controller
     return before
 
 
 def forget(llm: LLM) -> None:
     """Let a drafter that learns from finished outputs begin anew: the same prompts come again."""
-    speculation: Any = llm._engine.speculation  # type: ignore[union-attr]
+    speculation: Any = llm.engine.speculation
     speculation.drafter = host_drafter(llm.options.speculation)
 
 

@@ -1,11 +1,14 @@
 """Folders that are either whole or not there, and the files that describe a model beside its weights."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from .kinds import not_a_checkpoint
 from .tensors import CheckpointError
 
 DESCRIBING = (
@@ -60,3 +63,26 @@ def copy_description(source: Path, target: Path) -> None:
     for pattern in DESCRIBING:
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, target / file.name)
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json`. Raises CheckpointError, where there is none with what the
+    folder is.
+    """
+    file = folder / "config.json"
+    if not file.exists():
+        raise not_a_checkpoint(folder)
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises CheckpointError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as e:
+        raise CheckpointError(f"{file}: cannot be read ({e.strerror})") from e
+    except (ValueError, RecursionError) as e:  # Python refuses integers of thousands of digits, too
+        raise CheckpointError(f"{file}: not valid JSON ({e})") from e
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: holds a JSON {type(found).__name__}, expected an object")
+    return found

@@ -1,4 +1,4 @@
-"""Hugging Face folders, in and out: `config.json`, `generation_config.json` and safetensors weights.
+"""Hugging Face folders, in and out: `config.json` and safetensors weights.
 
 A folder is refused, in one sentence that names the file and the field or tensor, rather than half understood.
 Pickled weights are never read. Loading streams: beside the model itself the host holds a few megabytes.
@@ -6,8 +6,8 @@ Pickled weights are never read. Loading streams: beside the model itself the hos
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from ..model.tree import is_spec, paths
 from .codes import keep
 from .families import FAMILIES, UNSUPPORTED, llama
 from .families.family import Family
-from .families.fields import MAX_COUNT, shown
+from .families.fields import shown
+from .folders import read_config_json
 from .placement import Group, groups
 from .quantised import check_config, sources
-from .tensors import FLOATS, CheckpointError, Source, Tensor, aligned, contents, read, same_numbers, write
+from .tensors import FLOATS, CheckpointError, Source, aligned, read, same_numbers, write
+from .weights import find_tensors
 
 DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def load(
@@ -38,13 +39,15 @@ def load(
     shardings: Any = None,
     place: Callable[[np.ndarray, Any], Any] = jax.device_put,
     quantization: str | None = None,
+    told: Callable[[list[Group]], Iterable[Group]] = iter,
 ) -> tuple[ModelConfig, Decoder]:
     """The model in a Hugging Face folder: safetensors in one file, or in shards with an index.
 
     `dtype` is that of the parameters; "auto" is the checkpoint's own. `shardings` is one for all, or a tree of the parameters'
     structure (`model.sharding`); by default everything lies on the default device. `place` puts one array where its sharding
     says; the numpy array that it gets is its to keep, and on a CPU becomes the parameter itself. `quantization` is one of
-    `model.compress.FORMS`: by default codes are kept as they are stored, where records can hold them in less memory.
+    `model.compress.FORMS`: by default codes are kept as they are stored, where records can hold them in less memory. `told`
+    hears of the parts while they are read.
     Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
     """
     found = find(Path(path), dtype)
@@ -59,7 +62,7 @@ def load(
         return {name: jax.tree.map(partial(put, own=where(name)), leaf) for name, leaf in arrays.items()}
 
     leaves: dict[str, Any] = {}
-    for group in found.in_order:
+    for group in told(found.in_order):
         leaves |= {name: compressed_at(name, leaf, plan, donate=True) for name, leaf in placed(group).items()}
     return found.config, found.tree(leaves)
 
@@ -171,7 +174,7 @@ def described(
         if FAMILIES["llama"].config(raw) != config:
             raise ValueError(f"a config.json cannot express {config}")
         return FAMILIES["llama"], raw
-    raw = dict(like) if isinstance(like, Mapping) else read_json(Path(like) / "config.json")
+    raw = dict(like) if isinstance(like, Mapping) else read_config_json(Path(like))
     raw.pop("quantization_config", None)
     family = FAMILIES[model_type(raw)]
     if family.config(raw) != config:
@@ -188,14 +191,13 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def read_model(folder: Path) -> tuple[Family, dict[str, Any], ModelConfig]:
-    file = folder / "config.json"
-    raw = read_json(file)
+    raw = read_config_json(folder)
     try:
         check_config(raw)
         family = FAMILIES[model_type(raw)]
         return family, raw, family.config(raw)
     except ValueError as e:
-        raise CheckpointError(f"{file}: {e}") from e
+        raise CheckpointError(f"{folder / 'config.json'}: {e}") from e
 
 
 def model_type(raw: Mapping[str, Any]) -> str:
@@ -205,18 +207,6 @@ def model_type(raw: Mapping[str, Any]) -> str:
     if isinstance(kind, str) and kind in UNSUPPORTED:
         raise ValueError(f"model_type is {shown(kind)}, {UNSUPPORTED[kind]}")
     raise ValueError(f"model_type is {shown(kind)}, expected one of {', '.join(FAMILIES)}")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as e:
-        raise CheckpointError(f"{file}: no such file, expected a folder of a Hugging Face checkpoint") from e
-    except (ValueError, RecursionError) as e:  # Python refuses integers of thousands of digits, too
-        raise CheckpointError(f"{file}: not valid JSON ({e})") from e
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: holds a JSON {type(found).__name__}, expected an object")
-    return found
 
 
 def known_dtype(dtype: Any) -> np.dtype:
@@ -235,55 +225,6 @@ def choose_dtype(dtype: Any, raw: Mapping[str, Any], embed: Source, folder: Path
             f"{folder / 'config.json'}: dtype is {shown(named)}, expected one of {', '.join(DTYPES)}"
         )
     return found if isinstance(dtype, str) and dtype == "auto" else known_dtype(dtype)
-
-
-def find_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
-    """The tensors of a folder by the names that the family has for them."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return renamed(contents(single), family)
-    if index.exists():
-        return renamed(find_shards(index), family)
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.bin.index.json"):
-        for file in folder.glob(pattern):
-            raise CheckpointError(
-                f"{file}: pickled weights are refused, because reading them can run any code: "
-                "convert them to safetensors"
-            )
-    raise CheckpointError(f"{folder}: holds neither {single.name} nor {index.name}")
-
-
-def renamed(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Older checkpoints of a family may lack the first part of every name."""
-    prefix = family.prefix
-    if not prefix or any(name.startswith(prefix) for name in tensors):
-        return tensors
-    head = family.names["head"].name
-    return {name if name == head else prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def find_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors that an index promises, each in the shard that it names; the two must agree."""
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise CheckpointError(
-            f"{index}: weight_map is {shown(places)}, expected an object from tensor names to file names"
-        )
-    shards = sorted(set(places.values()))
-    here = {file.name for file in index.parent.iterdir() if file.is_file()}
-    for shard in shards:
-        if shard not in here:
-            raise CheckpointError(f"{index}: names the shard {shown(shard)}, which is not in the folder")
-    found: dict[str, Tensor] = {}
-    for shard in shards:
-        file = index.parent / shard
-        held, promised = contents(file), {name for name, at in places.items() if at == shard}
-        for name in sorted(promised - set(held)):
-            raise CheckpointError(f"{file}: lacks tensor {name!r}, which {index.name} says it holds")
-        for name in sorted(set(held) - promised):
-            raise CheckpointError(f"{file}: holds tensor {name!r}, which {index.name} does not place there")
-        found |= held
-    return found
 
 
 def check(
@@ -350,49 +291,3 @@ def one_dtype(leaves: dict[str, Any], own: Mapping[str, np.dtype]) -> np.dtype:
             f"the parameters have dtypes {', '.join(sorted(map(str, dtypes)))}: say which to write"
         )
     return dtypes.pop()
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """What a checkpoint says of its use: the tokens that end a text, and its authors' sampling parameters."""
-
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    sampling: dict[str, float] = field(default_factory=dict)
-
-
-def generation_defaults(path: str | Path) -> GenerationDefaults:
-    """From `generation_config.json`; token ids that it does not give are those of `config.json`.
-
-    `sampling` holds the parameters that the file states; where it says `"do_sample": false` sampling is greedy, and only the
-    repetition penalty is taken, as in transformers. Raises CheckpointError for a value of the wrong type.
-    """
-    files = [Path(path) / "generation_config.json", Path(path) / "config.json"]
-    stated = {file: read_json(file) for file in files if file.exists() or file.name == "config.json"}
-    bos, eos = token_ids(stated, "bos_token_id"), token_ids(stated, "eos_token_id")
-    own = stated.get(files[0], {})
-    greedy = own.get("do_sample") is False
-    names = ("repetition_penalty",) if greedy else SAMPLING
-    sampling = {name: own[name] for name in names if own.get(name) is not None}
-    for name, value in sampling.items():
-        if type(value) is not int and (type(value) is not float or name == "top_k"):
-            kind = "an integer" if name == "top_k" else "a number"
-            raise CheckpointError(f"{files[0]}: {name} is {shown(value)}, expected {kind}")
-    return GenerationDefaults(
-        eos, bos[0] if bos else None, sampling | ({"temperature": 0.0} if greedy else {})
-    )
-
-
-def token_ids(stated: Mapping[Path, Mapping[str, Any]], name: str) -> tuple[int, ...]:
-    """The ids of the first file that gives any."""
-    for file, raw in stated.items():
-        value = raw.get(name)
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in ids):
-            raise CheckpointError(
-                f"{file}: {name} is {shown(value)}, expected a token id or a list of them, each at most {MAX_COUNT}"
-            )
-        return tuple(ids)
-    return ()

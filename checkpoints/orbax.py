@@ -22,8 +22,8 @@ from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, is_spec, paths
 from .families.fields import shown
-from .folders import files
-from .huggingface import known_dtype, placement, read_config, read_json
+from .folders import files, read_json
+from .huggingface import known_dtype, placement, read_config
 from .tensors import CheckpointError
 
 MANIFEST, PARAMS, FORMAT = "duetto.json", "params", 1

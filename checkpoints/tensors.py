@@ -18,6 +18,8 @@ import numpy as np
 from .joined import PIECE, Joined
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+MAX_TENSORS = 1 << 18  # in one file: the largest models of today have half as many, in a hundred files
+MAX_HEADER = MAX_TENSORS << 7  # bytes
 
 
 class CheckpointError(ValueError):
@@ -81,22 +83,35 @@ def width(shape: tuple[int, ...]) -> int:
 
 
 def contents(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name. Raises CheckpointError where its header does not fit its size."""
+    """The tensors of a safetensors file by name.
+
+    Raises CheckpointError where its header does not fit its size, or is longer or has more tensors than any model needs.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
+        with open(file, "rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            text = f.read(size) if size <= MAX_HEADER else b""
+        check_header(file, size, text.count(b'"data_offsets"'))
         with safe_open(file, framework="np"):
             pass
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{file}: cut off, or not a safetensors file ({e})") from e
-    with open(file, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(size))
+    header = json.loads(text)
     header.pop("__metadata__", None)
     return {
         name: Tensor(file, name, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0])
         for name, t in header.items()
     }
+
+
+def check_header(file: Path, size: int, tensors: int) -> None:
+    """Before a header is parsed, which takes seconds for a million tensors."""
+    if MAX_HEADER < size <= file.stat().st_size - 8:
+        raise CheckpointError(f"{file}: the header has {size} bytes, expected at most {MAX_HEADER}")
+    if tensors > MAX_TENSORS:
+        raise CheckpointError(f"{file}: holds {tensors} tensors, expected at most {MAX_TENSORS} in one file")
 
 
 def is_finite(x: np.ndarray) -> bool:

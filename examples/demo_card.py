@@ -168,8 +168,11 @@ def run_line(recipe: Recipe) -> str:
     return f"{stretches} at a peak rate of {recipe.learning_rate}"
 
 
-def training_lines(folder: Path, rows: list[dict], runs: Sequence[Recipe], teacher: Path | None) -> str:
-    command = f"python examples/train_demo.py --out {folder}" + (f" --teacher {teacher}" if teacher else "")
+def training_lines(
+    folder: Path, rows: list[dict], runs: Sequence[Recipe], teacher: Path | None, start: Path | None
+) -> str:
+    flags = (f" --{name} {path}" for name, path in (("teacher", teacher), ("start", start)) if path)
+    command = f"python examples/train_demo.py --out {folder}{''.join(flags)}"
     tokens = sum(p.steps * p.batch * p.context for recipe in runs for p in recipe.phases)
     minutes, one = sum(row["seconds"] for row in rows) / 60, runs[0]
     loss = (
@@ -177,13 +180,15 @@ def training_lines(folder: Path, rows: list[dict], runs: Sequence[Recipe], teach
         if teacher is None
         else "Training: the mixed loss. Other curve: nats per token of the text"
     )
+    before = f"It goes on from the weights that were in `{start}`. " if start else ""
     return f"""`{command} --seed {one.seed}`
 
-Two runs, {tokens / 1e6:.1f} M tokens in all: {"; then, to look back further, ".join(map(run_line, runs))}.
-The weights kept are the mean of both ends, a quarter of the first and three of the second. AdamW, weight decay {one.weight_decay}, gradients clipped at {one.clip}; in each run warm-up, plateau, and a line to zero over the
-last three tenths. One word in fifty is cut from the space before it, so that prompts may end in a space. It took {minutes:.0f} minutes
-on two busy CPU cores. The result depends on the corpus, the seed and the number of steps, not on the clock; other
-processors round differently.
+{before}Two runs, {tokens / 1e6:.1f} M tokens in all: {"; then, to look back further, ".join(map(run_line, runs))}.
+The weights kept are the mean of both ends, a quarter of the first and three of the second. Muon for the matrices, AdamW
+for the embedding and the norms, weight decay {one.weight_decay}, gradients clipped at {one.clip}; in each run warm-up, plateau,
+and a line to zero over the last three tenths. One word in fifty is cut from the space before it, so that prompts may end
+in a space. It took {minutes:.0f} minutes on a busy CPU. The result depends on the corpus, the seed, the number of steps
+and the first weights, not on the clock; other processors round differently.
 
 ![loss by step](loss.svg)
 
@@ -215,6 +220,7 @@ def write_card(
     runs: Sequence[Recipe],
     corpus: Corpus,
     teacher: Path | None,
+    start: Path | None = None,
 ) -> None:
     """README.md and loss.svg of a finished folder, from the runs that made it and their histories."""
     model, tokenizer = load(folder, jnp.float32), Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -231,7 +237,7 @@ def write_card(
 
 ## Training
 
-{training_lines(folder, rows, runs, teacher)}
+{training_lines(folder, rows, runs, teacher, start)}
 ## Quality
 
 {quality_lines(model, tokenizer, corpus)}

@@ -56,15 +56,35 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW (Loshchilov and Hutter, arXiv 1711.05101); gains of norms do not decay."""
+        """Muon (Jordan et al., 2024) for the layers' matrices, with updates as large as AdamW's (arXiv 2502.16982).
 
-        def matrices(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.ndim > 1, tree)
-
+        AdamW (Loshchilov and Hutter, arXiv 1711.05101) takes the embedding and the gains of norms; gains do not decay.
+        """
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
-            optax.adamw(self.schedule(), b2=0.98, weight_decay=self.weight_decay, mask=matrices),
+            optax.contrib.muon(
+                self.schedule(),
+                weight_decay=self.weight_decay,
+                adam_b2=0.98,
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=matrices,
+            ),
         )
+
+
+def matrices(tree: Any) -> Any:
+    """Which axes of a leaf a product sums over and which it yields; None for the embedding, gains and biases."""
+    from optax.contrib import MuonDimensionNumbers as Axes
+
+    def axes(path: tuple, leaf: Any) -> Any:
+        name = path[-1].name
+        if name == "embed" or leaf.ndim < 2:
+            return None
+        if leaf.ndim == 2:
+            return Axes(0, 1)
+        return Axes((0, 1), 2) if name == "o" else Axes(0, (1, 2))
+
+    return jax.tree_util.tree_map_with_path(axes, tree)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 
+# Greedy text of a model this small goes round in circles.
+DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+
 
 def rounded(params: Decoder) -> Decoder:
     """The parameters that the file will hold, as float32: every figure is measured on these."""
@@ -38,7 +41,7 @@ def write_folder(out: Path, config: ModelConfig, params: Decoder, tokenizer: Tok
     raw = json.loads((out / "config.json").read_text(encoding="utf-8"))
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(out / "config.json", raw | ids)
-    write_json(out / "generation_config.json", ids | {"do_sample": False})
+    write_json(out / "generation_config.json", ids | DRAWN)
     tokenizer.save(str(out / "tokenizer.json"))
     names = {"bos_token": END, "eos_token": END, "pad_token": END, "add_bos_token": False}
     write_json(

@@ -33,7 +33,7 @@ from duetto.model.tree import init
 DEPTH = 4  # guesses in a row that are trained
 INNER = 512  # F
 BATCH, CONTEXT = 4, 128
-STEPS = 1500
+STEPS = 1000
 Target = tuple[ModelConfig, Decoder]
 
 

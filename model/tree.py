@@ -1,7 +1,7 @@
 """Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -12,24 +12,36 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """A frozen dataclass that is a pytree. Rebuilding skips `__init__`, so leaves may be specs, shardings or None."""
+    """A frozen dataclass that is a pytree, of whose structure the fields that are `static` are a part.
+
+    Rebuilding skips `__init__`, so leaves may be specs, shardings or None.
+    """
     cls = dataclass(frozen=True)(cls)
-    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    static = [f.name for f in fields(cls) if f.metadata.get("static")]  # type: ignore[arg-type]
+    names = [f.name for f in fields(cls) if f.name not in static]  # type: ignore[arg-type]
+
+    def known(record: T) -> tuple[Any, ...]:
+        return tuple(getattr(record, n) for n in static)
 
     def flatten(record: T):
-        return [getattr(record, n) for n in names], None
+        return [getattr(record, n) for n in names], known(record)
 
     def flatten_with_keys(record: T):
-        return [(jax.tree_util.GetAttrKey(n), getattr(record, n)) for n in names], None
+        return [(jax.tree_util.GetAttrKey(n), getattr(record, n)) for n in names], known(record)
 
-    def build(_, leaves: Sequence[Any]) -> T:
+    def build(known: tuple[Any, ...], leaves: Sequence[Any]) -> T:
         record = object.__new__(cls)
-        for name, leaf in zip(names, leaves, strict=True):
-            object.__setattr__(record, name, leaf)
+        for name, value in (*zip(names, leaves, strict=True), *zip(static, known, strict=True)):
+            object.__setattr__(record, name, value)
         return record
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, build, flatten)
     return cls
+
+
+def static(default: Any) -> Any:
+    """A field of a pytree that programs are compiled for, such as a size: hashable, and no leaf."""
+    return field(default=default, metadata={"static": True})
 
 
 @dataclass(frozen=True)

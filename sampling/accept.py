@@ -61,7 +61,8 @@ def rejection(
     """A guess or another token, distributed as the one that is sampled without guesses."""
     p = target_probs(logits, position, slot, live, state)
     token, kept = decide(p, guesses, state.knobs.seed[slot], position)
-    return scored(logits.astype(jnp.float32), token, live & (state.knobs.logprobs[slot] >= 0)), kept
+    wanted = live & (state.knobs.logprobs[slot] >= 0)
+    return scored(logits.astype(jnp.float32), token, wanted, state.n_top), kept
 
 
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection}

@@ -5,23 +5,20 @@ Names, defaults and meaning are vLLM's. A new parameter is a field here (and in 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
 from typing import Any, get_type_hints
 
-import msgspec
 import numpy as np
 
 from ..model.tree import pytree
+from .checks import MAX_INT32, MAX_N, MAX_TEMPERATURE, checked, converted, require
+from .names import NEUTRAL, check_neutral, known_names, unknown
 
-MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its own
-MAX_LOGPROBS = 20  # alternatives reported beside a token
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
 MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
-MAX_BIAS = 1e9  # size of a logit bias; masks are far beyond it
-MAX_TEMPERATURE = 1e6
-MAX_INT32 = 2**31 - 1
-MAX_REPETITION = 1e3  # and its inverse: float32 logits stay finite
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
@@ -29,27 +26,37 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen, how many, and what is reported of them.
+class RequestOutputKind(Enum):
+    """What `LLMEngine` and `AsyncLLM` report of a request on its way: all so far, what is new, or only the end."""
 
-    Construction raises ValueError (a field's value is not allowed) or TypeError (a field has the wrong type or is
-    unknown); the message names the field, its value and what is allowed. Sequences are kept as tuples.
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@known_names
+@dataclass
+class SamplingParams:
+    """How one request's tokens are chosen, how many, and what is reported of them; settable until it is submitted.
+
+    Construction and every assignment raise ValueError (a value is not allowed) or TypeError (it has the wrong type, or the
+    name is unknown); the message names the field, its value and what is allowed. What several fields must agree on is
+    checked at construction and by `clone`, which whoever submits calls. Sequences are kept as tuples. Positions are vLLM's.
     """
 
     n: int = option(1, "number of completions of the prompt, each with its own random numbers")
-    temperature: float = option(1.0, "divides the logits; 0 is greedy")
-    top_k: int = option(0, "draw from the k most likely tokens only; 0 or -1 is off")
-    top_p: float = option(1.0, "draw from the fewest tokens whose probabilities sum to p; 1 is off")
-    min_p: float = option(
-        0.0, "draw from tokens at least this share of the most likely one's probability; 0 is off"
-    )
     presence_penalty: float = option(
         0.0, "subtracted from the logit of every token already generated (-2..2)"
     )
     frequency_penalty: float = option(0.0, "subtracted once for each time a token was generated (-2..2)")
     repetition_penalty: float = option(
         1.0, "divides positive, multiplies negative logits of tokens seen in prompt or output"
+    )
+    temperature: float = option(1.0, "divides the logits; 0 is greedy")
+    top_p: float = option(1.0, "draw from the fewest tokens whose probabilities sum to p; 1 is off")
+    top_k: int = option(0, "draw from the k most likely tokens only; 0 or -1 is off")
+    min_p: float = option(
+        0.0, "draw from tokens at least this share of the most likely one's probability; 0 is off"
     )
     seed: int | None = option(
         None, "64-bit integer; the same request with the same seed gives the same tokens; -1 is none"
@@ -60,36 +67,59 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = option(
         None, "token ids that end the output, beside the model's own"
     )
+    ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
+    max_tokens: int | None = option(16, "most tokens generated; null is up to the model's length")
+    min_tokens: int = option(0, "neither stop ids nor stop strings end the output before this many tokens")
+    logprobs: int | None = option(
+        None,
+        "report each token's log-probability and this many alternatives, at most the engine's max_logprobs; "
+        "-1 is the whole vocabulary",
+    )
+    prompt_logprobs: int | None = option(None, "the same of each prompt token")
+    _: KW_ONLY
     bad_words: Sequence[str] | None = option(None, "strings that are never generated")
     logit_bias: Mapping[int, float] | None = option(None, "added to the logits of the given token ids")
     allowed_token_ids: Sequence[int] | None = option(None, "the only token ids that may be generated")
-    min_tokens: int = option(0, "neither stop ids nor stop strings end the output before this many tokens")
-    max_tokens: int | None = option(16, "most tokens generated; null is up to the model's length")
-    ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
-    logprobs: int | None = option(
-        None, f"report each token's log-probability and this many alternatives (0..{MAX_LOGPROBS})"
-    )
-    prompt_logprobs: int | None = option(None, f"the same of each prompt token (0..{MAX_LOGPROBS})")
     include_stop_str_in_output: bool = option(False, "keep the stop string that ended the text")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     spaces_between_special_tokens: bool = option(True, "only true is supported")
     detokenize: bool = option(True, "give text, not only token ids")
+    output_kind: RequestOutputKind = field(
+        default=RequestOutputKind.CUMULATIVE,
+        metadata={"help": "what LLMEngine and AsyncLLM report of a request on its way", "flag": False},
+    )
 
     def __post_init__(self):
-        for name, value in list(vars(self).items()):
-            object.__setattr__(self, name, typed(name, value))
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
-        check_ranges(self)
-        check_lists(self)
+        check_together(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NEUTRAL:
+            check_neutral(name, value, NEUTRAL)
+        elif name not in FIELD_TYPES:
+            raise AttributeError(unknown("sampling parameter", name, FIELD_TYPES))
+        else:
+            object.__setattr__(self, name, checked(name, value, FIELD_TYPES[name]))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Parameters from the fields of a JSON object (keys of `logit_bias` may be strings)."""
-        unknown = [name for name in values if name not in FIELD_TYPES]
-        if unknown:
-            raise TypeError(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(FIELD_TYPES)}")
         return cls(**values)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Parameters of which those that are None have their defaults; as in vLLM, biases are cut to -100..100."""
+        stated = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        found = cls(**stated)
+        if found.logit_bias is not None:
+            found.logit_bias = {token: min(100.0, max(-100.0, x)) for token, x in found.logit_bias.items()}
+        return found
+
+    def clone(self) -> "SamplingParams":
+        """A copy of its own, checked as a whole."""
+        own = copy(self)
+        own.logit_bias = self.logit_bias
+        check_together(own)
+        return own
 
     @property
     def greedy(self) -> bool:
@@ -106,69 +136,54 @@ class SamplingParams:
             for token in ids or ():
                 require(0 <= token < V, name, token, f"the vocabulary's ids are 0..{V - 1}")
 
+    def check_logprobs(self, most: int) -> None:
+        """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports; -1 is all there are."""
+        for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            ok = wanted is None or most == -1 or 0 <= wanted <= most
+            require(
+                ok,
+                name,
+                wanted,
+                f"this engine reports max_logprobs={most}; start it with more, or -1 for all",
+            )
+
 
 FIELD_TYPES = get_type_hints(SamplingParams)
+del FIELD_TYPES["_"]
 
 
-def plain(value: Any) -> Any:
-    """numpy scalars and arrays, sets and ranges as Python's own numbers and lists."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    if isinstance(value, (list, tuple, set, frozenset, range)):
-        return [plain(v) for v in value]
-    return value
+@dataclass
+class BeamSearchParams:
+    """A search for the continuations of the highest log-probability; names and defaults are vLLM's.
+
+    Construction raises ValueError for a value that is not allowed, TypeError for one of another type.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self):
+        for name, kind in get_type_hints(type(self)).items():
+            setattr(self, name, converted(name, getattr(self, name), kind))
+        require(1 <= self.beam_width <= MAX_N, "beam_width", self.beam_width, f"1 to {MAX_N}")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        hot = f"0 to {MAX_TEMPERATURE:g}"
+        require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", self.temperature, hot)
+        require(math.isfinite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
 
 
-def typed(name: str, value: Any) -> Any:
-    """The value as its field's type (an int becomes a float, a list a tuple); TypeError names the field."""
-    try:
-        found = msgspec.convert(plain(value), FIELD_TYPES[name], str_keys=True)
-    except msgspec.ValidationError as error:
-        raise TypeError(f"{name}={value!r}: {str(error).replace('Expected', 'expected', 1)}") from None
-    if name == "stop" and isinstance(found, str):
-        return (found,)
-    return tuple(found) if isinstance(found, list) else found
-
-
-def require(ok: bool, name: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
-
-
-def check_ranges(p: SamplingParams) -> None:
-    require(1 <= p.n <= MAX_N, "n", p.n, f"1 to {MAX_N}")
-    hot = f"0 (greedy) to {MAX_TEMPERATURE:g}"
-    require(0 <= p.temperature <= MAX_TEMPERATURE, "temperature", p.temperature, hot)
-    require(p.top_k >= -1, "top_k", p.top_k, "1 or more; 0 or -1 is off")
-    require(0 < p.top_p <= 1, "top_p", p.top_p, "above 0, at most 1")
-    require(0 <= p.min_p <= 1, "min_p", p.min_p, "0 to 1")
-    for name, value in (("presence_penalty", p.presence_penalty), ("frequency_penalty", p.frequency_penalty)):
-        require(-2 <= value <= 2, name, value, "-2 to 2")
-    repetition, strong = p.repetition_penalty, f"{1 / MAX_REPETITION:g} to {MAX_REPETITION:g}; 1 is off"
-    require(1 / MAX_REPETITION <= repetition <= MAX_REPETITION, "repetition_penalty", repetition, strong)
-    require(p.seed is None or -(2**63) <= p.seed < 2**64, "seed", p.seed, "a 64-bit integer")
-    require(p.max_tokens is None or p.max_tokens >= 1, "max_tokens", p.max_tokens, "1 or more, or None")
+def check_together(p: SamplingParams) -> None:
+    """What fields must agree on. Raises ValueError."""
     most = math.inf if p.max_tokens is None else p.max_tokens
-    require(0 <= p.min_tokens <= most, "min_tokens", p.min_tokens, f"0 to max_tokens ({p.max_tokens})")
-    for name, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
-        require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"None or 0 to {MAX_LOGPROBS}")
+    require(p.min_tokens <= most, "min_tokens", p.min_tokens, f"0 to max_tokens ({p.max_tokens})")
     require(p.n == 1 or not p.greedy, "n", p.n, "1 with temperature 0, where all completions would be equal")
-    require(p.spaces_between_special_tokens, "spaces_between_special_tokens", False, "only True is supported")
-
-
-def check_lists(p: SamplingParams) -> None:
-    require("" not in p.stop_strings, "stop", p.stop, "strings that are not empty")
     require(
         p.detokenize or not p.stop, "stop", p.stop, "with detokenize=False there is no text to look for it"
     )
-    require(all(w.strip() for w in p.bad_words or ()), "bad_words", p.bad_words, "words that are not blank")
-    require(p.allowed_token_ids != (), "allowed_token_ids", [], "at least one id, or None")
-    lists = {"stop_token_ids": p.stop_token_ids, "allowed_token_ids": p.allowed_token_ids}
-    for name, ids in {**lists, "logit_bias": p.logit_bias}.items():
-        for token in ids or ():
-            require(0 <= token <= MAX_INT32, name, token, "token ids, 0 or more")
-    for token, bias in (p.logit_bias or {}).items():
-        require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")
 
 
 def fold_seed(seed: int, sample: int = 0) -> int:
@@ -236,7 +251,7 @@ def knobs_row(
         repetition_penalty=np.float32(params.repetition_penalty),
         seed=np.uint32(seed),
         min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
-        logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
+        logprobs=np.int32(-1 if params.logprobs is None else 0 if params.logprobs == -1 else params.logprobs),
         has_bias=np.bool_(has_bias(params, bad_words)),
         stop_ids=stop_row(stop_ids),
         bad_words=bad_word_rows(bad_words),

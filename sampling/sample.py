@@ -7,16 +7,19 @@ nothing. What no row wants is not computed, so a greedy batch pays for an argmax
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.tree import pytree
-from .params import MAX_LOGPROBS, Knobs
-from .state import MASKED, SamplingState
+from .checks import MAX_LOGPROBS
+from .params import Knobs
+from .state import BANNED, EARLY, MASKED, SamplingState
 
 INFINITY = 0x7F800000  # the bits of float32's infinity
+LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 
 
 @pytree
@@ -37,8 +40,8 @@ class Sampled:
     token: Array  # int32 [B]
     logprob: Array  # float32 [B]
     rank: Array  # int32 [B]
-    top_ids: Array  # int32 [B, MAX_LOGPROBS]
-    top_logprobs: Array  # float32 [B, MAX_LOGPROBS]
+    top_ids: Array  # int32 [B, n_top]
+    top_logprobs: Array  # float32 [B, n_top]
 
 
 Wants = Callable[["Rows"], Array]  # which rows use a parameter, bool [B]
@@ -69,12 +72,15 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
-    return scored(logits, token, live & (rows.knobs.logprobs >= 0))
+    return scored(logits, token, live & (rows.knobs.logprobs >= 0), state.n_top)
 
 
-def scored(logits: Float[Array, "B V"], token: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Sampled:
+def scored(
+    logits: Float[Array, "B V"], token: Int[Array, " B"], wanted: Bool[Array, " B"], n_top: int
+) -> Sampled:
     """Chosen tokens with their scores, which are only computed where a row wants its own."""
-    x = jax.lax.cond(jnp.any(wanted), score, lambda x, _: no_scores(x.shape[0]), logits, token)
+    some = partial(score, n_top=n_top)
+    x = jax.lax.cond(jnp.any(wanted), some, lambda x, _: no_scores(x.shape[0], n_top), logits, token)
     return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
 
 
@@ -97,8 +103,8 @@ def score(logits: Float[Array, "T V"], targets: Int[Array, " T"], n_top: int = M
     )
 
 
-def no_scores(B: int) -> Scores:
-    zero, top = jnp.zeros(B, jnp.float32), jnp.zeros((B, MAX_LOGPROBS), jnp.float32)
+def no_scores(B: int, n_top: int) -> Scores:
+    zero, top = jnp.zeros(B, jnp.float32), jnp.zeros((B, n_top), jnp.float32)
     return Scores(zero, zero.astype(jnp.int32), top.astype(jnp.int32), top)
 
 
@@ -167,6 +173,17 @@ def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
 # ---------------------------------------------------------------- edits: they hold for greedy rows too
 
 
+def has_offset(rows: Rows) -> Bool[Array, " B"]:
+    return wants_any(rows, OFFSETS)
+
+
+def offset(x: Array, rows: Rows) -> Array:
+    """Biases and masks. Large ones count from the largest: logits keep their bits where all of them are lowered alike."""
+    amount = changed(jnp.zeros_like(x), rows, OFFSETS)
+    most = jnp.max(amount, axis=-1, keepdims=True)
+    return x + (amount - jnp.where(jnp.abs(most) > LARGE, most, 0.0))
+
+
 def has_bias(rows: Rows) -> Bool[Array, " B"]:
     return rows.knobs.has_bias
 
@@ -185,7 +202,7 @@ def without_bad_words(x: Array, rows: Rows) -> Array:
     start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
     recent = rows.state.recent[rows.slot]
     matches = jnp.all((start == recent[:, None, :]) | (start < 0), axis=2) & (last >= 0)
-    return masked_at(x, jnp.where(matches, last, x.shape[1]))
+    return masked_at(x, jnp.where(matches, last, x.shape[1]), BANNED)
 
 
 def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
@@ -194,13 +211,16 @@ def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
 
 def without_stops(x: Array, rows: Rows) -> Array:
     stop_ids = rows.knobs.stop_ids
-    return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]))
+    return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]), EARLY)
 
 
-def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"]) -> Array:
-    """MASKED at each row's ids; an id of V or more is nothing."""
+def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Array:
+    """At most `mask` at each row's ids; an id of V or more is nothing."""
     row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[row, ids].set(MASKED, mode="drop")
+    return x.at[row, ids].min(mask, mode="drop")
+
+
+OFFSETS = ((has_bias, biased), (has_bad_words, without_bad_words), (below_min_tokens, without_stops))
 
 
 def has_penalty(rows: Rows) -> Bool[Array, " B"]:
@@ -218,12 +238,7 @@ def penalized(x: Array, rows: Rows) -> Array:
     return x - jnp.where(counts > 0, k.presence_penalty[:, None], 0.0)
 
 
-EDITS = (
-    (has_bias, biased),
-    (has_bad_words, without_bad_words),
-    (below_min_tokens, without_stops),
-    (has_penalty, penalized),
-)
+EDITS = ((has_offset, offset), (has_penalty, penalized))
 
 # ---------------------------------------------------------------- narrowings: from which tokens a row draws
 

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..model.tree import pytree
+from ..model.tree import pytree, static
+from .checks import MAX_LOGPROBS
 from .params import MAX_BAD_WORD_LENGTH, Knobs, SamplingParams, knobs_row
 
-MASKED = -1e30  # the logit of a token that must not be drawn; finite, so that nothing becomes NaN
+# The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are masked, those that
+# were masked the least are drawn from.
+MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p
+BANNED = -1e28  # would end a longer bad word
+EARLY = -1e26  # would end the output before min_tokens
 
 
 @pytree
@@ -24,9 +29,10 @@ class SamplingState:
     in_prompt: Any  # bool [B,V]
     bias: Any  # float32 [B,V]
     recent: Any  # int32 [B, MAX_BAD_WORD_LENGTH-1], the last generated tokens, -1 before the first
+    n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
 
 
-def empty_state(slots: int, V: int) -> SamplingState:
+def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS) -> SamplingState:
     """All slots greedy and without history; the caller places it on a device."""
     row = knobs_row(SamplingParams(temperature=0.0), seed=0, stop_ids=(), prompt_len=0)
     return SamplingState(
@@ -35,6 +41,7 @@ def empty_state(slots: int, V: int) -> SamplingState:
         in_prompt=jnp.zeros((slots, V), bool),
         bias=jnp.zeros((slots, V), jnp.float32),
         recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), -1, jnp.int32),
+        n_top=n_top,
     )
 
 
@@ -81,6 +88,10 @@ def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]
     Raises ValueError for ids outside the vocabulary, and where no token is left.
     """
     params.check_vocabulary(V)
+    beyond = [token for sequence in bad_words for token in sequence if not 0 <= token < V]
+    if beyond:
+        words, allowed = list(params.bad_words or ()), f"the vocabulary's ids are 0..{V - 1}"
+        raise ValueError(f"bad_words={words!r} has the token id {beyond[0]}: {allowed}")
     bias = np.zeros(V, np.float32)
     for token, value in (params.logit_bias or {}).items():
         bias[token] = value
@@ -91,6 +102,21 @@ def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]
     if (bias <= MASKED).all():
         raise ValueError("bad_words and allowed_token_ids leave no token that may be generated")
     return bias
+
+
+def check_choice(
+    params: SamplingParams, V: int, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]] = ()
+) -> None:
+    """Raises ValueError as `dense_bias` does, and where every token that may be generated ends the output too early."""
+    if params.allowed_token_ids is None and not bad_words:
+        return
+    left = dense_bias(params, V, bad_words) > MASKED
+    left[list(stop_ids)] = False
+    if params.min_tokens and not left.any():
+        raise ValueError(
+            f"min_tokens={params.min_tokens} is not allowed: bad_words and allowed_token_ids leave only tokens that end the "
+            f"output, {sorted(set(stop_ids))}"
+        )
 
 
 def commit(

@@ -44,6 +44,11 @@ def target_of(params: Any) -> Decoder:
     return params.target if isinstance(params, Guided) else params
 
 
+def with_target(params: Any, target: Any) -> Any:
+    """The same with other parameters to decide on tokens."""
+    return replace(params, target=target) if isinstance(params, Guided) else target
+
+
 def served(target: ModelConfig, guide: ModelConfig | None) -> ModelConfig:
     """What a cache and its page tables see of a target and a draft model."""
     return target if guide is None else replace(target, layers=(*target.layers, *guide.layers))

@@ -1,28 +1,32 @@
 """Answers of a batch: one line of JSON for each line asked, in its format.
 
-Nothing in an answer depends on when, how fast or beside whom it was computed: no clock (`created` is 0), no latencies, no
-count of cached tokens. So a job that was interrupted ends with the same bytes as one that was not.
+Nothing in an answer depends on when, how fast or beside whom it was computed: no clock (`created` is 0), no
+latencies, and no count of cached tokens, which is 0 where OpenAI's format has one. So a job that was
+interrupted ends with the same bytes as one that was not. Errors are in the answer's body, as OpenAI's servers
+send them, and in `error`, where vLLM has them.
 """
 
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from .jsonl import Address, LineError, Task
+from .jsonl import INTERNAL, Address, LineError, Task, encodable
 from .outputs import CompletionOutput, Logprob, RequestOutput
-from .text import Tokenizer
+from .tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
-# Characters that end a line for some readers, though not for JSON: inside strings they may be written as escapes.
+# Characters that end a line for some readers, though not for JSON: inside strings they may be escapes.
 LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in ("\u0085", "\u2028", "\u2029")}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Writes the answers of one job: `salt` (the input's hash) and a line's number name an answer."""
+    """Writes the answers of one job: `salt` (the input's hash) and a line's number name an answer, `model`
+    the model for lines that do not."""
 
     salt: str
     model: str
@@ -38,12 +42,18 @@ class Answers:
 
     def error(self, number: int, address: Address, error: LineError) -> bytes:
         """The answer to a line that cannot be run."""
-        told = {"code": error.code, "message": str(error)}
+        told = {"code": error.code, "message": encodable(str(error))}
         if not address.openai:
             name = {} if address.id is None else {"id": address.id}
             return encoded({**name, "line": number, "error": told})
-        body = {"error": {**told, "type": "invalid_request_error", "param": None}}
-        response = {"status_code": 400, "request_id": self._name("req_", number), "body": body}
+        internal = error.code == INTERNAL
+        kind = "server_error" if internal else "invalid_request_error"
+        body = {"error": {**told, "type": kind, "param": None}}
+        response = {
+            "status_code": 500 if internal else 400,
+            "request_id": self._name("req_", number),
+            "body": body,
+        }
         return encoded(self._envelope(number, address.id, response, {**told, "line": number}))
 
     def _envelope(self, number: int, custom_id: Any, response: dict, error: dict | None) -> dict[str, Any]:
@@ -84,16 +94,15 @@ class Answers:
             "id": self._name("chatcmpl-" if chat else "cmpl-", number),
             "object": "chat.completion" if chat else "text_completion",
             "created": 0,
-            "model": self.model,
+            "model": self.model if task.model is None else task.model,
             "choices": [choice(o, task) for o in output.outputs],
-            "usage": usage(output),
+            "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": 0}},
         }
 
     def _completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        top = task.params.logprobs or 0
-        logprobs = (
-            None if output.logprobs is None else self._completion_logprobs(output, output.logprobs, top)
-        )
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self._completion_logprobs(output, output.logprobs, alternatives_of(task))
         return {
             "index": output.index,
             "text": output.text,
@@ -102,13 +111,14 @@ class Answers:
         }
 
     def _chat_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        top = task.params.logprobs or 0
         message = {"role": "assistant", "content": output.text}
-        logprobs = None if output.logprobs is None else self._chat_logprobs(output, output.logprobs, top)
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self._chat_logprobs(output, output.logprobs, alternatives_of(task))
         return {"index": output.index, "message": message, "logprobs": logprobs, **self._ending(output, task)}
 
     def _completion_logprobs(
-        self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: int
+        self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: float
     ) -> dict:
         tokens = [self._token(i, s[i]) for i, s in zip(output.token_ids, scores, strict=True)]
         offsets = [0, *itertools.accumulate(len(t) for t in tokens)]
@@ -119,7 +129,7 @@ class Answers:
             "text_offset": offsets[:-1],
         }
 
-    def _chat_logprobs(self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: int) -> dict:
+    def _chat_logprobs(self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: float) -> dict:
         entries = []
         for token_id, found in zip(output.token_ids, scores, strict=True):
             others = [self._entry(i, p) for i, p in likeliest(found, top)]
@@ -140,7 +150,13 @@ def usage(output: RequestOutput) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def likeliest(scores: dict[int, Logprob], top: int) -> list[tuple[int, Logprob]]:
+def alternatives_of(task: Task) -> float:
+    """How many of the likeliest tokens a task wants to see; -1 asks for all."""
+    asked = task.params.logprobs or 0
+    return math.inf if asked == -1 else asked
+
+
+def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:
     """The `top` likeliest tokens of a position, in order; the sampled one is only among them by its rank."""
     return sorted((e for e in scores.items() if e[1].rank <= top), key=lambda e: e[1].rank)
 

@@ -30,9 +30,10 @@ from .devices import default_device
 from .flags import numbers, positive
 from .hostmemory import keep_freed
 from .llm import LLM
-from .loading import DEMO, compute_dtype, keep_compiled, read_folder
+from .loading import compute_dtype, keep_compiled, read_folder
 from .measured import awake, full_batch
 from .options import EngineOptions
+from .origin import Origin
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes
 from .roofline import work
@@ -73,8 +74,11 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
     device = default_device()
     dtype = compute_dtype(args.dtype, device)
     if not args.shape:
-        folder = DEMO if args.model is None else Path(args.model)
-        return Model(args.model or "demo", *read_folder(folder, dtype, device, options.quantization), options)
+        origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+        options = origin.settled(options, download_dir=args.download_dir)
+        return Model(
+            args.model or "demo", *read_folder(origin.model, dtype, device, options.quantization), options
+        )
     config, chosen = PRESETS[args.shape], jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)
@@ -150,7 +154,7 @@ def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
 
         def step() -> Any:
             llm.step()
-            return llm._open_engine().cache  # waited for with the step that is still on its way
+            return llm.engine.cache  # waited for with the step that is still on its way
 
         jax.block_until_ready(step())
         pairs = [(group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(GROUPS)]

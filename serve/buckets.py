@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..kvcache.tables import PageTables
 from ..sampling.params import SamplingParams
-from .engine import calls, prompt_rows
+from .calls import calls, prompt_rows
 from .options import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from .request import Request
 from .scheduler import Limits, Scheduler, Work
@@ -139,7 +139,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     from .job import BatchOptions
     from .jsonl import decode, task_of
     from .source import Source
-    from .text import Tokenizer
+    from .tokenizer import Tokenizer
 
     limit, tokenizer, found = BatchOptions().max_line_bytes, Tokenizer.from_folder(folder), []
     with Source.open(file, limit) as source:
@@ -158,6 +158,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
 
 
 def main() -> None:
+    from ..checkpoints.hub import resolve
     from .flags import positive
     from .loading import DEMO
 
@@ -165,7 +166,7 @@ def main() -> None:
         "python -m duetto.serve.buckets", description="Edges for --prefill-buckets."
     )
     parser.add_argument("input", help="JSON lines as `duetto batch` takes them")
-    parser.add_argument("--model", type=Path, default=DEMO, help="the folder of the tokenizer")
+    parser.add_argument("--model", default=str(DEMO), help="the tokenizer's folder, or an id on the hub")
     parser.add_argument("--programs", type=positive, default=6, help="prefill programs at most (default: 6)")
     parser.add_argument(
         "--smallest",
@@ -178,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     options = EngineOptions(max_prefill_tokens=args.max_prefill_tokens, max_num_seqs=args.max_num_seqs)
     try:
-        work = lengths_of(args.input, args.model)
+        work = lengths_of(args.input, resolve(args.model, weights=False))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if not work:

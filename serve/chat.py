@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jinja2
 
-    from .text import Tokenizer
+    from .tokenizer import Tokenizer
 
 Message = dict[str, Any]
+MARK = "\ue000end of the text to continue\ue000"  # of private-use characters, which no template looks for
 
 
 class ChatTemplateError(ValueError):
     """A conversation that cannot be rendered: malformed messages, no template, or the template refused them."""
 
 
-def apply_chat(tokenizer: "Tokenizer", messages: list[Message], **options: Any) -> list[int]:
+def apply_chat(
+    tokenizer: "Tokenizer", messages: list[Message], most: int | None = None, /, **options: Any
+) -> list[int]:
     """Token ids of a conversation; the template writes the special tokens, so none is added again.
 
-    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template.
+    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template, and ValueError as
+    `Tokenizer.encode` does for `most`.
     """
-    return tokenizer.encode(render_for(tokenizer, messages, **options), add_special_tokens=False)
+    return tokenizer.encode(render_for(tokenizer, messages, **options), add_special_tokens=False, most=most)
 
 
 def render_for(
@@ -48,25 +52,51 @@ def render_chat(
     bos_token: str | None,
     eos_token: str | None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     now: datetime | None = None,
     **kwargs: Any,
 ) -> str:
     """The prompt text of a conversation. `now` is the time that a template may write down (default: the clock's);
-    further keywords are variables of the template.
+    further keywords are variables of the template. With `continue_final_message` it ends in the last message.
 
     Raises ChatTemplateError for malformed messages and for whatever goes wrong in the template.
     """
-    variables = {**kwargs, "messages": check_messages(messages), "tools": tools}
+    if continue_final_message and add_generation_prompt:
+        raise ChatTemplateError(
+            "continue_final_message needs add_generation_prompt=False: a reply is begun, or continued"
+        )
+    checked = check_messages(messages)
+    variables = {**kwargs, "messages": marked(checked) if continue_final_message else checked, "tools": tools}
     variables["add_generation_prompt"] = add_generation_prompt
     for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
         if token is not None:
             variables[name] = token
     variables["strftime_now"] = _strftime(now)
     try:
-        return _compile(template).render(**variables)
+        text = _compile(template).render(**variables)
     except Exception as error:  # a template is a program of others: it may raise anything
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+    return up_to_mark(text) if continue_final_message else text
+
+
+def marked(messages: list[Message]) -> list[Message]:
+    """The messages with a mark at the end of the last one's text."""
+    content = messages[-1].get("content")
+    if not content:
+        raise ChatTemplateError(
+            "continue_final_message: the last message has no text that could be continued"
+        )
+    return [*messages[:-1], {**messages[-1], "content": content + MARK}]
+
+
+def up_to_mark(text: str) -> str:
+    before, found, _ = text.rpartition(MARK)
+    if not found:
+        raise ChatTemplateError(
+            "continue_final_message: the chat template leaves the last message's text out"
+        )
+    return before
 
 
 def check_messages(messages: Any) -> list[Message]:

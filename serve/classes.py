@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kvcache.pages import Batch, KVCache
 from ..sampling.params import SamplingParams, knobs_row
-from . import kept
+from . import kept, progress
 from .ahead import target_of
 from .options import SMALLEST_CHUNK
 from .programs import Arguments, Programs, Shape, fill
@@ -190,7 +190,7 @@ def known_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Ar
     if programs.key is None or kept.folder() is None:
         return find_classes(programs, arguments)
     own = kept.combined([programs.key], fingerprint(arguments.params))
-    if programs.loaded and (known := kept.read(own)):  # what is compiled anew may have other bits
+    if programs.loaded and (known := kept.read(own, Classes)):  # what is compiled anew may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments)
     kept.write(own, classes)
@@ -213,16 +213,19 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
     steps = max(s.tokens for s in (*widths, *guessed))
     probe = Probe(programs, arguments, max(s.area for s in prefills))
     canonical = next(s for s in prefills if s.area == SMALLEST_CHUNK)
-    prefill = tuple(s for s in prefills if probe.agrees(s, canonical))
     few = probe.steps(max(steps, 4))
-    rows = probe.decode(CANONICAL_DECODE, few)
-    decode = tuple(s for s in widths if s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
-    joined = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
-    verify: tuple[Shape, ...] = ()
-    if guessed:
-        probe.write(few)
+    with progress.stage("probing which programs give the same bits", len(shapes)) as done:
+        prefill = tuple(s for s in prefills if done(probe.agrees(s, canonical)))
         rows = probe.decode(CANONICAL_DECODE, few)
-        verify = tuple(s for s in guessed if same_rows(probe.decode(s, few), rows))
+        decode = tuple(
+            s for s in widths if done(s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
+        )
+        joined = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
+        verify: tuple[Shape, ...] = ()
+        if guessed:
+            probe.write(few)
+            rows = probe.decode(CANONICAL_DECODE, few)
+            verify = tuple(s for s in guessed if done(same_rows(probe.decode(s, few), rows)))
     return Classes(prefill, decode, joined, verify), probe.arguments
 
 
@@ -235,7 +238,9 @@ def step_seconds(
     """
     probe = Probe(programs, arguments, programs.sizes.page_size)
     probe.write(min(max((s.tokens for s in classes.verify), default=1), probe.tokens))
-    seconds = {shape: probe.seconds(shape) for shape in (*classes.decode, *classes.verify)}
+    timed = (*classes.decode, *classes.verify)
+    with progress.stage("measuring steps", len(timed)) as done:
+        seconds = {shape: done(probe.seconds(shape)) for shape in timed}
     ks = sorted({0} | {min(s.tokens - 1, k) for s in classes.verify})
 
     def step(rows: int, guesses: int) -> float:

@@ -1,18 +1,20 @@
-"""The command line: `duetto generate`, `batch`, `plan`, `bench`, `convert`. jax is imported once a command has work to do."""
+"""The command line: `duetto generate`, `batch`, `plan`, `bench`, `convert`. jax is imported once a command
+has work to do."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .flags import add_flags, given, positive
+from .interrupt import raise_on_interrupt
 from .options import EngineOptions
 from .report import render, save
+from .streams import tell
 
 if TYPE_CHECKING:
     from ..sampling.params import SamplingParams
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GENERATE_MAX_TOKENS = 256
 INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
-MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 NOT_STREAMED = ("n", "logprobs", "prompt_logprobs", "detokenize", "spaces_between_special_tokens")
 
 
@@ -36,19 +37,22 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 130 (Ctrl-C)."""
-    args = parse(sys.argv[1:] if argv is None else list(argv))
+    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 130
+    (Ctrl-C), or 141 (whoever read standard output has left)."""
     try:
+        args = parse(sys.argv[1:] if argv is None else list(argv))
         code = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its exit
         return BROKEN_PIPE
     except KeyboardInterrupt:
+        tell("duetto: interrupted")
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is jax's: no such device, no memory
-        print(f"duetto: {sentence(error)}", file=sys.stderr)
+        tell(f"duetto: {sentence(error)}")
         return 1
 
 
@@ -85,10 +89,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="DIR", help="a Hugging Face folder (default: the small model that ships)"
-    )
+        "--model", metavar="MODEL",
+        help="a Hugging Face folder, or an id on the hub such as Qwen/Qwen3-0.6B "
+        "(default: the small model that ships)",
+    )  # fmt: skip
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    parser.add_argument("--tokenizer", metavar="DIR", help="another folder to take the tokenizer from")
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="another folder or id to take the tokenizer from"
+    )
+    parser.add_argument("--tokenizer-revision", help="branch, tag or commit of the tokenizer")
+    parser.add_argument(
+        "--download-dir", metavar="DIR", help="where models of the hub are kept (default: the hub's cache)"
+    )
     parser.add_argument(
         "--compilation-cache", default="auto", metavar="DIR",
         help='where compiled programs are kept (default: in your cache directory); "none" keeps none',
@@ -106,7 +119,9 @@ def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Seque
 
 
 def report_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="show no report at the end")
+    parser.add_argument(
+        "--quiet", action="store_true", help="say nothing of the start, and show no report at the end"
+    )
     parser.add_argument("--report", metavar="FILE", help="write the closing report as JSON")
     parser.add_argument(
         "--explain",
@@ -136,16 +151,31 @@ def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "Sa
 def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     from .llm import LLM
 
+    raise_on_interrupt()
     kept = None if args.compilation_cache == "none" else args.compilation_cache
+    options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     return LLM(
-        args.model, dtype=args.dtype, tokenizer=args.tokenizer, compilation_cache=kept, **asdict(options)
-    )
+        args.model, dtype=args.dtype, tokenizer=args.tokenizer, revision=args.revision,
+        tokenizer_revision=args.tokenizer_revision, download_dir=args.download_dir, compilation_cache=kept,
+        **asdict(options),
+    )  # fmt: skip
+
+
+def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
+    """Puts folders in the place of ids, so that all that follows reads the same files; the model's, and options without ids."""
+    from .origin import Origin
+
+    names = ("revision", "tokenizer_revision", "download_dir")
+    origin = Origin.of(args.model, args.tokenizer, **{name: vars(args)[name] for name in names})
+    args.model = str(origin.model)
+    args.tokenizer = None if origin.tokenizer == origin.model else str(origin.tokenizer)
+    return origin.model, origin.settled(options, download_dir=args.download_dir)
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Shows an engine's report on standard error, and writes it where --report says."""
     if not args.quiet:
-        print(f"\n{render(report)}", file=sys.stderr)
+        tell(f"\n{render(report)}")
     if args.report:
         save(report, args.report)
 
@@ -159,20 +189,28 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
     model_flags(parser)
     report_flags(parser)
     sampling_flags(
-        parser, f"beside the model's own defaults; max-tokens is {GENERATE_MAX_TOKENS} here", NOT_STREAMED
+        parser,
+        f"beside the model's own defaults; max-tokens is {GENERATE_MAX_TOKENS} where they say nothing",
+        NOT_STREAMED,
     )
     engine_flags(parser)
 
 
 def generate(args: argparse.Namespace) -> int:
     from ..sampling.params import SamplingParams
+    from .loading import checked_defaults
 
     sampling_params(args, SamplingParams())  # what is wrong is said before a model is loaded
-    options = engine_options(args)
+    folder, options = resolve_once(args, engine_options(args))
+    stated = options.recommended(checked_defaults(folder).sampling)
+    checked(args, lambda: SamplingParams.from_dict(stated))
+    if sys.stdout is None or (args.prompt == "-" and sys.stdin is None):
+        raise ValueError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     with start(args, options) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
-        defaults = replace(llm.get_default_sampling_params(), max_tokens=GENERATE_MAX_TOKENS)
+        longest = stated.get("max_tokens", GENERATE_MAX_TOKENS)
+        defaults = replace(llm.get_default_sampling_params(), max_tokens=longest)
         for piece in llm.stream(prompt, sampling_params(args, defaults)):
             print(piece.text, end="", flush=True)
         print(flush=True)
@@ -193,9 +231,16 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
         "--in-flight", type=positive, metavar="INT", help="lines in the engine (default: 4 max-num-seqs)"
     )
     parser.add_argument(
-        "--model-name", default="duetto", help="the model's name in the answers (default: duetto)"
+        "--model-name",
+        default="duetto",
+        help="the model's name in answers to lines that name none (default: duetto)",
     )
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a bar")
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="say what the start is doing, and show a bar",
+    )
     model_flags(parser)
     report_flags(parser)
     sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
@@ -205,13 +250,20 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
 def batch(args: argparse.Namespace) -> int:
     from ..sampling.params import SamplingParams
     from .batch import run_batch
+    from .fingerprint import fingerprint
     from .job import BatchOptions
     from .loading import checked_defaults
 
     options = engine_options(args)
+    if options.speculation.acceptance == "rejection":
+        args.usage_error(
+            "--speculative-config: acceptance=rejection is not allowed in a batch: which tokens are drawn depends "
+            "on what runs beside a line, so that a resumed job would not write the same answers; leave it out"
+        )
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))
-    sampling = checked_defaults(folder_of(args)).sampling | sampling
+    folder, options = resolve_once(args, options)
+    sampling = options.recommended(checked_defaults(folder).sampling) | sampling
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.max_num_seqs,
         seed=args.seed,
@@ -220,34 +272,16 @@ def batch(args: argparse.Namespace) -> int:
         progress=args.progress,
         explain=args.explain,
     )
-    known = fingerprint(args, options)
+    tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     return run_batch(
-        lambda: start(args, options), args.input, args.output, job, known, lambda report: finish(report, args)
+        lambda: start(args, options),
+        args.input,
+        args.output,
+        job,
+        fingerprint(folder, tokenizer, args.dtype, options),
+        lambda report: finish(report, args),
+        args.report,
     )
-
-
-def fingerprint(args: argparse.Namespace, options: EngineOptions) -> dict[str, str]:
-    """What decides a job's answers beside its input: the model's files, the engine's flags, the device, jax's version."""
-    from .devices import default_device
-
-    words = {} if args.tokenizer is None else {"tokenizer": contents(Path(args.tokenizer))}
-    flags = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(options).items() if k != "seed"}
-    device = {"device": default_device().device_kind, "jax": version("jax"), "--dtype": args.dtype}
-    return {"model": contents(folder_of(args)), **words, **device, **flags}
-
-
-def folder_of(args: argparse.Namespace) -> Path:
-    from .loading import DEMO
-
-    return DEMO if args.model is None else Path(args.model)
-
-
-def contents(folder: Path) -> str:
-    """A hash of the files that make a model or a tokenizer. Raises OSError."""
-    from .source import hash_of
-
-    files = sorted(f for f in folder.iterdir() if f.suffix in MODEL_FILES)
-    return sha256(" ".join(f"{f.name} {hash_of(f)}" for f in files).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------- plan, bench and convert
@@ -264,6 +298,7 @@ def plan_flags(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     from .plan import run_plan
 
+    raise_on_interrupt()
     return run_plan(args, engine_options(args))
 
 
@@ -278,6 +313,7 @@ def bench_flags(parser: argparse.ArgumentParser) -> None:
 def bench(args: argparse.Namespace) -> int:
     from .bench import run_bench
 
+    raise_on_interrupt()
     return run_bench(args, engine_options(args))
 
 
@@ -290,6 +326,7 @@ def convert_flags(parser: argparse.ArgumentParser) -> None:
 def convert(args: argparse.Namespace) -> int:
     from .convert import run_convert
 
+    raise_on_interrupt()
     return run_convert(args)
 
 

@@ -8,9 +8,12 @@ import jax
 
 from ..checkpoints import huggingface, orbax
 from ..checkpoints.folders import copy_description, fresh, require_free
+from ..checkpoints.hub import resolve
 from ..model.compress import FORMS
 from ..model.transformer import Decoder
-from .loading import read_folder
+from .loading import dtype_name, read_folder
+from .options import STORED
+from .origin import stored_form
 
 FORMATS = ("orbax", "huggingface")
 
@@ -21,21 +24,24 @@ def convert(
     form: str = "orbax",
     dtype: str = "auto",
     quantization: str | None = None,
+    revision: str | None = None,
 ) -> None:
-    """Write the model of one folder, a Hugging Face or an Orbax one, as another folder; nothing needs an accelerator.
+    """Write the model of a folder or of an id on the hub as another folder; no accelerator is needed.
 
     `dtype` casts, "auto" keeps the source's own. The target appears when all of it is written. Raises ValueError
     (CheckpointError for a folder) for what cannot be read, written or overwritten.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     if form not in FORMATS:
         raise ValueError(f"format is {form!r}, expected one of {', '.join(FORMATS)}")
-    if quantization not in FORMS:
+    if quantization not in (*FORMS, *STORED):
         raise ValueError(
             f"quantization is {quantization!r}, expected one of {', '.join(filter(None, FORMS))}"
         )
     require_free(target)
-    config, params = read_folder(source, dtype, jax.local_devices(backend="cpu")[0], quantization)
+    source = resolve(source, revision)
+    quantization = stored_form(source, quantization)
+    config, params = read_folder(source, dtype_name(dtype), jax.local_devices(backend="cpu")[0], quantization)
     with fresh(target) as folder:
         copy_description(source, folder)
         if form == "orbax":
@@ -63,8 +69,9 @@ def forget_quantization(file: Path) -> None:
 
 
 def add_convert_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a Hugging Face or an Orbax folder")
+    parser.add_argument("source", help="a Hugging Face or an Orbax folder, or an id on the hub")
     parser.add_argument("target", help="a folder that does not exist yet, or is empty")
+    parser.add_argument("--revision", help="branch, tag or commit of an id")
     parser.add_argument("--format", choices=FORMATS, default="orbax", help="what to write (default: orbax)")
     parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     parser.add_argument(
@@ -73,5 +80,5 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    convert(args.source, args.target, args.format, args.dtype, args.quantization)
+    convert(args.source, args.target, args.format, args.dtype, args.quantization, args.revision)
     return 0

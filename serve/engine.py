@@ -1,6 +1,6 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,14 +15,15 @@ from ..model.tree import paths
 from ..sampling.params import knobs_row
 from ..sampling.sample import Sampled, Scores
 from ..sampling.state import dense_bias, needs_history
-from .ahead import Guided, target_of
+from .ahead import target_of, with_target
+from .calls import calls, prompt_rows
 from .classes import Classes
 from .meter import Compilations, Meter
 from .outputs import Pass
 from .programs import Arguments, Programs, Shape, fill
 from .request import Request
 from .scheduler import Limits, Plan, Scheduler, Work
-from .shapes import row_tokens, smallest
+from .sleep import Sleep, on_device, on_host, shapes_of
 from .speculation import Speculation
 from .step import Output, Seat
 
@@ -68,6 +69,7 @@ class Engine:
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self._sleep = Sleep()
         self.speculation = speculation
         self.meter, self._compilations = Meter(), Compilations()
 
@@ -99,8 +101,10 @@ class Engine:
         """Plan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
 
         A step that fails on the device, or is interrupted, costs its cache: every running request is put back into the
-        queue, and its pages are computed again. Raises the device's error when that does not help either.
+        queue, and its pages are computed again. Raises the device's error when that does not help either, and
+        RuntimeError while the engine sleeps.
         """
+        self._sleep.check()
         try:
             with self.meter.working():
                 touched = self._advance()
@@ -145,9 +149,50 @@ class Engine:
             if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
                 raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
         self.tables.forget()
-        whole: Any = self._state.params
-        whole = replace(whole, target=params) if isinstance(whole, Guided) else params
-        self._state = replace(self._state, params=whole)
+        self._state = replace(self._state, params=with_target(self._state.params, params))
+        self._sleep.replaced(params)
+
+    # ------------------------------------------------------------ memory given back
+
+    def vacate(self) -> None:
+        """Put every running request back into the queue, and forget the cache: it is computed again."""
+        self._flight = []
+        self.meter.lost()
+        for request in list(self.scheduler.running.values()):
+            if request.finished:
+                self.scheduler.release(request)
+            else:
+                self.scheduler.preempt(request)
+        self.tables.forget()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._sleep.missing)
+
+    def sleep(self, level: int) -> None:
+        """Take no steps until `wake_up`; from level 1 on, give back the cache's memory and the parameters'.
+
+        Level 1 keeps the parameters on the host, level 2 discards them: `update_params` has to bring others.
+        """
+        if level == 0:
+            return self._sleep.pause()
+        self.vacate()
+        params = self._state.params if self._sleep.params is None else self._sleep.params
+        if level == 2:
+            params = with_target(params, shapes_of(self.params))
+        self._sleep.begin(on_host(params), discarded=self._sleep.discarded or level == 2)
+        everything = self._state.params, self._state.cache, self._state.slots
+        self._state = Arguments(*shapes_of(everything))
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
+        for tag in self._sleep.asked(tags):
+            if tag == "weights":
+                params = on_device(self._sleep.params, self._state.params)
+                self._state = replace(self._state, params=params)
+            elif tag == "kv_cache":
+                self._state = self.programs.empty(self._state.params)
+            self._sleep.woke(tag)
 
     def _advance(self) -> list[Request]:
         ahead, touched = self.speculation, []
@@ -273,52 +318,10 @@ class Engine:
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
-        self._flight = []
-        self.meter.lost()
-        for request in list(self.scheduler.running.values()):
-            if request.finished:
-                self.scheduler.release(request)
-            else:
-                self.scheduler.preempt(request)
-        self.tables.forget()
+        self.vacate()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
-
-
-def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
-    """Chunks of prompts in rows: few of one that is alone, short ones of several."""
-    tokens = row_tokens(shapes, len(chunks))
-    return [row for chunk in chunks for row in rows_of(chunk, tokens)]
-
-
-def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
-    """A chunk in rows of at most so many tokens (2 or more).
-
-    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the next.
-    """
-    request, end = chunk.request, chunk.start + chunk.count
-    again = int(request.params.prompt_logprobs is not None)
-    for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
-        yield Work(request, start, min(tokens, end - start))
-
-
-def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:
-    """The calls that rows of work take, each of the smallest shape that holds it."""
-    groups = groups_of(shapes, works)
-    return [(smallest(shapes, len(rows), max(w.count for w in rows)), rows) for rows in groups]
-
-
-def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
-    """Work cut into what one call can take: rows of a shape that holds the longest of them."""
-    groups: list[list[Work]] = []
-    for work in works:
-        longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
-        if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
-            groups[-1].append(work)
-        else:
-            groups.append([work])
-    return groups
 
 
 def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:

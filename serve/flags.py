@@ -13,7 +13,7 @@ def add_flags(
     """A flag for each field; only those that are given appear in the namespace, under the field's name."""
     group, hints = parser.add_argument_group(title), get_type_hints(record)
     for f in fields(record):
-        if f.name not in leave_out:
+        if f.name not in leave_out and f.metadata.get("flag", True):
             default = "" if f.default is None else f" (default: {f.default})"
             text = (f.metadata["help"] + default).replace("%", "%%")
             flag = f"--{f.name.replace('_', '-')}"

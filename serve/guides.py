@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..checkpoints import heads, huggingface
+from ..checkpoints.hub import resolve
 from ..kvcache.placement import everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
@@ -79,7 +80,8 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
     return Beside(own, draft)
 
 
-def find(name: str) -> Path:
-    """A folder, or one of those that ship."""
-    here = Path(name)
-    return here if here.exists() or not (SHIPPED / name).is_dir() else SHIPPED / name
+def find(name: str, **where: Any) -> Path:
+    """A folder, one of those that ship, or a model's on the hub; `where` are options of `hub.resolve`."""
+    if not Path(name).exists() and (SHIPPED / name).is_dir():
+        return SHIPPED / name
+    return resolve(name, **where)

@@ -8,13 +8,24 @@ from typing import Any
 import numpy as np
 
 from ..sampling.params import SamplingParams, fold_seed, knobs_row, tokenize_bad_words
-from ..sampling.state import dense_bias
+from ..sampling.state import check_choice
 from .options import EngineOptions
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .request import Request, ScoreLog
-from .text import Detokenizer, Tokenizer
+from .text import Detokenizer
 from .ticket import Ticket
+from .tokenizer import Tokenizer
 
+TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
+# vLLM's keys that only ask for something where they have a value
+BESIDE = (
+    "multi_modal_data",
+    "mm_processor_kwargs",
+    "multi_modal_uuids",
+    "prompt_embeds",
+    "cache_salt",
+    "data_parallel_rank",
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -27,22 +38,32 @@ class Intake:
     options: EngineOptions
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
+    lacking: str = "the model has no tokenizer"  # said where text needs one
 
     def __post_init__(self):
         self._arrivals = itertools.count()
         self._unseeded = itertools.count()
 
-    def ticket(self, id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Ticket:
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt may have."""
+        return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
+
+    def ticket(
+        self, id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, written: int = 0
+    ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
-        Raises ValueError or TypeError, naming what is wrong: nothing has been queued then.
+        The last `written` ids are output, which max_input_length does not limit. The parameters are copied:
+        changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
         if type(priority) is not int:
             raise TypeError(f"priority is an integer, not {shown(priority)}")
+        params = params.clone()
         text, tokens = self.tokens(prompt)
-        self.check(tokens, params)
+        self.check(tokens, params, written)
         end = self.end(tokens, params)
         words = self.bad_words(params)
         self._check_sampling(params, words)
@@ -55,7 +76,7 @@ class Intake:
                 seed=fold_seed(seed, i),
                 end=end,
                 stop_ids=self.stop_ids(params),
-                eos_ids=() if params.ignore_eos else self.eos_ids,
+                eos_ids=() if params.ignore_eos else self._silent_ids(),
                 bad_words=words,
                 text=self._detokenizer(params, tokens),
                 priority=priority,
@@ -75,9 +96,12 @@ class Intake:
 
     def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         """Ids count where both are given, and the text is only repeated in the result."""
-        if not prompt or set(prompt) - {"prompt", "prompt_token_ids"}:
+        others = [
+            name for name in prompt if name not in TEXTUAL and not (name in BESIDE and not prompt[name])
+        ]
+        if not prompt or others:
             raise TypeError(
-                f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, prompt))}"
+                f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, others))}"
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -88,20 +112,20 @@ class Intake:
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the prompt as token ids")
-        return self.tokenizer.encode(text)
+            raise ValueError(f"{self.lacking}: give the prompt as token ids")
+        return self.tokenizer.encode(text, most=self.longest)
 
-    def check(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
         wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
-        longest = min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
+        longest = min(self.longest + written, self.max_model_len - 1)
         if len(tokens) > longest:
             raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, which the model does not have")
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.lacking}")
 
     def end(self, tokens: list[int], params: SamplingParams) -> int:
         """Tokens that the request may have in all."""
@@ -112,13 +136,16 @@ class Intake:
         ends = () if params.ignore_eos else self.eos_ids
         return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
 
+    def _silent_ids(self) -> tuple[int, ...]:
+        """End tokens that are no stop reason: the tokenizer's, as in vLLM, or all where it has none."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return (own,) if own in self.eos_ids else self.eos_ids
+
     def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:
             return ()
         if self.tokenizer is None:
-            raise ValueError(
-                f"bad_words={list(params.bad_words)!r} needs a tokenizer, which the model does not have"
-            )
+            raise ValueError(f"bad_words={list(params.bad_words)!r} needs a tokenizer: {self.lacking}")
         encode = self.tokenizer.encode
         sequences = tokenize_bad_words(params.bad_words, lambda text: encode(text, add_special_tokens=False))
         return tuple(tuple(sequence) for sequence in sequences)
@@ -126,9 +153,9 @@ class Intake:
     def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
         """Whatever the device's rows would refuse is refused here, before the request is queued."""
         params.check_vocabulary(self.vocab_size)
+        params.check_logprobs(self.options.max_logprobs)
         knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
-        if params.allowed_token_ids is not None or words:
-            dense_bias(params, self.vocab_size, words)
+        check_choice(params, self.vocab_size, self.stop_ids(params), words)
 
     def _seed(self, params: SamplingParams) -> int:
         """The request's own seed, or one that the engine's seed and the number of such requests before it decide."""
@@ -190,9 +217,9 @@ class Intake:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
 
     def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """The token itself, then the `top` likeliest."""
+        """The token itself, then the `top` likeliest; -1 is all that were reported."""
         found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
-        for rank in range(top):
+        for rank in range(len(scores.top_ids[i]) if top == -1 else top):
             other = int(scores.top_ids[i][rank])
             if other >= 0:
                 found.setdefault(
@@ -211,16 +238,17 @@ def is_one_prompt(prompts: Any) -> bool:
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
 
 
-def params_for(
-    prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams]
-) -> list[SamplingParams]:
-    """One set of sampling parameters for each prompt. Raises ValueError where a list has another length."""
-    if not isinstance(given, Sequence):
-        return [given] * len(prompts)
-    if len(given) != len(prompts):
-        raise ValueError(
-            f"{len(prompts)} prompts have {len(given)} sampling_params; there must be one for each"
-        )
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or several as a list."""
+    return [prompts] if is_one_prompt(prompts) else list(prompts)
+
+
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """What is given for all prompts, or in a list for each. Raises ValueError for a wrong length."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{count} prompts have {len(given)} {name}; there must be one for each")
     return list(given)
 
 

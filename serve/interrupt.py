@@ -1,17 +1,20 @@
-"""Ctrl-C and SIGTERM as one exception, which waits until a step is done."""
+"""Ctrl-C before there is anything to lose; then Ctrl-C and SIGTERM as one exception, which waits until a step
+is done."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The process was asked to end. `code` is its exit code by the shell's convention, `hint` what the user may do then."""
+    """The process was asked to end. `code` is its exit code by the shell's convention, `hint` what the user
+    may do then."""
 
     hint = ""
 
@@ -20,8 +23,30 @@ class Interrupted(BaseException):
         self.code = 128 + signum
 
 
+def leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """A handler that ends the process without an exception, which a module that is being imported might
+    swallow."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"duetto: interrupted\n")
+    os._exit(128 + signum)
+
+
+def leave_on_interrupt() -> None:
+    """From here on Ctrl-C ends the process with one line and 130, unless the caller has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+def raise_on_interrupt() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt: what is begun now must be put away. Other handlers
+    stay."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Interrupts:
-    """While it is entered, the signals raise Interrupted: at once, or after `deferred` work; a second one at once.
+    """While it is entered, the signals raise Interrupted: at once, or after `deferred` work; a second one at
+    once.
 
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
@@ -48,20 +73,26 @@ class Interrupts:
             yield
         finally:
             self._deferring = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal came and what it interrupted went on all the same."""
         if self._pending is not None:
             raise Interrupted(self._pending)
 
     def _heard(self, signum: int, frame: FrameType | None) -> None:
-        if not self._deferring or self._pending is not None:
-            raise Interrupted(signum)
+        at_once = not self._deferring or self._pending is not None
         self._pending = signum
+        if at_once:
+            raise Interrupted(signum)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the block is done; a second one comes through at once.
 
-    Only where Python itself would raise KeyboardInterrupt: in the main thread, unless the program handles the signal.
+    Only where Python itself would raise KeyboardInterrupt: in the main thread, unless the program handles the
+    signal.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

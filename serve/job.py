@@ -1,28 +1,34 @@
-"""One pass over a batch's lines: those that lack an answer go through the engine, and each answer to where it is kept."""
+"""One pass over a batch's lines: those that lack an answer go through the engine, and each answer to where it
+is kept."""
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b, sha256
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from ..sampling.params import SamplingParams
 from .answers import Answers, usage
 from .chat import ChatTemplateError, apply_chat
+from .files import JobError, write_all
 from .interrupt import Interrupts
-from .journal import JobError, disk, write_all
-from .jsonl import Address, LineError, RawLine, Task, address_of, decode, task_of
+from .jsonl import INTERNAL, Address, LineError, RawLine, Task, address_of, decode, encodable, task_of
 from .outputs import RequestOutput
 from .source import Source
-from .text import Tokenizer
+from .streams import Messages
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+T = TypeVar("T")
 HELD = 4096  # answers that may wait in memory for an earlier one
+MESSAGE = 500  # characters of its message
+TRACE = 8  # entries of a traceback that the report keeps
 
 
 class BatchEngine(Protocol):
@@ -30,6 +36,8 @@ class BatchEngine(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def longest_prompt(self) -> int: ...
     def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def report(self, explained: bool = False) -> dict[str, Any]: ...
@@ -54,9 +62,9 @@ class Sink(Protocol):
 class BatchOptions:
     """How a job is run. `in_flight` lines are in the engine at once (four times max_num_seqs keeps it busy).
 
-    Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do not give them;
-    `model_name` is the model's name in the answers; a line of more than `max_line_bytes` is answered with an error; `explain` adds a
-    table of the compiled programs to the report.
+    Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
+    not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
+    `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report.
     """
 
     in_flight: int = 128
@@ -69,7 +77,8 @@ class BatchOptions:
 
 
 class OrderedStream:
-    """Answers to a stream, given by its descriptor, in the order of their lines; those that are early wait in memory."""
+    """Answers to a stream, given by its descriptor, in the order of their lines; those that are early wait in
+    memory."""
 
     count = 0
 
@@ -92,12 +101,17 @@ class OrderedStream:
         while self._next in self._waiting:
             ready.append(self._waiting.pop(self._next) + b"\n")
             self._next += 1
-        with disk("standard output"):
+        try:
             write_all(self._descriptor, b"".join(ready))
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise JobError(f"standard output: {error.strerror}") from error
 
 
 class Job:
-    """Runs the lines of `source` that `sink` has no answer for. The engine is started when the first of them needs it.
+    """Runs the lines of `source` that `sink` has no answer for. The engine is started when the first of them
+    needs it.
 
     `engine_report` is the engine's, once the pass is done; None if no line needed an engine.
     """
@@ -117,6 +131,7 @@ class Job:
         self._answers = Answers(source.sha256, options.model_name)
         self._running: dict[str, tuple[RawLine, Task]] = {}
         self._ids: set[bytes] = set()
+        self._address = Address(openai=False)  # of the line that is being taken
         self._openai = False
         self._progress = Progress(source.count, sink.count, options.progress)
         self.engine_report: dict[str, Any] | None = None
@@ -155,26 +170,50 @@ class Job:
             self._sink.sync()
 
     def _take(self, line: RawLine) -> None:
-        """Puts a line into the engine, or answers what is wrong with it. Lines answered before are only read."""
-        address = Address(self._openai)
-        done = self._sink.has(line.index, line.digest)
-        try:
-            value = decode(line, self._options.max_line_bytes)
-            address = address_of(value)
-            self._openai = address.openai
-            self._check_unused(address.id)
-            if not done:
-                self._submit(line, task_of(value, self._options.sampling, self._seed(line)))
-        except LineError as error:
-            if not done:
-                answer = self._answers.error(line.number, address, error)
-                self._sink.append(line.index, line.digest, answer, {"line": line.number, "error": error.code})
-                self._progress.answered()
+        """Puts a line into the engine, or answers what is wrong with it. Lines answered before are only
+        read."""
+        self._address = Address(self._openai)
+        task = self._tried(line, self._read)
+        if task is not None:
+            engine = self._engine or self._load()
+            self._tried(line, lambda line: self._submit(line, task, engine))
 
-    def _submit(self, line: RawLine, task: Task) -> None:
-        engine = self._engine or self._load()
+    def _tried(self, line: RawLine, work: Callable[[RawLine], T]) -> T | None:
+        """What `work` makes of a line; None where it raises, which is that line's error, whatever it is,
+        never the job's end."""
+        with self._interrupts.deferred():
+            try:
+                return work(line)
+            except MemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - libraries raise anything
+                self._refuse(line, error)
+                return None
+
+    def _refuse(self, line: RawLine, error: Exception) -> None:
+        if self._sink.has(line.index, line.digest):
+            return
+        told = line_error(error)
+        about: dict[str, Any] = {"line": line.number, "error": told.code}
+        if told.code == INTERNAL:
+            about["trace"] = [encodable(entry) for entry in traceback.format_exception(error)[-TRACE:]]
+        answer = self._answers.error(line.number, self._address, told)
+        self._sink.append(line.index, line.digest, answer, about)
+        self._progress.answered()
+
+    def _read(self, line: RawLine) -> Task | None:
+        """What a line asks for; None if it was answered before."""
+        value = decode(line, self._options.max_line_bytes)
+        self._address = address_of(value)
+        self._openai = self._address.openai
+        self._check_unused(self._address.id)
+        if self._sink.has(line.index, line.digest):
+            return None
+        return task_of(value, self._options.sampling, self._seed(line))
+
+    def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
-            prompt = self._prompt(task, engine.tokenizer)
+            prompt = self._prompt(task, engine)
             engine.add_request(prompt, task.params, str(line.index))
         except ChatTemplateError as error:
             raise LineError("chat_template_error", str(error)) from None
@@ -187,19 +226,21 @@ class Job:
             self._engine = self._start_engine()
         except (OSError, ValueError, RuntimeError) as error:  # jax's own are RuntimeErrors
             raise JobError(f"the model cannot be loaded: {error}") from error
+        self._interrupts.check()
         self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
         self._progress.begin()
         return self._engine
 
-    def _prompt(self, task: Task, tokenizer: Tokenizer | None) -> list[int]:
+    def _prompt(self, task: Task, engine: BatchEngine) -> list[int]:
+        tokenizer, most = engine.tokenizer, engine.longest_prompt
         if isinstance(task.prompt, list):
             return task.prompt
         if tokenizer is None:
             raise ValueError("the model has no tokenizer: give the prompt as token ids")
         if task.messages is not None:
-            return apply_chat(tokenizer, task.messages, now=self._now, **task.template_variables)
+            return apply_chat(tokenizer, task.messages, most, now=self._now, **task.template_variables)
         assert task.prompt is not None
-        return tokenizer.encode(task.prompt)
+        return tokenizer.encode(task.prompt, most=most)
 
     def _seed(self, line: RawLine) -> int:
         """64 bits for a line without a seed of its own."""
@@ -236,6 +277,7 @@ class Progress:
             mininterval=0.5,
             disable=not self._shown,
             dynamic_ncols=True,
+            file=Messages(),
         )
 
     def answered(self, output: RequestOutput | None = None) -> None:
@@ -251,6 +293,15 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def line_error(error: Exception) -> LineError:
+    """What a line is told of an exception. One that nobody foresaw says so by its code, and by its type."""
+    if isinstance(error, LineError):
+        return error
+    if isinstance(error, RecursionError):
+        return LineError("invalid_request", "the line, or JSON text in it, is nested too deeply")
+    return LineError(INTERNAL, f"internal error, {type(error).__name__}: {error}"[:MESSAGE])
 
 
 def about(line: RawLine, output: RequestOutput) -> dict[str, Any]:

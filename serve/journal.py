@@ -1,59 +1,66 @@
 """The journal of a batch: answers on disk as they come, and the finished file made of them.
 
-A journal is text: a header line that says which job it is of, then a line for each answer, `checksum {about} TAB answer`. A
-line counts once it is whole and its checksum is right, so a process may be killed at any instant: what was torn is cut off
-at the next start. The finished file appears by renaming, never half written.
+A journal is text: a header line that says which job it is of, then a line for each answer, `checksum {about}
+TAB answer`. A line counts once it is whole and its checksum is right, so a process may be killed at any
+instant: what was torn is cut off at the next start, what was damaged is skipped and counted. The finished
+file appears by renaming, never half written.
 """
 
-import contextlib
-import fcntl
+import itertools
 import os
+import re
+import secrets
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
+
+from .files import JobError, disk, is_named, lock, sync_folder, write_all
 
 MAGIC = b"duetto-journal-1 "
 BUFFER = 1 << 20  # bytes of answers that may wait for the disk between two steps
 MISSING = -1
+TOKEN = re.compile("[0-9a-f]{16}")
+REMEDY = "remove it to begin anew, or choose another output"
 
-
-class JobError(Exception):
-    """A job that cannot run or go on: a sentence for the user, and perhaps a hint what to do."""
-
-    hint = ""
+Record = tuple[dict[str, Any], bytes]
 
 
 @dataclass(frozen=True)
 class Header:
-    """Which job a journal is of: what decides its answers, and when it was begun (ISO 8601)."""
+    """Which job a journal is of: what decides its answers, when it was begun (ISO 8601), and a word that no
+    other job has."""
 
     fingerprint: dict[str, str]
     started: str
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Journal:
     """The answers of one job that are on disk; one process at a time may have it open.
 
-    Memory is 16 bytes for each line answered. Attributes: header (the one on disk), count (lines answered).
+    Memory is 16 bytes for each line answered. Attributes: header (the one on disk), count (lines answered),
+    damaged (records that cannot be read; their lines are not answered).
     """
 
-    def __init__(self, path: Path, header: Header):
-        """Opens or creates the journal and takes up what it holds.
+    def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = 0o666):
+        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of so many lines.
 
-        Raises JobError if another process has it, it is of another job, it is no journal, or the disk refuses.
+        Raises JobError if another process has it, it is of another job, it is no journal, or the disk
+        refuses; it is left as it is then.
         """
-        self.path = path
+        self.path, self._lines = path, lines
         self._offsets, self._digests = array("q"), array("Q")
         self._waiting: list[tuple[int, int, bytes]] = []
         self._waiting_bytes = 0
-        self.count = 0
+        self.count = self.damaged = 0
         with disk(path):
-            self._descriptor = lock(path)
+            self._descriptor = lock(path, mode)
         try:
             with disk(path):
                 self.header, self._end = self._take_up(header)
@@ -68,7 +75,8 @@ class Journal:
         os.close(self._descriptor)
 
     def has(self, index: int, digest: int) -> bool:
-        """Whether the line with this index is answered; `digest` tells whether it is still the line that was answered."""
+        """Whether the line with this index is answered; `digest` tells whether it is still the line that was
+        answered."""
         known = index < len(self._offsets) and self._offsets[index] != MISSING
         return known and self._digests[index] == digest
 
@@ -85,7 +93,8 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Puts what was appended on the disk. Raises JobError; the journal then ends with its last whole record."""
+        """Puts what was appended on the disk. Raises JobError; the journal then ends with its last whole
+        record."""
         if not self._waiting:
             return
         with disk(self.path):
@@ -95,58 +104,85 @@ class Journal:
             self._end += len(record)
         self._waiting, self._waiting_bytes = [], 0
 
-    def answers(self, count: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    def answers(self, count: int) -> Iterator[Record]:
         """What is known about each of the `count` lines, and its answer, in their order."""
         assert self.count == count and not self._waiting, "the job is not finished"
-        with open(self.path, "rb") as file:
+        with disk(self.path), self._reader() as file:
             for index in range(count):
                 file.seek(self._offsets[index])
-                found = about_and_answer(file.readline())
-                if found is None:
+                found = self._record(file.readline())
+                if found is None or found[0]["index"] != index:
                     raise JobError(f"{self.path} was damaged while the job ran; run the same command again")
                 yield found
 
     def remove(self) -> None:
-        """Deletes the journal: its answers are elsewhere now, or it has none."""
-        self.path.unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+        """Deletes the journal: its answers are elsewhere now, or it has none. What else has its name
+        meanwhile stays."""
+        if is_named(self._descriptor, self.path):
+            self.path.unlink()
+            sync_folder(self.path.parent)
+
+    def _reader(self) -> BinaryIO:
+        """The file itself, whatever has its name by now; one reader at a time."""
+        file = open(os.dup(self._descriptor), "rb")  # noqa: SIM115 (it belongs to the caller)
+        file.seek(0)
+        return file
 
     def _take_up(self, header: Header) -> tuple[Header, int]:
-        with open(self.path, "rb") as file:
-            first = file.readline()
+        with self._reader() as file:
+            begin = file.read(len(MAGIC))
+            first = begin + (file.readline() if begin == MAGIC else b"")
             found = header_of(first)
-            second = file.readline()
             if found is None:
-                self._check_torn(first + second)
+                self._check_torn(first, file)
                 return header, self._begin(header)
-            differences = differing(found.fingerprint, header.fingerprint)
-            if differences and about_and_answer(second) is None:
-                return header, self._begin(header)
-            if differences:
-                raise JobError(
-                    f"{self.path} holds answers of another job:\n{differences}\n"
-                    "remove it to begin anew, or choose another output"
-                )
-            file.seek(len(first))
             end = self._take_up_answers(file, len(first))
+        differences = differing(found.fingerprint, header.fingerprint)
+        if differences and (self.count or self.damaged):
+            raise JobError(f"{self.path} holds answers of another job:\n{differences}\n{REMEDY}")
+        if differences:
+            return header, self._begin(header)
         os.ftruncate(self._descriptor, end)
-        os.lseek(self._descriptor, end, os.SEEK_SET)
         return found, end
 
     def _take_up_answers(self, lines: Iterator[bytes], end: int) -> int:
+        """Notes the whole records, counts the others but a torn last one; returns where the last whole one
+        ends."""
+        bad, line, offset = 0, b"\n", end
         for line in lines:
-            record = about_and_answer(line)
+            record = self._record(line)
             if record is None:
-                break
-            self._note(record[0]["index"], record[0]["digest"], end)
-            end += len(line)
+                bad += 1
+            else:
+                self._note(record[0]["index"], record[0]["digest"], offset)
+                end, self.damaged, bad = offset + len(line), self.damaged + bad, 0
+            offset += len(line)
+        self.damaged += bad - (not line.endswith(b"\n"))
         return end
 
-    def _check_torn(self, content: bytes) -> None:
-        """Only the beginning of a header may be overwritten: it is what a kill at the first instant leaves."""
-        torn = content.startswith(MAGIC) and b"\n" not in content[:-1]
-        if not (torn or MAGIC.startswith(content) or not content.strip(b"\0")):
-            raise JobError(f"{self.path} exists and is not a journal; remove it, or choose another output")
+    def _record(self, line: bytes) -> Record | None:
+        """A record of this job; None if it is damaged, or says what no journal of it says."""
+        found = about_and_answer(line)
+        if found is None or not isinstance(found[0], dict):
+            return None
+        index, digest = found[0].get("index"), found[0].get("digest")
+        right = type(index) is int and type(digest) is int and 0 <= digest < 1 << 64
+        return found if right and 0 <= index < self._lines else None
+
+    def _check_torn(self, first: bytes, rest: BinaryIO) -> None:
+        """Only the beginning of a header may be overwritten: it is what a kill at the first instant
+        leaves."""
+        torn = MAGIC.startswith(first) or (first.startswith(MAGIC) and b"\n" not in first)
+        content = itertools.chain([first], iter(lambda: rest.read(BUFFER), b""))
+        if torn or all(not piece.strip(b"\0") for piece in content):
+            return
+        if not first.startswith(MAGIC):
+            raise JobError(f"{self.path} exists and is not a journal; {REMEDY}")
+        whole = sum(self._record(line) is not None for line in rest)
+        raise JobError(
+            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), is damaged;"
+            f" {REMEDY}"
+        )
 
     def _begin(self, header: Header) -> int:
         os.ftruncate(self._descriptor, 0)
@@ -180,83 +216,30 @@ def record_of(about: Any, answer: bytes) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(content), content)
 
 
-def about_and_answer(line: bytes) -> tuple[dict[str, Any], bytes] | None:
+def about_and_answer(line: bytes) -> Record | None:
     """A record's two parts; None if it is torn or damaged."""
     checksum, _, content = line[:-1].partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(content):
         return None
     about, _, answer = content.partition(b"\t")
-    return msgspec.json.decode(about), answer
+    try:
+        return msgspec.json.decode(about), answer
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested without end
+        return None
 
 
 def header_of(line: bytes) -> Header | None:
     found = about_and_answer(line.removeprefix(MAGIC)) if line.startswith(MAGIC) else None
-    return None if found is None else msgspec.convert(found[0], Header)
+    try:
+        header = None if found is None else msgspec.convert(found[0], Header)
+        if header is not None:
+            datetime.fromisoformat(header.started)
+    except ValueError:  # msgspec's are too
+        return None
+    return header if header and TOKEN.fullmatch(header.token) else None
 
 
 def differing(was: Mapping[str, str], now: Mapping[str, str]) -> str:
     """A line for each field in which two fingerprints differ; empty if they are equal."""
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return "\n".join(f"  {n}: was {was.get(n, 'not set')}, is {now.get(n, 'not set')}" for n in names)
-
-
-def lock(path: Path) -> int:
-    """A descriptor of the file, created if need be, and locked against other processes until it is closed.
-
-    Raises JobError if another process has it.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise JobError(f"another process is working on {path}") from None
-        # Between opening and locking, a process that finished may have removed the file.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def disk(path: str | Path) -> Iterator[None]:
-    """Turns what the operating system refuses into a sentence about the file."""
-    try:
-        yield
-    except OSError as error:
-        raise JobError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def write_whole(
-    path: Path, pieces: Iterator[bytes], check: Callable[[Path], None] = lambda partial: None
-) -> None:
-    """A file that appears complete and durable, or not at all; what was there is replaced, unless `check`, which is given
-    the complete file under its first name, raises. Raises JobError."""
-    partial = path.with_name(path.name + ".partial")
-    with disk(partial):
-        try:
-            with open(partial, "wb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            check(partial)
-            os.replace(partial, path)
-            sync_folder(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder durable: files created, renamed, removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

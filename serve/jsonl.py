@@ -1,42 +1,39 @@
 """Lines of a batch: bytes become tasks, or errors that say what is wrong with the line.
 
-Two formats: OpenAI's batch API (`custom_id`, `method`, `url`, `body`) and plain objects with `prompt` or `messages`, an
-optional `id`, and sampling parameters beside them under vLLM's names.
+Two formats: OpenAI's batch API (`custom_id`, `method`, `url`, `body`) and plain objects with `prompt` or
+`messages`, an optional `id`, and sampling parameters beside them under vLLM's names.
 """
 
 import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 
 from ..sampling.params import SamplingParams
 from .chat import ChatTemplateError, check_messages
+from .openai_fields import HARMLESS, NEUTRAL, is_among, nearest
 
 Form = Literal["plain", "completion", "chat"]
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
+MAX_DEPTH = 100  # levels of a line's JSON, so that the stack that happens to be left decides nothing
 BOM = b"\xef\xbb\xbf"
+INTERNAL = "internal_error"  # the code of what nobody foresaw
 
-SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-PLAIN = frozenset({"id", "prompt", "prompt_token_ids", "messages", "chat_template_kwargs"})
-# OpenAI's fields that do not change the text: who asks, and how it is filed.
-HARMLESS = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier"})
-# Fields that are understood only as far as they ask for nothing.
-NEUTRAL: dict[str, Any] = {
-    "stream": False,
-    "echo": False,
-    "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
-    "response_format": {"type": "text"},
-}
+PLAIN = frozenset({"id", "model", "prompt", "prompt_token_ids", "messages", "chat_template_kwargs"})
+CHAT = frozenset(
+    {"model", "messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
+)
+COMPLETION = frozenset({"model", "prompt"})
 # OpenAI's answers have no place for what these ask for.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
+BODY = SAMPLING - PLAIN_ONLY
 # Variables of a chat template that are not the line's to set.
 TEMPLATE_OWN = frozenset(
     {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
@@ -56,7 +53,8 @@ class LineError(ValueError):
 class RawLine:
     """A line that is not blank: its number in the file (from 1) and its index among such lines (from 0).
 
-    `text` is None for a line above the limit, of which only `size` and `digest` (64 bits of BLAKE2b) are known.
+    `text` is None for a line above the limit, of which only `size` and `digest` (64 bits of BLAKE2b) are
+    known.
     """
 
     number: int
@@ -76,7 +74,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Task:
-    """A line that asks for something sensible: text or token ids to continue, or messages to reply to."""
+    """A line that asks for something sensible: text or token ids to continue, or messages to reply to.
+
+    `model` is the name that the line gives the model, if it names one.
+    """
 
     form: Form
     id: str | int | None
@@ -84,10 +85,12 @@ class Task:
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
 
 
 class LineReader:
-    """The first `size` bytes of a file by lines, hashed on the way; memory is bounded by `limit`, whatever a line's length."""
+    """The first `size` bytes of a file by lines, hashed on the way; memory is bounded by `limit`, whatever a
+    line's length."""
 
     def __init__(self, file: BinaryIO, size: int, limit: int):
         self._file, self._left, self._limit = file, size, limit
@@ -134,10 +137,27 @@ def decode(line: RawLine, limit: int) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise LineError("invalid_json", f"the line is not JSON: {error}") from None
     except RecursionError:
-        raise LineError("invalid_json", "the line's JSON is nested too deeply") from None
+        raise too_deep() from None
+    if line.text.count(b"[") + line.text.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
+        raise too_deep()
     if not isinstance(value, dict):
         raise LineError("invalid_line", f"the line must be a JSON object, not {shown(value)}")
     return value
+
+
+def too_deep() -> LineError:
+    return LineError(
+        "invalid_json", f"the line's JSON is nested too deeply: at most {MAX_DEPTH} levels are allowed"
+    )
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    level, found = [value], -1
+    while level:
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]
+        level, found = [x for values in inner for x in values], found + 1
+    return found
 
 
 def address_of(value: dict[str, Any]) -> Address:
@@ -148,7 +168,8 @@ def address_of(value: dict[str, Any]) -> Address:
 
 
 def task_of(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
-    """What a line asks for. `defaults` are sampling parameters of lines that do not give them, `seed` theirs likewise.
+    """What a line asks for. `defaults` are sampling parameters of lines that do not give them, `seed` theirs
+    likewise.
 
     Raises LineError naming the field, its value and what is allowed.
     """
@@ -166,8 +187,7 @@ def _plain(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Tas
         raise LineError(
             "invalid_line", f"a line needs one of prompt, prompt_token_ids and messages; it has {given}"
         )
-    fields = {k: v for k, v in value.items() if k not in PLAIN}
-    params = _params(fields, defaults, seed)
+    params = _params(_asking(value, SAMPLING, PLAIN), defaults, seed)
     if asked == ["messages"]:
         return _chat("plain", name, params, value)
     _require("chat_template_kwargs" not in value, "chat_template_kwargs", {}, "only beside messages")
@@ -186,41 +206,51 @@ def _openai(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Ta
     _require(value["url"] in URLS, "url", value["url"], " or ".join(URLS))
     _require(isinstance(value.get("body"), dict), "body", value.get("body"), "an object")
     body = {k: v for k, v in value["body"].items() if v is not None}
-    form, name = URLS[value["url"]], value["custom_id"]
+    form, name, model = URLS[value["url"]], value["custom_id"], body.get("model")
+    _require(model is None or isinstance(model, str), "model", model, "a string")
     if form == "chat":
         params = _params(_chat_fields(body), {"max_tokens": None, **defaults}, seed)
-        return _chat("chat", name, params, body)
+        return replace(_chat("chat", name, params, body), model=model)
     _require("prompt" in body, "prompt", None, "a string or a list of token ids")
-    params = _params(_sampling_fields(body, {"prompt"}), {"max_tokens": 16, **defaults}, seed)
-    return Task("completion", name, params, prompt=_prompt("prompt", body["prompt"]))
+    params = _params(_body_fields(body, COMPLETION), {"max_tokens": 16, **defaults}, seed)
+    return Task("completion", name, params, prompt=_prompt("prompt", body["prompt"]), model=model)
 
 
-def _sampling_fields(body: dict[str, Any], others: set[str]) -> dict[str, Any]:
-    """The sampling parameters of an OpenAI body; whatever else it holds is harmless, or refused."""
+def _asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
+    left out.
+
+    Raises LineError for a field that is understood only as far as it asks for nothing, but asks for
+    something.
+    """
     fields = {}
-    for name, value in body.items():
-        if name in SAMPLING - PLAIN_ONLY:
-            fields[name] = value
-        elif name in NEUTRAL:
-            _require(value == NEUTRAL[name], name, value, "it is not supported")
+    for name, value in given.items():
+        if name in NEUTRAL and name not in known | others:
+            allowed = " or ".join(json.dumps(x) for x in NEUTRAL[name])
+            _require(is_among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
         elif name not in HARMLESS | others:
-            raise LineError("invalid_request", f"{name[:60]} is not supported in a body")
+            fields[name] = value
+    return fields
+
+
+def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
+    fields = _asking(body, BODY, others)
+    for name in (name for name in fields if name not in BODY):
+        near = nearest(name[:60], BODY | others)
+        raise LineError("invalid_request", f"{name[:60]} is not supported in a body{near}")
     return fields
 
 
 def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters under the names and in the meaning that they have for chat."""
-    others = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
-    fields = _sampling_fields(body, others)
+    fields = _body_fields(body, CHAT)
     if "max_completion_tokens" in body:
-        _require(
-            "max_tokens" not in body, "max_tokens", body.get("max_tokens"), "max_completion_tokens or this"
-        )
         fields["max_tokens"] = body["max_completion_tokens"]
-    wanted, top = fields.pop("logprobs", False), body.get("top_logprobs")
+    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
     _require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
-    _require(top is None or wanted, "top_logprobs", top, "only with logprobs true")
-    return fields | ({"logprobs": top or 0} if wanted else {})
+    _require(wanted or is_among(top, (0,)), "top_logprobs", top, "only with logprobs true")
+    return fields | ({"logprobs": top} if wanted else {})
 
 
 def _params(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> SamplingParams:
@@ -260,6 +290,11 @@ def _prompt(name: str, value: Any) -> str | list[int]:
 def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
     if not ok:
         raise LineError("invalid_request", f"{name}={shown(value)} is not allowed: {allowed}")
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON does not have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def shown(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model. The key here is what
 a program follows from: this package's source, the versions, the device, the flags, and the arguments' shapes. The files lie in a
-folder of jax's cache (`jax_compilation_cache_dir`), are read by `pickle`, so that it is to be nobody else's, and may be deleted at any time.
+folder of jax's cache (`jax_compilation_cache_dir`) and may be deleted at any time. A program is read by `pickle`, as jax writes it, but
+only after `store` has found that nobody else can have written it.
 """
 
 import hashlib
@@ -10,27 +11,34 @@ import os
 import pickle
 import platform
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jaxlib
+import msgspec
 from jax.experimental import serialize_executable
+
+from . import store
 
 PACKAGES = ("model", "kvcache", "sampling", "serve")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 THREAD = threading.local()
+T = TypeVar("T")
 
 
 def folder() -> Path | None:
-    """Where programs are kept; None where jax's cache is off or remote."""
+    """Where programs are kept; None where jax's cache is off or remote, or others could write there."""
     place = jax.config.jax_compilation_cache_dir
-    return None if not place or "://" in place else Path(place) / "duetto"
+    if not place or "://" in place:
+        return None
+    own = Path(place) / "duetto"
+    return own if store.usable(own) else None
 
 
 def key(step: partial, arguments: Any) -> str | None:
@@ -87,35 +95,40 @@ def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
     return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
 
 
-def read(key: str | None) -> Any:
-    """What is kept under a key, or None; a file that cannot be read is none."""
-    place = folder()
-    if place is None or key is None:
-        return None
+def read(key: str | None, kind: type[T]) -> T | None:
+    """The record of a type that is kept under a key, or None."""
+    content = read_bytes(key)
     try:
-        return pickle.loads((place / key).read_bytes())
-    except Exception:  # noqa: BLE001 - absent, cut off, or of another build: pickle raises anything
+        return msgspec.msgpack.decode(content, type=kind) if content else None
+    except msgspec.DecodeError:  # of another shape than today's
         return None
 
 
 def write(key: str | None, value: Any) -> None:
-    """Keep a value for the next start; where the folder cannot be written, nothing is kept."""
+    """Keep a record for the next start; where the folder cannot be written, nothing is kept."""
+    write_bytes(key, msgspec.msgpack.encode(value))
+
+
+def read_bytes(key: str | None) -> bytes | None:
     place = folder()
-    if place is None or key is None:
-        return
-    with suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=place) as own:
-            file = Path(own) / key
-            file.write_bytes(pickle.dumps(value))
-            file.replace(place / key)
+    return None if place is None or key is None else store.read(place, key)
+
+
+def write_bytes(key: str | None, content: bytes) -> None:
+    place = folder()
+    if place is not None and key is not None:
+        with suppress(OSError):
+            store.write(place, key, content)
 
 
 def load(key: str | None, device: jax.Device) -> Any:
     """The program kept under a key, for a device, or None."""
-    parts = read(key)
+    content = read_bytes(key)
+    if not content:
+        return None
     try:
-        return parts and serialize_executable.deserialize_and_load(
+        parts = pickle.loads(content)
+        return serialize_executable.deserialize_and_load(
             *parts, backend=device.client, execution_devices=[device]
         )
     except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
@@ -125,16 +138,32 @@ def load(key: str | None, device: jax.Device) -> Any:
 def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile a program, and keep it where the device's programs can be.
 
-    On a CPU one that jax's cache had is not: it cannot be written a second time.
+    On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a damaged file it is
+    compiled once more.
     """
+    compiled, known = found(lowered)
+    if known and read_bytes(key) == b"":
+        with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
+            compiled, known = found(lowered, unlike_any())
+    if folder() is not None and key is not None and not known:
+        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+            write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
+    return compiled
+
+
+def found(
+    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+) -> tuple[jax.stages.Compiled, bool]:
+    """A program compiled, and whether it is a CPU's that jax's cache had."""
     watch_hits()
     THREAD.hits = 0
-    compiled = lowered.compile()
-    lost = THREAD.hits and jax.default_backend() == "cpu"
-    if folder() is not None and key is not None and not lost:
-        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
-            write(key, serialize_executable.serialize(compiled))
-    return compiled
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, bool(THREAD.hits) and jax.default_backend() == "cpu"
+
+
+def unlike_any() -> dict[str, str | bool]:
+    """Options that change nothing on a CPU, under which jax's cache has no program."""
+    return {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}
 
 
 @cache

@@ -1,45 +1,63 @@
-"""The keywords of `LLM`: options of ours, and the names that scripts for vLLM give them."""
+"""The keywords of `LLM`: options of ours, and the names and neutral values that scripts for vLLM give."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 import msgspec
 
+from ..sampling.names import among, shown, unknown
+from .neutral import EFFECTLESS, VALUES
 from .options import EngineOptions
 
 OTHER_NAMES = {"max_num_batched_tokens": "max_prefill_tokens", "block_size": "page_size"}
-# Choices that are made here. Where two values are allowed, neither changes anything: no graph is captured, no code fetched.
-FIXED = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "enable_chunked_prefill": (True,),
-    "kv_cache_dtype": ("auto",),
-    "load_format": ("auto", "safetensors"),
-    "tokenizer_mode": ("auto",),
-    "enforce_eager": (False, True),
-    "trust_remote_code": (False, True),
-    "disable_log_stats": (True, False),
-}
+# Those of `LLM` itself, for the nearest name of one that is unknown.
+OWN = (
+    "model",
+    "dtype",
+    "tokenizer",
+    "revision",
+    "tokenizer_revision",
+    "download_dir",
+    "hf_token",
+    "mesh",
+    "compilation_cache",
+)
 
 
 def engine_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Keywords as options. Raises TypeError for a name that is none, ValueError for a value that is not allowed."""
+    """Keywords as options; None is what it would be if it were not given.
+
+    Raises TypeError for a name that is none, ValueError for a value that is not allowed.
+    """
     types, options = get_type_hints(EngineOptions), {}
     for name, value in given.items():
         ours = OTHER_NAMES.get(name, name)
-        if name in FIXED:
-            if value not in FIXED[name]:
-                raise ValueError(f"{name}={value!r} is not supported: only {FIXED[name][0]!r}")
-        elif ours not in types:
-            raise TypeError(
-                f"unknown option {name!r}; known are dtype, tokenizer, {', '.join(sorted(types))}"
-            )
+        if ours not in types:
+            check_neutral(name, value, types)
+        elif value is None:
+            continue
         elif ours in options:
             raise TypeError(f"{ours} is given under two names: {name} is the second")
         else:
             options[ours] = typed(name, value, types[ours])
     return EngineOptions(**options)
+
+
+def check_neutral(name: str, value: Any, options: Iterable[str]) -> None:
+    """Raise unless a keyword for vLLM asks for nothing that is not done here."""
+    if name not in VALUES and name not in EFFECTLESS:
+        raise TypeError(
+            unknown(
+                "option",
+                name,
+                [*(n for n in OWN if n != name), *sorted(options)],
+                also=[*OTHER_NAMES, *VALUES],
+            )
+        )
+    allowed = VALUES.get(name)
+    if value is not None and allowed is not None and not among(value, allowed):
+        only = " or ".join(map(repr, allowed)) or "None"
+        raise ValueError(f"{name}={shown(value)} is not supported: only {only}")
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:

@@ -1,42 +1,47 @@
 """The Python API: `LLM` loads a model and generates; names and results are those of vLLM's offline class."""
 
-import asyncio
-import itertools
-import threading
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from ..checkpoints.huggingface import GenerationDefaults
+from ..checkpoints.generation import GenerationDefaults
+from ..checkpoints.overrides import overridden
 from ..model.compress import in_form
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
 from ..sampling.params import SamplingParams
-from .chat import Message, apply_chat
+from . import likelihood, vllm_methods
+from .bar import Tqdm, progress
+from .chat import Message, render_for
 from .engine import Engine
 from .explain import explain
 from .hostmemory import give_back
-from .intake import Intake, Prompt, is_one_prompt, params_for
-from .interrupt import uninterrupted
+from .intake import Intake, Prompt, listed, one_each
 from .keywords import engine_options
-from .loading import DEMO, keep_compiled, load_folder, require_arrays, start_engine
+from .loading import keep_compiled, load_folder, require_arrays, start_engine
 from .options import EngineOptions
-from .outputs import Delta, RequestOutput, Score, score_of
-from .text import Tokenizer
-from .ticket import Cursor, Ticket
-from .vocabularies import EXPECTED
+from .origin import NONE, Origin, ending
+from .outputs import Delta, RequestOutput
+from .progress import shown
+from .session import Session
+from .threads import in_threads
+from .ticket import Ticket
+from .tokenizer import Tokenizer
 
 
 class LLM:
     """A model ready to generate.
 
-    `model` is a Hugging Face folder or one written by `duetto convert` (default: the small model that ships with duetto), `dtype` one of "auto", "float32",
-    "bfloat16", "float16", `tokenizer` another folder to take the tokenizer from. `mesh` spreads the model over the devices of its
-    axis "tensor". `compilation_cache` is a directory for
-    compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other keywords are those of EngineOptions.
+    `model` is a Hugging Face folder, one written by `duetto convert`, or a model's id on the hub (default:
+    the small model that ships with duetto), `tokenizer` another one to take the tokenizer from; `revision`,
+    `tokenizer_revision`, `download_dir` and `hf_token` are for ids (`checkpoints.hub.resolve`). `dtype` is
+    "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax or torch.
+    `mesh` spreads the model over the devices of its axis "tensor". `compilation_cache` is a directory for
+    compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other keywords
+    are those of EngineOptions.
 
     Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
     All methods may be called from any thread; whoever waits for a result drives the engine for all.
@@ -46,20 +51,29 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | Path | None = None,
+        hf_token: str | bool | None = None,
         mesh: Mesh | None = None,
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ):
         chosen = engine_options(options)
+        SamplingParams.from_dict(chosen.recommended({}))
         keep_compiled(compilation_cache)
-        folder = DEMO if model is None else Path(model)
-        config, params, defaults = load_folder(folder, dtype, mesh, chosen.quantization)
-        words = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
-        if words is None and tokenizer is not None:
-            raise ValueError(f"tokenizer {str(tokenizer)!r} has no {EXPECTED}")
-        self._begin(config, params, words, defaults, chosen)
+        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision}
+        where = {"download_dir": download_dir, "token": hf_token}
+        origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions, **where)
+        chosen = origin.settled(chosen, **where)
+        with shown(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
+            config, params, defaults = load_folder(
+                folder, dtype, mesh, chosen.quantization, chosen.load_format
+            )
+        words, lacking = origin.words()
+        self._begin(config, params, words, defaults, chosen, lacking)
 
     @classmethod
     def from_params(
@@ -77,10 +91,17 @@ class LLM:
         They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as the heads of the keys' projections are.
         """
         chosen = engine_options(options)
+        if chosen.hf_overrides or chosen.load_format != "auto":
+            raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
         keep_compiled(compilation_cache)
         llm = cls.__new__(cls)
         llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
         return llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLM":
+        """An LLM of the keywords that an `EngineArgs` holds."""
+        return cls(**vars(engine_args))
 
     def _begin(
         self,
@@ -89,18 +110,19 @@ class LLM:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults,
         options: EngineOptions,
+        lacking: str = NONE,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
-        self._defaults = defaults
-        self._engine: Engine | None = start_engine(config, params, options)
-        sizes = self._engine.sizes
+        self._defaults = defaults = ending(defaults, tokenizer)
+        self._session = Session(start_engine(config, params, options))
         self._intake = Intake(
-            config.vocab_size, sizes.max_model_len, options, tokenizer, defaults.eos_token_ids
+            config.vocab_size,
+            self.engine.sizes.max_model_len,
+            options,
+            tokenizer,
+            defaults.eos_token_ids,
+            lacking,
         )
-        self._tickets: dict[str, Ticket] = {}
-        self._queued: dict[str, None] = {}  # those of them that `step` gives back, in order
-        self._ids = itertools.count()
-        self._lock = threading.RLock()
 
     # ------------------------------------------------------------ whole results
 
@@ -108,82 +130,60 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Tqdm = True,
         *,
-        priority: int = 0,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of them.
 
-        One set of sampling parameters serves all, or a list has one for each. Raises before anything is run if one of
-        the prompts or parameters is not allowed.
+        One set of sampling parameters serves all, or a list has one for each; likewise priorities, of which
+        smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's other arguments only
+        neutral values are allowed. Raises before anything is run if a prompt or parameter is not allowed.
         """
-        prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = params_for(prompts, sampling_params)
-        tickets = [self._ticket(p, s, priority) for p, s in zip(prompts, params, strict=True)]
-        return self._finish(tickets, use_tqdm)
+        vllm_methods.check_neutral(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._finish(self._tickets(listed(prompts), sampling_params, priority), use_tqdm)
 
     def chat(
         self,
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        *,
+        use_tqdm: Tqdm = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Replies to one conversation or to several. Raises ChatTemplateError where the template refuses one."""
-        one = not (isinstance(messages, list) and messages and isinstance(messages[0], list))
-        prompts = [
-            self.chat_prompt(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in ([messages] if one else messages)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        """Replies to one conversation or to several; a result's `prompt` is the rendered text.
+
+        `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
+        """
+        vllm_methods.check_neutral(chat_template_content_format=chat_template_content_format)
+        prompts = self._conversations(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **others)
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
         """A conversation as token ids; options are those of `chat.render_for`."""
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: chat needs one")
-        return apply_chat(self.tokenizer, messages, **options)
+        return self._conversation(messages, **options)["prompt_token_ids"]
 
-    def score(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
-    ) -> list[Score]:
-        """Log-probabilities of each prompt's tokens after its first, or of its continuation alone (teacher forcing)."""
-        prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
-        ids = [self._intake.tokens(prompt)[1] for prompt in prompts]
-        if continuations is None:
-            ends, starts = [[] for _ in ids], [1] * len(ids)
-        else:
-            given = [continuations] if is_one_prompt(continuations) else continuations
-            ends, starts = [self._continuation(c) for c in given], [len(a) for a in ids]
-        if len(ends) != len(ids):
-            raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
-        if 0 in starts:
-            raise ValueError(
-                "a prompt is empty: its continuation's first token would have no log-probability"
-            )
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        results = self.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
-        return [score_of(result, start) for result, start in zip(results, starts, strict=True)]
-
-    def _continuation(self, text: str | Sequence[int]) -> list[int]:
-        if not isinstance(text, str):
-            return list(text)
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give continuations as token ids")
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    log_likelihood = likelihood.log_likelihood
 
     # ------------------------------------------------------------ streams
 
@@ -194,39 +194,14 @@ class LLM:
 
         Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
-        ticket = self._ticket(prompt, sampling_params or self.get_default_sampling_params(), priority)
-        return self._pieces(ticket)
+        (ticket,) = self._tickets([prompt], sampling_params, priority)
+        return self._session.stream(ticket)
 
-    async def astream(
+    def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[Delta]:
         """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the request."""
-        pieces = await asyncio.to_thread(self.stream, prompt, sampling_params, priority=priority)
-        coming: asyncio.Future[Delta | None] | None = None
-        try:
-            while True:
-                coming = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
-                if (piece := await asyncio.shield(coming)) is None:
-                    return
-                yield piece
-        finally:
-            if coming is not None:  # a cancelled task's step still runs in its thread
-                await asyncio.gather(coming, return_exceptions=True)
-            await asyncio.to_thread(pieces.close)
-
-    def _pieces(self, ticket: Ticket) -> Generator[Delta]:
-        """First whatever another caller's steps have brought, and a step only where there is nothing."""
-        cursor = Cursor(ticket)
-        try:
-            self._submit([ticket])
-            while not cursor.at_end:
-                with self._turn():
-                    engine, pieces = self._open_engine(), cursor.take()
-                    if not pieces:
-                        engine.step()
-                yield from pieces
-        finally:
-            self._drop([ticket])
+        return in_threads(partial(self.stream, prompt, sampling_params, priority=priority))
 
     # ------------------------------------------------------------ one step at a time
 
@@ -234,31 +209,21 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
         """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in use."""
-        with self._turn():
-            ticket = self._ticket(prompt, params, priority, request_id)
-            self._submit([ticket])
-            self._queued[ticket.id] = None
-        return ticket.id
+        tickets = self._tickets([prompt], params, priority, request_id)
+        self._session.queue(tickets)
+        return tickets[0].id
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one step; gives those queued with `add_request` that have finished since."""
-        with self._turn():
-            if self._open_engine().has_work:
-                self._advance()
-            finished = [ticket for id in self._queued if (ticket := self._tickets[id]).finished]
-            self._drop(finished)
-        return [self._intake.output(ticket) for ticket in finished]
+        return [self._intake.output(ticket) for ticket in self._session.step()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests queued with `add_request` are still to be given back by `step`."""
-        return bool(self._queued)
+        return self._session.count_queued > 0
 
     def abort(self, request_id: str) -> None:
         """End a request now; what it has generated is its result, with finish reason "abort". An unknown id is none."""
-        with self._turn():
-            ticket = self._tickets.get(request_id)
-            for request in ticket.requests if ticket else ():
-                self._open_engine().abort(request)
+        self._session.abort(request_id)
 
     # ------------------------------------------------------------ the engine
 
@@ -268,15 +233,19 @@ class LLM:
         Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs, TypeError for
         parameters that are not on a device.
         """
-        with self._turn():
+        with self._session.turn():
             require_arrays(params)
-            params = in_form(params, self.options.quantization, params.embed.dtype)
-            self._open_engine().update_params(params)
+            self.engine.update_params(in_form(params, self.options.quantization, params.embed.dtype))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves all callers. Raises RuntimeError after `close`."""
+        return self._session.engine
 
     @property
     def params(self) -> Decoder:
         """The weights being served, as they lie on the device."""
-        return self._open_engine().params
+        return self.engine.params
 
     def report(self, explained: bool = False) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
@@ -284,22 +253,24 @@ class LLM:
         `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their time on this device, and
         measured medians.
         """
-        engine = self._open_engine()
-        return engine.report() | ({"explained": explain(engine)} if explained else {})
+        return self.engine.report() | ({"explained": explain(self.engine)} if explained else {})
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return self._intake.longest
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's authors recommend in generation_config.json, else the usual defaults."""
-        return SamplingParams.from_dict(self._defaults.sampling)
+        return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
 
     def close(self) -> None:
         """Abort what runs and give the device's memory back."""
-        with self._turn():
-            self._drop(list(self._tickets.values()))
-            self._engine = None
-            give_back()
+        self._session.close()
+        give_back()
 
     def __enter__(self) -> Self:
         return self
@@ -307,61 +278,57 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed")
-        return self._engine
+    # ------------------------------------------------------------ as in vLLM
 
-    def _ticket(self, prompt: Prompt, params: SamplingParams, priority: int, id: str | None = None) -> Ticket:
-        if id is None:
-            id = next(new for n in self._ids if (new := str(n)) not in self._tickets)
-        elif id in self._tickets:
-            raise ValueError(f"request_id {id!r} is in use")
-        return self._intake.ticket(id, prompt, params, priority)
+    beam_search = vllm_methods.beam_search
+    enqueue = vllm_methods.enqueue
+    enqueue_chat = vllm_methods.enqueue_chat
+    wait_for_completion = vllm_methods.wait_for_completion
+    reset_prefix_cache = vllm_methods.reset_prefix_cache
+    sleep = vllm_methods.sleep
+    wake_up = vllm_methods.wake_up
+    is_sleeping = vllm_methods.is_sleeping
+    get_metrics = vllm_methods.get_metrics
+    start_profile = vllm_methods.start_profile
+    stop_profile = vllm_methods.stop_profile
+    get_world_size = vllm_methods.get_world_size
+    encode = vllm_methods.encode
+    embed = vllm_methods.embed
+    reward = vllm_methods.reward
+    classify = vllm_methods.classify
+    score = vllm_methods.score
+    collective_rpc = vllm_methods.collective_rpc
+    apply_model = vllm_methods.apply_model
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One caller at a time, and none is interrupted while the engine is between two states."""
-        with uninterrupted(), self._lock:
-            yield
+    # ------------------------------------------------------------ on the way in
 
-    def _submit(self, tickets: list[Ticket]) -> None:
-        with self._turn():
-            engine = self._open_engine()
-            for ticket in tickets:
-                self._tickets[ticket.id] = ticket
-                for request in ticket.requests:
-                    engine.submit(request)
+    def _conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        return [self._conversation(one, **options) for one in (messages if several else [messages])]
 
-    def _advance(self) -> None:
-        with self._turn():
-            self._open_engine().step()
+    def _conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self._intake.lacking}: chat needs one")
+        text = render_for(self.tokenizer, messages, **options)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest_prompt)
+        return {"prompt": text, "prompt_token_ids": ids}
 
-    def _drop(self, tickets: list[Ticket]) -> None:
-        """Forget tickets, and end those that have not ended."""
-        with self._turn():
-            engine = self._engine
-            for ticket in tickets:
-                for request in ticket.requests if engine is not None else ():
-                    engine.abort(request)
-                self._tickets.pop(ticket.id, None)
-                self._queued.pop(ticket.id, None)
+    def _tickets(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        request_id: str | None = None,
+    ) -> list[Ticket]:
+        """What is asked, checked and tokenized, under ids that are taken; nothing is queued yet."""
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = one_each("sampling_params", given, len(prompts))
+        ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))
+        each = zip(prompts, params, ranks, strict=True)
+        makes = [partial(self._intake.ticket, prompt=p, params=s, priority=r) for p, s, r in each]
+        return self._session.tickets_of(makes, request_id)
 
-    def _finish(self, tickets: list[Ticket], use_tqdm: bool) -> list[RequestOutput]:
-        """Run tickets to their end; an interrupt aborts what is left of them."""
-        try:
-            self._submit(tickets)
-            with progress(len(tickets), use_tqdm) as bar:
-                left = tickets
-                while left:
-                    self._advance()
-                    bar.update(len(left) - len(left := [t for t in left if not t.finished]))
-        finally:
-            self._drop(tickets)
+    def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:
+        with progress(len(tickets), use_tqdm) as done:
+            self._session.finish(tickets, done)
         return [self._intake.output(ticket) for ticket in tickets]
-
-
-def progress(total: int, shown: bool):
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="requests", disable=not shown, dynamic_ncols=True)

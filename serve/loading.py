@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,23 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoints import huggingface, orbax
-from ..checkpoints.huggingface import GenerationDefaults, generation_defaults, read_config
+from ..checkpoints.generation import GenerationDefaults, generation_defaults
+from ..checkpoints.huggingface import read_config
 from ..checkpoints.tensors import CheckpointError
 from ..model.compress import in_form
 from ..model.config import ModelConfig
 from ..model.sharding import shardings
 from ..model.transformer import Decoder, decoder_spec
-from ..model.tree import abstract, paths
+from ..model.tree import abstract, init, paths
 from ..sampling.params import MAX_STOP_IDS, SamplingParams
+from . import jaxcache, progress, store
 from .classes import Classes, choose_classes, step_seconds
 from .devices import default_device, memory_limit
 from .draft import host_drafter
 from .engine import Engine
 from .guides import read_beside
 from .hostmemory import keep_freed
-from .options import EngineOptions
+from .options import STORED, EngineOptions
 from .programs import Arguments, Programs
 from .scheduler import Limits
 from .shapes import can_share, least_row, table
@@ -33,6 +36,8 @@ from .sizing import choose_sizes
 from .speculation import Speculation
 
 DEMO = Path(__file__).parent.parent / "checkpoints" / "demo"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHORT_NAMES = {"half": "float16", "float": "float32"}
 
 
 def cache_home() -> Path:
@@ -43,31 +48,64 @@ def cache_home() -> Path:
 def keep_compiled(folder: str | Path | None = "auto") -> None:
     """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None changes nothing.
 
-    With "auto" a directory that the user gave to jax stays as it is.
+    With "auto" a directory that the user gave to jax stays as it is. In one that others own or can write to, nothing is
+    kept, and a warning says so.
     """
     if folder is None or (folder == "auto" and jax.config.jax_compilation_cache_dir):
         return
-    chosen = cache_home() if folder == "auto" else Path(folder)
-    if jax.config.jax_compilation_cache_dir != str(chosen):
+    try:
+        chosen = str(cache_home() if folder == "auto" else folder)
+    except RuntimeError as error:  # the user has no home
+        return store.warn(f"compiled programs are not kept: {error}")
+    local = "://" not in chosen
+    if local and not store.usable(Path(chosen)):
+        return
+    if local:
+        jaxcache.bound(Path(chosen))
+    if jax.config.jax_compilation_cache_dir != chosen:
         compilation_cache.reset_cache()  # else jax stays with the folder that it opened first
-    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_compilation_cache_dir", chosen)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if local:
+        jaxcache.check(Path(chosen))
 
 
-def compute_dtype(dtype: str, device: jax.Device) -> Any:
-    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have instructions for 16-bit products."""
-    if dtype == "auto":
-        return "float32" if device.platform == "cpu" else "auto"
-    if dtype not in ("float32", "bfloat16", "float16"):
+def dtype_name(dtype: Any) -> str:
+    """One of DTYPES, from its name (vLLM's "half" and "float" too), numpy's, jax's or torch's dtype. Raises
+    ValueError.
+    """
+    if isinstance(dtype, str) or str(dtype).startswith("torch."):
+        name = str(dtype).removeprefix("torch.")
+    else:
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:
+            name = ""
+    name = SHORT_NAMES.get(name, name)
+    if name not in DTYPES:
         raise ValueError(f'dtype {dtype!r} is not allowed: "auto", "float32", "bfloat16" or "float16"')
-    return jnp.dtype(dtype)
+    return name
+
+
+def compute_dtype(dtype: Any, device: jax.Device) -> Any:
+    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have instructions for 16-bit products."""
+    name = dtype_name(dtype)
+    if name == "auto":
+        return "float32" if device.platform == "cpu" else "auto"
+    return jnp.dtype(name)
 
 
 def load_folder(
-    path: Path, dtype: str, mesh: Mesh | None = None, quantization: str | None = None
+    path: Path,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
+    load_format: str = "auto",
 ) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
     """A model folder's configuration, parameters and generation defaults, split over a mesh by `model.sharding`'s rules.
+
+    With the load format "dummy" no weights are read: they are random.
 
     Raises CheckpointError for the folder, ValueError for sizes that are no multiple of the mesh's.
     """
@@ -76,7 +114,8 @@ def load_folder(
     # with axes of automatic type, as `jax.make_mesh` does not make them
     plain = mesh and Mesh(mesh.devices, mesh.axis_names)
     where = shardings(decoder_spec(read_config(path)), plain) if plain else device
-    config, params = read_folder(path, compute_dtype(dtype, device), where, quantization)
+    read = random_folder if load_format == "dummy" else read_folder
+    config, params = read(path, compute_dtype(dtype, device), where, quantization)
     return config, params, defaults
 
 
@@ -86,11 +125,10 @@ def checked_defaults(path: Path) -> GenerationDefaults:
     try:
         SamplingParams.from_dict(found.sampling)
     except (ValueError, TypeError, OverflowError) as e:
-        raise CheckpointError(f"{file}: {e}") from e
-    if len(set(found.eos_token_ids)) > MAX_STOP_IDS:
-        raise CheckpointError(
-            f"{path}: eos_token_id has {len(set(found.eos_token_ids))} ids, expected at most {MAX_STOP_IDS}"
-        )
+        raise CheckpointError(f"{file}: {e}".replace("max_tokens", "max_new_tokens")) from e
+    count = len(set(found.eos_token_ids))
+    if count > MAX_STOP_IDS:
+        raise CheckpointError(f"{path}: eos_token_id has {count} ids, expected at most {MAX_STOP_IDS}")
     return found
 
 
@@ -100,9 +138,21 @@ def read_folder(
     """The model in a Hugging Face folder, or in one that `duetto convert` has written, on a device or in shardings."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     if not orbax.is_orbax(path):
-        return huggingface.load(path, dtype, where, quantization=quantization)
+        told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
+        return huggingface.load(path, dtype, where, quantization=quantization, told=told)
     config, params = orbax.load(path, dtype, where)
     return config, in_form(params, quantization, params.embed.dtype, donate=True)
+
+
+def random_folder(
+    path: Path, dtype: Any, where: Any, quantization: str | None = None
+) -> tuple[ModelConfig, Decoder]:
+    """The model of a folder's `config.json` with random weights, the same at each start; "auto" is bfloat16."""
+    where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
+    config = read_config(path)
+    chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    params = jax.device_put(init(jax.random.key(0), decoder_spec(config), chosen), where)
+    return config, in_form(params, quantization, chosen, donate=True)
 
 
 def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Decoder:
@@ -115,7 +165,18 @@ def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Deco
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for others."""
+    with progress.shown(options.use_tqdm_on_load):
+        engine = warm_engine(config, params, options)
+    jaxcache.seal()
+    return engine
+
+
+def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     require_arrays(params)
+    if options.quantization in STORED:
+        raise ValueError(
+            f"quantization={options.quantization!r} says how a checkpoint is stored, these are parameters"
+        )
     params = in_form(params, options.quantization, params.embed.dtype)
     device = next(iter(params.embed.devices()))
     if device.platform == "cpu":
@@ -165,6 +226,8 @@ def require_arrays(params: Decoder) -> None:
 
     Raises ValueError for one that lies on other devices than the embedding, and on several without saying how.
     """
+    if not isinstance(params, Decoder) or params.embed is None:
+        raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")
     for path, leaf in paths(params).items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(

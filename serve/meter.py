@@ -7,22 +7,48 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..kvcache.tables import PageTables
-from .outputs import RequestMetrics
+from .metrics import Finished
 from .programs import Shape
 from .request import Request
 
 SPANS = 256  # of each shape, the last so many are kept
+REQUESTS = 10_000  # whose spans are kept: up to so many the percentiles are exact
+
+
+@dataclass
+class Sample:
+    """Numbers for percentiles in bounded memory: all of them up to `size`, then a uniform sample (Vitter's algorithm R)."""
+
+    size: int = REQUESTS
+    count: int = 0
+    kept: list[float] = field(default_factory=list)
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        if len(self.kept) < self.size:
+            self.kept.append(number)
+        elif (place := self.random.randrange(self.count)) < self.size:
+            self.kept[place] = number
+
+    def percentiles(self) -> dict[str, float]:
+        """p50, p90 and p99; empty without any number."""
+        return {f"p{p}": float(np.percentile(self.kept, p)) for p in (50, 90, 99) if self.kept}
 
 
 @dataclass
 class Meter:
-    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are those in steps."""
+    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are those in steps.
+
+    Its memory is bounded, however many requests there are.
+    """
 
     seconds: float = 0.0
     computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
@@ -32,12 +58,15 @@ class Meter:
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
     flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
     arrived: float = 0.0  # when the last results did
-    metrics: list[RequestMetrics] = field(default_factory=list)
+    ttft: Sample = field(default_factory=Sample)
+    tpot: Sample = field(default_factory=Sample)
+    e2e: Sample = field(default_factory=Sample)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
     occupancy: float = 0.0
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    over_finished: Finished = field(default_factory=Finished)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -83,7 +112,12 @@ class Meter:
 
     def finished(self, request: Request) -> None:
         self.generated_tokens += request.generated
-        self.metrics.append(request.metrics())
+        metrics = request.metrics()
+        self.over_finished.observe(len(request.prompt), metrics)
+        self.ttft.add(metrics.ttft)
+        self.e2e.add(metrics.e2e)
+        if metrics.tpot > 0:
+            self.tpot.add(metrics.tpot)
         reason = request.finish_reason or "unfinished"
         self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
 
@@ -92,16 +126,16 @@ class Meter:
         seconds = max(self.seconds, 1e-9)
         slots = sum(self.computed.values()) + sum(self.padded.values())
         return {
-            "requests": len(self.metrics),
+            "requests": self.e2e.count,
             "seconds": self.seconds,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "cached_tokens": self.cached_tokens,
             "prefill_tokens_per_second": self.computed["prefill"] / seconds,
             "decode_tokens_per_second": self.generated_tokens / seconds,
-            "ttft": percentiles([m.ttft for m in self.metrics]),
-            "tpot": percentiles([m.tpot for m in self.metrics if m.tpot > 0]),
-            "e2e": percentiles([m.e2e for m in self.metrics]),
+            "ttft": self.ttft.percentiles(),
+            "tpot": self.tpot.percentiles(),
+            "e2e": self.e2e.percentiles(),
             "padding": sum(self.padded.values()) / max(slots, 1),
             "padding_prefill": self.padded["prefill"]
             / max(self.padded["prefill"] + self.computed["prefill"], 1),
@@ -133,10 +167,3 @@ def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
             alive.count += 1
 
     return heard
-
-
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    """p50, p90 and p99 of spans in seconds; empty without any."""
-    if not seconds:
-        return {}
-    return {f"p{p}": float(np.percentile(seconds, p)) for p in (50, 90, 99)}

@@ -5,19 +5,29 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ..sampling.checks import MAX_LOGPROBS
 from .speculative import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
 EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
+FREE = ("seed", "max_logprobs")  # numbers that may be 0 or less
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
+# vLLM's names for checkpoints that are stored quantised, and their quant_method
+STORED = {
+    "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "fbgemm_fp8": "fbgemm_fp8",
+    "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
+}  # fmt: skip
+
+CHOICES = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def knob(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def knob(default: Any, help: str, flag: bool = True) -> Any:
+    """`flag` says whether the command line has it too."""
+    return field(default=default, metadata={"help": help, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -53,20 +63,46 @@ class EngineOptions:
         None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
     )
     quantization: str | None = knob(
-        None, "int8, int4 or fp8 weights, or dequantize; default: as the checkpoint stores them"
+        None,
+        "int8, int4 or fp8 weights, or dequantize; default, also under the checkpoint's name (awq, ...): "
+        "as it stores them",
+    )
+    max_logprobs: int = knob(
+        20,
+        "most log-probabilities reported beside a token, -1 for all; more cost memory and time in every step",
+    )
+    load_format: str = knob("auto", "auto and safetensors read the weights; dummy draws random ones instead")
+    hf_overrides: Mapping[str, Any] | None = knob(
+        None, 'fields in place of those of config.json, such as {"rope_scaling": {...}}', flag=False
+    )
+    generation_config: str = knob(
+        "auto",
+        "auto takes the model's generation_config.json for sampling; vllm leaves it and takes vLLM's defaults",
+    )
+    override_generation_config: Mapping[str, Any] | None = knob(
+        None, 'what it would say otherwise, such as {"temperature": 0.6, "max_new_tokens": 256}'
+    )
+    profiler_config: Mapping[str, Any] | None = knob(
+        None, "where start_profile writes: its torch_profiler_dir", flag=False
     )
     seed: int = knob(0, "seed of requests that bring none")
+    use_tqdm_on_load: bool = knob(True, "say on standard error what a start is doing", flag=False)
 
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.type in (int, int | None) and value is not None and f.name != "seed" and value < 1:
+            if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
-        if self.quantization not in (None, *QUANTIZATIONS):
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
+        if self.quantization not in (None, *QUANTIZATIONS, *STORED):
             raise ValueError(
                 f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
-                "weights as the checkpoint stores them"
+                f"weights as the checkpoint stores them, as do {', '.join(STORED)} for one that is stored so"
             )
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
         self._check_buckets()
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
@@ -93,6 +129,18 @@ class EngineOptions:
     @cached_property
     def speculation(self) -> SpeculativeConfig:
         return SpeculativeConfig.from_dict(self.speculative_config)
+
+    def recommended(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling parameters of a request that brings none, where the model's own file states some."""
+        own = {} if self.generation_config == "vllm" else dict(stated)
+        override = dict(self.override_generation_config or {})
+        if "max_new_tokens" in override:
+            override["max_tokens"] = override.pop("max_new_tokens")
+        return own | override
+
+    def alternatives(self, V: int) -> int:
+        """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the usual ones."""
+        return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
 
     @property
     def guesses(self) -> int:

@@ -15,9 +15,11 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds of one request: arrival and finish on the monotonic clock, and the spans between.
+    """Seconds of one request: arrival on the monotonic clock, and the spans from there.
 
-    `ttft` is arrival to first token, `tpot` the mean time of each further token, `e2e` arrival to finish.
+    `ttft` is arrival to first token, `tpot` the mean time of each further token, `e2e` arrival to finish. The
+    other names are those of vLLM's RequestStateStats: `arrival_time` is by the wall clock, `..._ts` by the
+    monotonic one; 0 is for what did not happen.
     """
 
     arrival: float
@@ -26,6 +28,25 @@ class RequestMetrics:
     tpot: float
     e2e: float
     preemptions: int = 0
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    last_token_ts: float = 0.0
+
+    @property
+    def queued_ts(self) -> float:
+        return self.arrival
+
+    @property
+    def scheduled_ts(self) -> float:
+        return self.arrival + self.queued
+
+    @property
+    def first_token_ts(self) -> float:
+        return self.arrival + self.ttft if self.num_generation_tokens else 0.0
+
+    @property
+    def first_token_latency(self) -> float:
+        return self.ttft if self.num_generation_tokens else 0.0
 
 
 class Pass(NamedTuple):
@@ -81,22 +102,3 @@ class Delta:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True)
-class Score:
-    """Teacher-forced natural-log probabilities of a text after the first of its tokens, or of a continuation."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.logprobs)
-
-
-def score_of(result: RequestOutput, start: int) -> Score:
-    """The score of a prompt's tokens from position `start` on, of a result with `prompt_logprobs`."""
-    entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
-    ids = result.prompt_token_ids[start:]
-    return Score(ids, [entry[t].logprob for t, entry in zip(ids, entries[start:], strict=True) if entry])

@@ -5,7 +5,6 @@ import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from .facts import Facts, facts
 from .loading import DEMO, compute_dtype, keep_compiled, read_shapes
 from .measured import measure
 from .options import EngineOptions
+from .origin import Origin, stored_form
 from .presets import PRESETS
 from .programs import Arguments, Programs, Shape, Sizes, arguments_like, lower
 from .roofline import Work, pools, work
@@ -97,15 +97,22 @@ def plan_job(
     options: EngineOptions,
     target: Target,
     context: int | None,
+    **where: Any,
 ) -> Job:
-    """Chooses an engine's sizes as a start would. Raises ValueError where they do not fit, or the target cannot hold them."""
-    config = PRESETS[shape] if shape else read_config(DEMO if model is None else Path(model))
+    """Chooses an engine's sizes as a start would; `where` are options of `Origin.of`.
+
+    Raises ValueError where they do not fit, or the target cannot hold them.
+    """
+    folder = DEMO if shape else Origin.of(model, **where).model
+    if not shape:
+        options = replace(options, quantization=stored_form(folder, options.quantization))
+    config = PRESETS[shape] if shape else read_config(folder)
     chosen = compute_dtype(dtype, target.devices[0])
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
     else:
-        weights = read_shapes(DEMO if model is None else Path(model), chosen, options.quantization)
+        weights = read_shapes(folder, chosen, options.quantization)
     params = abstract_params(config, chosen, target, weights)
     sizes = choose_sizes(config, options, params, target.memory)
     config = config.within(sizes.max_model_len)
@@ -352,7 +359,8 @@ def run_plan(args: argparse.Namespace, options: EngineOptions) -> int:
     if not args.target:
         keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
     target = find_target(args.target) if args.target else here()
-    job = plan_job(args.model, args.shape, args.dtype, options, target, args.context)
+    where = {"revision": args.revision, "download_dir": args.download_dir}
+    job = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
     arguments, choices = (
         abstract_arguments(job),
         {"main": main_shapes(job.shapes), "all": job.shapes, "none": []},

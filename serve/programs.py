@@ -16,8 +16,9 @@ from ..kvcache.pages import BLOCK, Batch, KVCache, empty_cache, pool_dtype
 from ..kvcache.placement import automatic, cache_shardings, everywhere
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder
+from ..sampling.checks import MAX_LOGPROBS
 from ..sampling.state import load_history
-from . import kept
+from . import kept, progress
 from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
 
 Phase = Literal["prefill", "decode", "verify"]
@@ -57,6 +58,7 @@ class Sizes:
     pages: tuple[int, ...]
     page_size: int
     hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
+    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
 
     @property
     def table_width(self) -> int:
@@ -90,7 +92,7 @@ def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any, stored: Any) -> t
     """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
     cache = empty_cache(config, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden)
+    return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden, sizes.n_top)
 
 
 def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Arguments:
@@ -137,6 +139,26 @@ def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...
     return arguments.params, arguments.cache, arguments.slots, batch
 
 
+def load_kept(
+    pool: ThreadPoolExecutor, keys: Mapping[Shape, str | None], everywhere: Sharding
+) -> dict[Shape, Any]:
+    """The programs that are kept under keys, None where one is not."""
+    (device, *_) = everywhere.device_set
+    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
+        found = pool.map(lambda key: done(kept.load(key, device)), keys.values())
+        return dict(zip(keys, found, strict=True))
+
+
+def compiling(count: int) -> str:
+    """What a start says while it compiles."""
+    what = "1 program" if count == 1 else f"{count} programs"
+    return (
+        f"compiling {what}, kept for the next start"
+        if jax.config.jax_compilation_cache_dir
+        else f"compiling {what}"
+    )
+
+
 class Programs:
     """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
 
@@ -156,13 +178,12 @@ class Programs:
             for s in shapes
         }
         with ThreadPoolExecutor(2) as pool:
-            (device, *_) = arguments.everywhere.device_set
-            found = pool.map(partial(kept.load, device=device), keys.values())
-            self.steps = dict(zip(keys, found, strict=True))
+            self.steps = load_kept(pool, keys, arguments.everywhere)
             missing = [s for s, program in self.steps.items() if program is None]
-            jobs = [lower(s, config, arguments, sizes, phases) for s in missing]
-            compiled = pool.map(kept.compile, (keys[s] for s in missing), jobs)
-            self.steps |= zip(missing, compiled, strict=True)
+            with progress.stage(compiling(len(missing)), len(missing)) as done:
+                jobs = (lower(s, config, arguments, sizes, phases) for s in missing)
+                compiled = pool.map(lambda s, job: done(kept.compile(keys[s], job)), missing, jobs)
+                self.steps |= zip(missing, compiled, strict=True)
         self.key, self.loaded = kept.combined(keys.values()), not missing
         self.seat = self._compile_seat(arguments)
         self.load_history = self._compile_history(arguments, sizes.max_model_len)

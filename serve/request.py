@@ -30,11 +30,13 @@ class ScoreLog:
 
 @dataclass
 class Clock:
-    """Monotonic seconds of a request's turning points; 0 is not yet."""
+    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall clock."""
 
     arrival: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)
     admitted: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0
     finish: float = 0.0
 
 
@@ -92,7 +94,8 @@ class Request:
     def append(self, token: int) -> None:
         """Take one sampled token, and finish if it or the text so far says so."""
         self.tokens.append(token)
-        self.clock.first_token = self.clock.first_token or time.monotonic()
+        self.clock.last_token = time.monotonic()
+        self.clock.first_token = self.clock.first_token or self.clock.last_token
         self._stop_at(token)
         if not self.finished and len(self.tokens) >= self.end:
             self.finish("length")
@@ -124,4 +127,7 @@ class Request:
             tpot=(finish - first) / (generated - 1) if generated > 1 else 0.0,
             e2e=finish - c.arrival,
             preemptions=self.preemptions,
+            num_generation_tokens=generated,
+            arrival_time=c.wall,
+            last_token_ts=c.last_token,
         )

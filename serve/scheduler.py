@@ -83,6 +83,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.free_slots = list(range(limits.max_num_seqs))
         self.preemptions = 0
+        self.aborted = 0  # while they waited, since the queue was last rid of such
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
@@ -148,9 +149,14 @@ class Scheduler:
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
 
     def abort(self, request: Request) -> None:
-        """Forget a finished request; one that waits leaves the queue when it is next in line, so aborting many is cheap."""
+        """Forget a finished request; those that wait leave the queue together when they are half of it: aborting many is cheap."""
         if request.slot is not None:
             self.release(request)
+        else:
+            self.aborted += 1
+        if 2 * self.aborted > len(self.waiting):
+            self.waiting, self.aborted = [entry for entry in self.waiting if not entry[1].finished], 0
+            heapq.heapify(self.waiting)
         self._drop_finished()
 
     def _drop_finished(self) -> None:

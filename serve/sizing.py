@@ -33,7 +33,8 @@ def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> in
     heads = max(kind.mixer.num_heads * sum(head_sizes(kind)) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
     sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // TILE)
-    return activations + attention + 16 * sampled * config.vocab_size
+    reported = options.alternatives(config.vocab_size) * max(rows, sampled * options.decode_steps)
+    return activations + attention + 16 * (sampled * config.vocab_size + reported)
 
 
 def widened_bytes(params: Decoder) -> int:
@@ -121,7 +122,8 @@ def choose_sizes(config: ModelConfig, options: EngineOptions, params: Decoder, m
             f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: lower max_model_len, "
             "or raise max_batched_token_mem or gpu_memory_utilization"
         )
-    return Sizes(longest, options.max_num_seqs, group_pages(served, options, longest, pages), W)
+    n_top = options.alternatives(config.vocab_size)
+    return Sizes(longest, options.max_num_seqs, group_pages(served, options, longest, pages), W, n_top=n_top)
 
 
 def group_pages(config: ModelConfig, options: EngineOptions, longest: int, pages: int) -> tuple[int, ...]:

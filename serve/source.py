@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Self
 
-from .journal import JobError, disk
+from .files import JobError, disk
 from .jsonl import LineReader, RawLine
 
 
@@ -18,7 +18,8 @@ from .jsonl import LineReader, RawLine
 class Source:
     """A job's input as it was at the start: later additions are not read, later changes are refused.
 
-    `count` is its number of lines that are not blank; `limit` the bytes that a line may have.
+    `count` is its number of lines that are not blank; `limit` the bytes that a line may have; `origin` tells
+    which file it was read from, None where nobody knows.
     """
 
     file: BinaryIO
@@ -26,6 +27,7 @@ class Source:
     limit: int
     sha256: str
     count: int
+    origin: os.stat_result | None
 
     @classmethod
     def open(cls, name: str, limit: int) -> Self:
@@ -34,10 +36,10 @@ class Source:
         What cannot be read twice (standard input, pipes) is copied to a temporary file. Raises JobError.
         """
         with disk("standard input" if name == "-" else name):
-            file, size = rereadable(name)
+            file, size, origin = rereadable(name)
             reader = LineReader(file, size, limit)
             count = sum(1 for _ in reader)
-        return cls(file, size, limit, reader.sha256.hexdigest(), count)
+        return cls(file, size, limit, reader.sha256.hexdigest(), count, origin)
 
     def lines(self) -> Iterator[RawLine]:
         """The lines once more. Raises JobError at the end if they are not those of the first reading."""
@@ -49,6 +51,12 @@ class Source:
                 "the input was changed while the job ran; run it again with the input as it is to be"
             )
 
+    def is_file(self, other: os.stat_result) -> bool:
+        """Whether a regular file is the one that the input was read from."""
+        return (
+            stat.S_ISREG(other.st_mode) and self.origin is not None and os.path.samestat(self.origin, other)
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -56,16 +64,25 @@ class Source:
         self.file.close()
 
 
-def rereadable(name: str) -> tuple[BinaryIO, int]:
-    """A file open for reading, and its size."""
+def rereadable(name: str) -> tuple[BinaryIO, int, os.stat_result | None]:
+    """A file open for reading, its size, and what it was before it was copied, if it was."""
     if name == "-":
-        return spooled(sys.stdin.buffer)
+        if sys.stdin is None:
+            raise JobError("standard input is closed")
+        return *spooled(sys.stdin.buffer), status_of(sys.stdin.buffer)
     file = open(name, "rb")  # noqa: SIM115 (it belongs to the caller)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode):
-        return file, status.st_size
+        return file, status.st_size, status
     with file:
-        return spooled(file)
+        return *spooled(file), status
+
+
+def status_of(stream: BinaryIO) -> os.stat_result | None:
+    try:
+        return os.fstat(stream.fileno())
+    except OSError:
+        return None
 
 
 def spooled(stream: BinaryIO) -> tuple[BinaryIO, int]:

@@ -16,6 +16,7 @@ from ..model.config import ModelConfig
 from ..model.transformer import Decoder, forward, unembed
 from ..model.tree import pytree
 from ..sampling.accept import Guesses, Rule, coupled
+from ..sampling.checks import MAX_LOGPROBS
 from ..sampling.params import Knobs
 from ..sampling.sample import Sampled, Scores, sample, score
 from ..sampling.state import SamplingState, admit, commit, empty_state, stops
@@ -55,8 +56,10 @@ class Output:
     prompt: Scores | None
 
 
-def empty_slots(capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None) -> Slots:
-    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept."""
+def empty_slots(
+    capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
+) -> Slots:
+    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in SamplingState."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -67,7 +70,7 @@ def empty_slots(capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = Non
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
         scored=zeros(bool),
-        sampling=empty_state(capacity, V),
+        sampling=empty_state(capacity, V, n_top),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 
@@ -182,7 +185,11 @@ def accept(
 
 
 def score_prompt(
-    params: Decoder, config: ModelConfig, hidden: Float[Array, "B T D"], following: Int[Array, "B T"]
+    params: Decoder,
+    config: ModelConfig,
+    hidden: Float[Array, "B T D"],
+    following: Int[Array, "B T"],
+    n_top: int = MAX_LOGPROBS,
 ) -> Scores:
     """Log-probabilities of the token after each position, a tile of positions at a time."""
     B, T = hidden.shape[:2]
@@ -192,7 +199,7 @@ def score_prompt(
         return x.reshape(B * T // tile, tile, *x.shape[2:])
 
     scored = jax.lax.map(
-        lambda x: score(unembed(params, config, x[0]), x[1]), (tiles(hidden), tiles(following))
+        lambda x: score(unembed(params, config, x[0]), x[1], n_top), (tiles(hidden), tiles(following))
     )
     return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[2:]), scored)
 
@@ -202,7 +209,7 @@ def prompt_scores(
 ) -> Scores:
     """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row wants them."""
     following = jnp.roll(batch.tokens, -1, axis=1)
-    work = partial(score_prompt, params, config, hidden, following)
+    work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
     return jax.lax.cond(jnp.any(slots.scored[batch.slot] & (batch.count > 0)), work, lambda: zeros)
 

@@ -13,6 +13,7 @@ class Ticket:
     id: str
     prompt: str | None
     requests: list[Request]
+    submitted: bool = False
 
     @property
     def finished(self) -> bool:

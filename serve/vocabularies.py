@@ -5,8 +5,10 @@
 equally good pieces are not those of a conversion.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,16 @@ EXPECTED = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in SentencePiece's pieces
 UNKNOWN = " \N{DOUBLE QUESTION MARK} "  # the text that SentencePiece gives an unknown character
 NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
+
+
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # how its files begin: bytes in base 64, and a rank
+OTHERS = (
+    (("tekken.json",), "a tekken vocabulary"),
+    (("tiktoken.model", "*.tiktoken"), "a tiktoken vocabulary"),
+    (("vocab.txt",), "a WordPiece vocabulary"),
+    (("*.spm", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*"), "a vocabulary"),
+    (("tokenization_*.py",), "the model's own code"),
+)
 
 
 class Described(msgspec.Struct):
@@ -55,6 +67,16 @@ def find_vocabulary(folder: Path) -> Vocabulary | None:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return from_merges(folder, {"eos_token": "<|endoftext|>"} | config)
     return None
+
+
+def unread(folder: Path) -> str:
+    """What a folder has in place of a tokenizer that can be read; "" where it has nothing of the kind."""
+    names = sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
+    for patterns, what in OTHERS:
+        for name in names:
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                return f"{folder / name} is {what}, which is not read: expected {EXPECTED}"
+    return ""
 
 
 def from_json(file: Path, config: Mapping[str, Any]) -> Vocabulary:
@@ -146,6 +168,10 @@ def processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
         model = messages.ModelProto.FromString(file.read_bytes())
         first = library.SentencePieceProcessor(model_proto=model.SerializeToString())
     except Exception as error:  # protobuf's own errors, and RuntimeError of the library
+        if TIKTOKEN.match(file.read_bytes()[:200]):
+            raise ValueError(
+                f"{file} is a tiktoken vocabulary, which is not read: add tokenizer.json"
+            ) from error
         raise ValueError(f"{file} cannot be read as a SentencePiece model: {error}") from error
     if not model.pieces:
         raise ValueError(f"{file} cannot be read as a SentencePiece model: it has no pieces")
@@ -239,9 +265,14 @@ def read_tokens(file: Path) -> dict[str, Any]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; an empty one for a file that is not there. Raises ValueError for anything else."""
-    if not file.is_file():
+    if not file.exists():
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read as a file: {error.strerror}") from error
+    except (
+        msgspec.DecodeError,
+        RecursionError,
+    ) as error:  # the latter where arrays or objects are nested too deeply
         raise ValueError(f"{file} is not a JSON object: {error}") from error

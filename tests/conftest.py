@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,20 @@ from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_h
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+OLDER = {"xla_cpu_use_fusion_emitters": False}  # the emitters before these compile a step in half the time
+COMPILE = jax.stages.Lowered.compile
 
-SHARED = ROOT.parent / "shared" / "data"
+
+def compile_quickly(lowered: jax.stages.Lowered, compiler_options: dict | None = None) -> jax.stages.Compiled:
+    """Compile an engine's program with the older emitters, unless it is to be as users' are."""
+    quickly = OLDER if jax.config.values["jax_disable_most_optimizations"] else None
+    return COMPILE(lowered, compiler_options or quickly)
+
+
+with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
+    COMPILE(jax.jit(lambda: 0).lower(), OLDER)
+    setattr(jax.stages.Lowered, "compile", compile_quickly)  # noqa: B010 (its type is narrower)
+
 TINY = ModelConfig.uniform(
     vocab_size=300,
     hidden_size=48,
@@ -94,14 +107,6 @@ class Model:
     params: Decoder
 
 
-def shared(*parts: str) -> Path:
-    """A folder of fixtures that only the developers' machines have; tests that need it are skipped elsewhere."""
-    path = SHARED.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"fixture {'/'.join(parts)} is not on this machine")
-    return path
-
-
 def random_model(name: str) -> Model:
     """Random, with weights large enough that greedy tokens have clear margins."""
     spec = jax.tree.map(
@@ -109,27 +114,26 @@ def random_model(name: str) -> Model:
         decoder_spec(RANDOM[name]),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
-    return Model(name, RANDOM[name], init(jax.random.key(1), spec))
+    return Model(name, RANDOM[name], jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
+
+
+OTHERWISE = {  # parameters of the model "tiny", kept in another way
+    "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
+    "int8": lambda params: quantize_params(params, "int8"),
+}
 
 
 def make_model(name: str) -> Model:
     if name in RANDOM:
         return random_model(name)
-    if name == "bfloat16":
+    if name in OTHERWISE:
         whole = random_model("tiny")
-        return Model(name, whole.config, jax.tree.map(lambda x: x.astype(jnp.bfloat16), whole.params))
-    if name == "int8":
-        whole = random_model("tiny")
-        return Model(name, whole.config, quantize_params(whole.params, "int8"))
-    folder = {
-        "demo": lambda: ROOT / "checkpoints" / "demo",
-        "llama3": lambda: shared("tiny", "llama3"),
-        "stories260K": lambda: shared("stories260K"),
-    }[name]()
-    return Model(name, *load(folder, jnp.float32))
+        return Model(name, whole.config, jax.jit(OTHERWISE[name])(whole.params))
+    assert name == "demo"
+    return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 
 
-@pytest.fixture(scope="session", params=[*RANDOM, "bfloat16", "int8", "demo", "stories260K"])
+@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, "demo"])
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 

@@ -7,23 +7,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
+from family_cases import hub_config
 
-from duetto.checkpoints.tensors import contents
+from duetto.checkpoints.families import FAMILIES
+from duetto.checkpoints.placement import groups
 
-SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 Parts = dict[str, np.ndarray]
 Packer = Callable[
     [str, np.ndarray], tuple[Parts, np.ndarray]
 ]  # name, weight -> stored parts, the numbers they stand for
-
-
-def shared(*parts: str) -> Path:
-    path = SHARED.joinpath(*parts)
-    if not path.exists():
-        pytest.skip(f"fixture {'/'.join(parts)} is not on this machine")
-    return path
 
 
 def fp8(values: np.ndarray) -> np.ndarray:
@@ -147,16 +140,6 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Parts) -> Path:
     return folder
 
 
-def read(folder: Path) -> tuple[dict[str, Any], Parts]:
-    found = contents(folder / "model.safetensors")
-    rows = {
-        name: t.rows(0, int(np.prod(t.shape[:-1])) if t.shape[1:] else t.shape[0])
-        for name, t in found.items()
-    }
-    tensors = {name: rows[name].reshape(t.shape).astype(np.float32) for name, t in found.items()}
-    return json.loads((folder / "config.json").read_text()), tensors
-
-
 def quantise(
     source: tuple[dict[str, Any], Parts],
     folder: Path,
@@ -229,12 +212,9 @@ def experts(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
-def gpt_oss_folder() -> tuple[dict[str, Any], Parts]:
-    """A gpt-oss with 64 inner dimensions of an expert: blocks of MXFP4 do not divide the fixture's 48."""
-    config, tensors = read(shared("tiny", "gpt_oss"))
-    rng = np.random.default_rng(1)
-    wider = {"gate_up_proj": (4, 64, 128), "gate_up_proj_bias": (4, 128), "down_proj": (4, 64, 64)}
-    for name, array in tensors.items():
-        shape = wider.get(name.rpartition(".")[2], array.shape) if ".experts." in name else array.shape
-        tensors[name] = rng.normal(0, 0.3, shape).astype(np.float32)
-    return config | {"intermediate_size": 64}, tensors
+def random_folder(case: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], Parts]:
+    """A family's case with some sizes of its own, random."""
+    config = hub_config(case) | dict(sizes)
+    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(1)
+    shapes = {name: group.shape for group in groups(family, family.config(config)) for name in group.names}
+    return config, {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -22,7 +22,7 @@ from duetto.sampling.accept import (
     trials,
     without,
 )
-from duetto.sampling.params import SamplingParams, knobs_row
+from duetto.sampling.params import Knobs, SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import SamplingState, admit, empty_state, load_history
 from duetto.sampling.token_tree import TokenTree
@@ -109,7 +109,7 @@ def unlikeliest(q: np.ndarray, count: int) -> Iterator[Offer]:
 
 DRAFTERS = {f.__name__: f for f in (independent, distinct, likeliest, unlikeliest)}
 
-trials_jit, decide_jit = jax.jit(trials), jax.jit(decide)
+trials_jit, decide_jit, sample_jit, target_jit = map(jax.jit, (trials, decide, sample, target_probs))
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
     p, q = (jnp.asarray(rng.dirichlet(np.ones(37), 8), jnp.float32) for _ in range(2))
     seed, position = jnp.arange(8, dtype=jnp.uint32), jnp.arange(8, dtype=jnp.int32) * 3
     guesses = jax.jit(draw_distinct, static_argnums=3)(q, seed, position, 3)
-    together = decide_jit(p, guesses, seed, position)
+    given = jax.tree.map(np.asarray, (p, guesses, seed, position))
+    together = jax.tree.map(np.asarray, decide_jit(*given))
     for i in range(8):
-        row = jax.tree.map(lambda x, i=i: x[i : i + 1], (p, guesses, seed, position))
+        row = jax.tree.map(lambda x, i=i: x[i : i + 1], given)
         assert [int(x[0]) for x in decide_jit(*row)] == [int(x[i]) for x in together]
 
 
@@ -326,21 +327,27 @@ PARAMS = {
 
 def seated(params: SamplingParams) -> SamplingState:
     """One slot in the middle of its output: prompt 2 5 5 7, output 4 6 4."""
-    state = admit(empty_state(1, V), np.int32(0), knobs_row(params, seed=9, stop_ids=(1, 3), prompt_len=4))
-    tokens, bias = np.array([2, 5, 5, 7, 4, 6, 4, 0], np.int32), np.zeros(V, np.float32)
+    bias = np.zeros(V, np.float32)
     for token, value in (params.logit_bias or {}).items():
         bias[token] = value
-    return load_history(state, np.int32(0), jnp.asarray(tokens), np.int32(4), np.int32(7), jnp.asarray(bias))
+    return seat(knobs_row(params, seed=9, stop_ids=(1, 3), prompt_len=4), bias)
+
+
+@jax.jit
+def seat(knobs: Knobs, bias: jax.Array) -> SamplingState:
+    tokens, zero = jnp.array([2, 5, 5, 7, 4, 6, 4, 0], jnp.int32), jnp.int32(0)
+    state = admit(empty_state(1, V), zero, knobs)
+    return load_history(state, zero, tokens, jnp.int32(4), jnp.int32(7), bias)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_target_is_what_sample_draws_from(params: SamplingParams):
     count = 20_000
-    state, position = seated(params), jnp.arange(count, dtype=jnp.int32) + 7
-    slot, live = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
-    logits = jnp.broadcast_to(jnp.asarray(LOGITS), (count, V))
-    tokens = np.asarray(jax.jit(sample)(logits, position, slot, live, state).token)
-    found = np.asarray(jax.jit(target_probs)(logits, position, slot, live, state))
+    state, position = seated(params), np.arange(count, dtype=np.int32) + 7
+    slot, live = np.zeros(count, np.int32), np.ones(count, bool)
+    logits = np.broadcast_to(LOGITS, (count, V))
+    tokens = np.asarray(sample_jit(logits, position, slot, live, state).token)
+    found = np.asarray(target_jit(logits, position, slot, live, state))
     assert_distributed(tokens, found[0])
     assert (found == found[0]).all() and abs(found[0].sum() - 1) < 1e-6
 
@@ -354,8 +361,8 @@ def test_the_targets_bits_do_not_depend_on_the_batch():
 
     def probs(logits: np.ndarray) -> np.ndarray:
         n = len(logits)
-        zero, yes = jnp.zeros(n, jnp.int32), jnp.ones(n, bool)
-        return np.asarray(jax.jit(target_probs)(logits, zero + 7, zero, yes, state))
+        zero, yes = np.zeros(n, np.int32), np.ones(n, bool)
+        return np.asarray(target_jit(logits, zero + 7, zero, yes, state))
 
     together = probs(wide)
     assert all((probs(wide[i : i + 1]) == together[i]).all() for i in range(7))

@@ -5,14 +5,13 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from chat_cases import FILE, by_transformers, renderings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from duetto.serve.chat import ChatTemplateError, apply_chat, check_messages, render_chat
-from duetto.serve.text import Tokenizer
+from duetto.serve.tokenizer import Tokenizer
 
-DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "chat_templates"
-GOLDEN = json.loads((DATA / "golden.json").read_text()) if DATA.is_dir() else {"rendered": {}}
 USER = [{"role": "user", "content": "hi"}]
 SIMPLE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
@@ -21,18 +20,23 @@ def render(template: str, messages=USER, **options) -> str:
     return render_chat(template, messages, bos_token="<s>", eos_token="</s>", **options)
 
 
-@pytest.mark.skipif(not GOLDEN["rendered"], reason=f"{DATA} is not there")
-def test_all_golden_renderings():
-    for name, expected in GOLDEN["rendered"].items():
-        model, case, generate = name.split("|")
-        template = (DATA / f"{model}.jinja").read_text()
-        given = GOLDEN["cases"][case]
-        options = {"tools": given.get("tools"), "date_string": GOLDEN["date_string"]}
+GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def test_templates_are_rendered_as_transformers_renders_them():
+    found = {}
+    for name, template, given in renderings():
         try:
-            text = render(template, given["messages"], add_generation_prompt=generate == "gen", **options)
+            found[name] = render_chat(template, **given)
         except ChatTemplateError as error:
-            text = {"error": str(error).removeprefix("the chat template failed: ")}
-        assert text == expected, name
+            found[name] = {"error": str(error).removeprefix("the chat template failed: ")}
+    assert found == GOLDEN
+
+
+@pytest.mark.extras
+def test_the_transformers_installed_renders_the_same():
+    pytest.importorskip("transformers")
+    assert {name: by_transformers(template, **given) for name, template, given in renderings()} == GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -137,8 +141,8 @@ def test_ids_have_one_bos_though_both_template_and_tokenizer_write_it(folder):
     tokenizer = tokenizer_with(folder, chat_template=SIMPLE)
     assert tokenizer.encode("hi")[0] == tokenizer.bos_token_id
     ids = apply_chat(tokenizer, USER)
-    assert ids.count(0) == 1 and tokenizer.decode(ids, False).replace(" ", "") == "<s>[user]hi"
-    assert tokenizer.apply_chat_template(USER) == ids
+    assert ids.count(0) == 1 and tokenizer.decode(ids).replace(" ", "") == "<s>[user]hi"
+    assert tokenizer.apply_chat_template(USER).input_ids == ids
     assert tokenizer.apply_chat_template(USER, tokenize=False) == "<s>[user]hi"
 
 

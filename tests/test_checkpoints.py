@@ -17,13 +17,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.huggingface import (
-    GenerationDefaults,
-    generation_defaults,
-    load,
-    read_config,
-    save,
-)
+from duetto.checkpoints.generation import GenerationDefaults, generation_defaults
+from duetto.checkpoints.huggingface import load, read_config, save
 from duetto.checkpoints.joined import Joined
 from duetto.checkpoints.placement import groups
 from duetto.checkpoints.tensors import CheckpointError, contents, read
@@ -170,6 +165,7 @@ def test_the_single_file_is_taken_where_an_index_lies_beside_it(folder):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.extras
 def test_transformers_reads_what_save_writes(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from duetto.model.attention import causal
@@ -417,10 +413,10 @@ def test_a_broken_configuration_is_refused(folder, text, words):
 
 
 def test_what_is_no_checkpoint_is_refused(folder):
-    assert "config.json: no such file" in refusal(folder / "absent")
-    assert "config.json: no such file" in refusal(folder / "model.safetensors")
+    assert "absent: no such folder" in refusal(folder / "absent")
+    assert "model.safetensors: a file, expected the folder" in refusal(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+    assert "holds no *.safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +553,7 @@ def test_shards_and_index_must_agree(folder):
         (
             {"eos_token_id": 2, "bos_token_id": 1},
             {"eos_token_id": [7, 0]},
-            GenerationDefaults((7, 0), 1),
+            GenerationDefaults((7, 0, 2), 1),
         ),
         ({"eos_token_id": 2}, {"eos_token_id": None, "bos_token_id": 0}, GenerationDefaults((2,), 0)),
         (
@@ -573,11 +569,11 @@ def test_shards_and_index_must_agree(folder):
             GenerationDefaults(sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.9}),
         ),
         ({}, {"repetition_penalty": 1.1}, GenerationDefaults(sampling={"repetition_penalty": 1.1})),
-        ({}, {"do_sample": False, "temperature": 0.6}, GenerationDefaults(sampling={"temperature": 0.0})),
+        ({}, {"do_sample": False, "temperature": 0.6}, GenerationDefaults(sampling={"temperature": 0.6})),
         (
             {},
             {"do_sample": False, "repetition_penalty": 1.1},
-            GenerationDefaults(sampling={"temperature": 0.0, "repetition_penalty": 1.1}),
+            GenerationDefaults(sampling={"repetition_penalty": 1.1}),
         ),
         ({"eos_token_id": 99999}, None, GenerationDefaults((99999,))),  # beyond the vocabulary: never drawn
     ],
@@ -609,12 +605,12 @@ def test_generation_defaults_of_wrong_types_are_refused(folder, generation, word
 @pytest.mark.parametrize(
     ("generation", "words"),
     [
-        ({"temperature": -1}, "generation_config.json: temperature=-1.0 is not allowed"),
+        ({"temperature": -1}, "generation_config.json: temperature=-1 is not allowed"),
         ({"temperature": float("nan")}, "generation_config.json: temperature=nan is not allowed"),
         ({"temperature": 10**400}, "generation_config.json: "),
-        ({"top_p": 7}, "generation_config.json: top_p=7.0 is not allowed"),
+        ({"top_p": 7}, "generation_config.json: top_p=7 is not allowed"),
         ({"top_k": -5}, "generation_config.json: top_k=-5 is not allowed"),
-        ({"repetition_penalty": 0}, "generation_config.json: repetition_penalty=0.0 is not allowed"),
+        ({"repetition_penalty": 0}, "generation_config.json: repetition_penalty=0 is not allowed"),
         ({"eos_token_id": list(range(65))}, "eos_token_id has 65 ids, expected at most 64"),
     ],
     ids=lambda x: str(x)[:40],

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from family_cases import case_folder
 from safetensors import safe_open
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
+from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.folders import copy_description, files, fresh
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.compress import Plan, compress, quantize_params
@@ -31,7 +33,6 @@ from duetto.serve.loading import read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "checkpoints" / "demo"
-TINY = ROOT.parent / "shared" / "data" / "tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PATH = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
@@ -94,22 +95,20 @@ def test_there_and_back_every_tensor_has_the_same_bits(source, converted, tmp_pa
         assert (converted / name).read_bytes() == (back / name).read_bytes() == (source / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", sorted(f.name for f in TINY.glob("*") if f.is_dir()) or ["none"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_there_and_back(name, tmp_path):
-    if not (TINY / name).is_dir():
-        pytest.skip(f"{TINY} is not there")
-    convert(TINY / name, tmp_path / "a")
+    (source := tmp_path / "source").mkdir()
+    case_folder(name, source)
+    convert(source, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", "huggingface")
-    assert same_tensors(
-        TINY / name, tmp_path / "b", "model.layers.3." if name == "deepseek_v3" else "no such name"
-    )
+    assert same_tensors(source, tmp_path / "b")
 
 
 def test_a_converted_folder_is_served_like_its_source(source, converted):
     with LLM(converted, max_model_len=32, max_num_seqs=1, max_prefill_tokens=16, reproducible=False) as llm:
         assert equal(llm.params, huggingface.load(source, "float32")[1])
         assert llm.config == huggingface.read_config(source)
-        assert llm.tokenizer.eos_token == "<|end|>" or llm.tokenizer.vocab_size > 256
+        assert llm.tokenizer.eos_token == "<|end|>" or len(llm.tokenizer) > 256
         answer = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0]
         assert len(answer.token_ids) == 12
 
@@ -201,7 +200,7 @@ def test_a_folder_of_licences_is_left_where_it_is(source, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--dtype", "int8"], "dtype is 'int8', expected 'auto' or one of float32, float16, bfloat16"),
+        (["--dtype", "int8"], "dtype 'int8' is not allowed"),
         (["--quantization", "int3"], "quantization is 'int3', expected one of int8, int4, fp8"),
     ],
 )
@@ -213,7 +212,7 @@ def test_wrong_flags_are_one_sentence(source, tmp_path, capsys, flags, said):
 
 def test_a_source_that_is_none_leaves_nothing(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 1
-    assert "nowhere/config.json: no such file" in capsys.readouterr().err
+    assert "nowhere: no such folder" in capsys.readouterr().err
     assert files(tmp_path) == []
 
 
@@ -389,7 +388,7 @@ def test_each_device_gets_its_part(source, converted):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", TWO, str(source), str(converted)],
-        env=os.environ | flags, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | flags, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2 + 2 * 7 - 1

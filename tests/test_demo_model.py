@@ -89,6 +89,7 @@ def test_what_ships_is_complete(folder: Path):
     assert "PSF License" in card and "perplexity" in card and "loss.svg" in card
 
 
+@pytest.mark.extras
 def test_transformers_decodes_the_same_tokens(folder: Path, tokenizer: Tokenizer):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -98,12 +99,14 @@ def test_transformers_decodes_the_same_tokens(folder: Path, tokenizer: Tokenizer
     )
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt).ids
+        mask, greedily = torch.ones(1, len(ids)), {"do_sample": False, "temperature": None, "top_p": None}
         out = theirs.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=24, eos_token_id=None
+            torch.tensor([ids]), attention_mask=mask, max_new_tokens=24, eos_token_id=None, **greedily
         )
         assert greedy(ours, ids, 24) == out[0, len(ids) :].tolist()
 
 
+@pytest.mark.extras
 def test_transformers_reads_the_tokenizer(folder: Path, tokenizer: Tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

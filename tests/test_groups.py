@@ -1,6 +1,7 @@
 """Rows read in groups of like length: every block once, and the bits of a row read beside any others."""
 
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +32,31 @@ def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, 
     assert len(longest) <= MOST and len(own) == sum(longest)
 
 
+@cache
+def numbers(dtype: jnp.dtype) -> tuple[Any, Any, Any, np.ndarray, np.ndarray]:
+    """Pools of keys and of values, sinks; each of 32 rows' query and pages."""
+    draw = np.random.default_rng(0)
+    pool = pool_dtype(dtype, jax.devices()[0])
+    k, v = (as_dtype(draw.normal(size=(K, 32 * M, W, H)).astype(dtype), pool) for _ in range(2))
+    q, sinks = (draw.normal(size=size).astype(dtype) for size in ((32, T, K * G, H), K * G))
+    return k, v, sinks, q, draw.permutation(32 * M).reshape(32, M).astype(np.int32)
+
+
+@partial(jax.jit, static_argnames=("window", "dtype"))
+def attention(q, k, v, sinks, batch: Batch, window: int | None, dtype: jnp.dtype) -> jax.Array:
+    reading = Reading(H**-0.5, window, sinks=sinks)
+    read = partial(read_keys, (k, v), batch.page_tables[0], reading, dtype)
+    return running_softmax(q, batch, read, reading)
+
+
 def attend(rows: np.ndarray, starts: np.ndarray, window: int | None, dtype: jnp.dtype) -> np.ndarray:
     """Attention of some of 32 rows, each with its own query, pages and length."""
-    draw = np.random.default_rng(0)
-    numbers = partial(draw.normal, size=(K, 32 * M, W, H))
-    k, v = (as_dtype(jnp.asarray(numbers(), dtype), pool_dtype(dtype, jax.devices()[0])) for _ in range(2))
-    q = jnp.asarray(draw.normal(size=(32, T, K * G, H)), dtype)
-    sinks = jnp.asarray(draw.normal(size=K * G), dtype)
-    table = jnp.asarray(draw.permutation(32 * M).reshape(32, M)[rows], jnp.int32)
-    count, reading = jnp.asarray(rows % (T + 1), jnp.int32), Reading(H**-0.5, window, sinks=sinks)
-    batch = Batch(
-        jnp.zeros((len(rows), T), jnp.int32), jnp.asarray(starts[rows], jnp.int32), count, (table,), count
-    )
-    read = partial(read_keys, (k, v), table, reading, dtype)
-    found = np.asarray(jax.jit(lambda q: running_softmax(q, batch, read, reading))(q[rows]))
-    return np.where((np.arange(T)[None] < np.asarray(count)[:, None])[..., None, None], found, 0)
+    k, v, sinks, q, table = numbers(dtype)
+    count = (rows % (T + 1)).astype(np.int32)
+    tokens = np.zeros((len(rows), T), np.int32)
+    batch = Batch(tokens, starts[rows].astype(np.int32), count, (table[rows],), count)
+    found = np.asarray(attention(q[rows], k, v, sinks, batch, window, dtype))
+    return np.where((np.arange(T)[None] < count[:, None])[..., None, None], found, 0)
 
 
 @pytest.mark.parametrize("window", [None, 100])

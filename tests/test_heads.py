@@ -25,16 +25,28 @@ CONFIG = ModelConfig.uniform(V, D, 32, 1, 2, 2, 8)
 
 @pytest.fixture(scope="module")
 def tiny_head() -> tuple[Head, Decoder]:
+    return made()
+
+
+@jax.jit
+def made() -> tuple[Head, Decoder]:
     head, params = init(jax.random.key(0), head_spec(D, 24)), init(jax.random.key(1), decoder_spec(CONFIG))
     return jax.tree.map(lambda x: 5 * x, head), params
+
+
+@jax.jit
+def further(head: Head, params: Decoder, state: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state after a token, and the logits there."""
+    state = advance(head, params, state, token)
+    return state, unembed(params, CONFIG, state)
 
 
 def one_by_one(head: Head, params: Decoder, state: jax.Array, token: int, widths: list[int]) -> list:
     """Guesses below a token as nested lists [token, [children]], one product at a time."""
     if not widths:
         return []
-    state = advance(head, params, state, jnp.int32(token))
-    best = np.argsort(-np.asarray(unembed(params, CONFIG, state)), kind="stable")[: widths[0]]
+    state, logits = further(head, params, state, np.int32(token))
+    best = np.argsort(-np.asarray(logits), kind="stable")[: widths[0]]
     return [[int(t), one_by_one(head, params, state, int(t), widths[1:])] for t in best]
 
 
@@ -45,14 +57,18 @@ def nested(tree: TokenTree, tokens: np.ndarray, node: int = 0) -> list:
 @pytest.mark.parametrize("widths", [[1], [1, 1, 1, 1], [3], [3, 2, 1]], ids=str)
 def test_guesses_equal_those_made_one_by_one(tiny_head, widths: list[int]):
     head, params = tiny_head
-    tree, hidden = TokenTree.of_widths(widths), jax.random.normal(jax.random.key(5), (3, D))
+    tree, hidden = (
+        TokenTree.of_widths(widths),
+        np.random.default_rng(5).normal(size=(3, D)).astype(np.float32),
+    )
     tokens = jax.jit(guess_tree, static_argnames=("config", "tree"))(
         head, params, CONFIG, hidden, jnp.array([4, 9, 9], jnp.int32), tree
     )
+    tokens = np.asarray(tokens)
     assert tokens[:, 0].tolist() == [4, 9, 9]
     for row in range(3):
         want = one_by_one(head, params, hidden[row], int(tokens[row, 0]), widths)
-        assert nested(tree, np.asarray(tokens[row])) == want
+        assert nested(tree, tokens[row]) == want
 
 
 def test_a_head_is_read_as_it_was_written(tiny_head, tmp_path: Path):
@@ -84,10 +100,14 @@ def test_the_shipped_head_is_small_and_guesses_the_demo_model():
     head = load_head(SHIPPED, config.hidden_size, jnp.float32)
     assert (SHIPPED / FILE).stat().st_size < 2_000_000 and nbytes(head) < 4_000_000
     tokens = greedy(config, params, count=96)
-    hidden = forward(params, config, tokens, jnp.arange(tokens.shape[1])[None], causal)[0][0]
-    chain = TokenTree.of_widths((1, 1))
-    guessed = guess_tree(head, params, config, hidden[:-3], tokens[0, 1:-2], chain)
-    right = np.asarray(guessed[:, 1:]) == np.stack([tokens[0, 2:-1], tokens[0, 3:]], axis=1)
+
+    @jax.jit
+    def guessed(head: Head, params: Decoder, tokens: jax.Array) -> jax.Array:
+        hidden = forward(params, config, tokens, jnp.arange(tokens.shape[1])[None], causal)[0][0]
+        return guess_tree(head, params, config, hidden[:-3], tokens[0, 1:-2], TokenTree.of_widths((1, 1)))
+
+    found, tokens = np.asarray(guessed(head, params, tokens)), np.asarray(tokens)
+    right = found[:, 1:] == np.stack([tokens[0, 2:-1], tokens[0, 3:]], axis=1)
     assert right[:, 0].mean() > 0.35 and right.all(1).mean() > 0.2
 
 

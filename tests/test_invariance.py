@@ -1,10 +1,12 @@
 """No feature changes the tokens: every way to serve a request gives the same bits, and the tokens of the cacheless oracle."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.serve.ngram import NgramDrafter
@@ -36,23 +38,17 @@ BASE = {
     "page_size": 64,
     "decode_steps": 4,
 }
-BRIEF = {
-    "tiny",
-    "windows",
-    "latent",
-    "longrope",
-    "bfloat16",
-    "int8",
-    "stories260K",
-}  # models that need not show every variant
+CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "decode_steps": 1}
 VARIANTS = {
-    "pages of 16 tokens, more seats": {"page_size": 16, "max_num_seqs": 16},
-    "pages of 128 tokens, one step a dispatch": {"page_size": 128, "decode_steps": 1},
-    "pages of 256 tokens, whole prompts": {"page_size": 256, "max_prefill_tokens": 256},
-    "chunks of 64 tokens, two seats": {"max_prefill_tokens": 64, "max_num_seqs": 2},
-    "a cache so small that requests are preempted": {"max_batched_token_mem": 320, "page_size": 16},
-    "no prefix caching, shorter model length": {"enable_prefix_caching": False, "max_model_len": 230},
+    "pages of 16 tokens, so few that requests are preempted": {"max_batched_token_mem": 320, "page_size": 16},
+    "chunks of 64 tokens, more seats, one step a dispatch": CHUNKS,
 }
+MORE = {  # of the demo model only, whose programs are compiled as users' are
+    "pages of 256 tokens, whole prompts": {"page_size": 256, "max_prefill_tokens": 256, "decode_steps": 1},
+    "pages of 128 tokens, two seats, no prefix caching, shorter model length": {
+        "page_size": 128, "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 230,
+    },
+}  # fmt: skip
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -87,14 +83,14 @@ def expected(base, model):
     """Each request served alone by an engine that has seen nothing before."""
     outputs = []
     for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
-        base._engine.tables.forget()
+        base.engine.tables.forget()
         outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
     return outputs
 
 
+@pytest.mark.parametrize("model", [*RANDOM, "int8", "demo"], indirect=True, scope="session")
 def test_alone_equals_oracle(model, expected, oracle):
-    if model.name == "bfloat16":
-        pytest.skip("the oracle's sums are rounded elsewhere; in float32 the tokens are equal")
+    """Not in bfloat16, where the oracle's sums are rounded elsewhere."""
     plain = oracle(model)
     for prompt, params, found in zip(prompts(model.config.vocab_size), PARAMS, expected, strict=True):
         assert [token for token, *_ in found] == plain(prompt, params)
@@ -102,14 +98,14 @@ def test_alone_equals_oracle(model, expected, oracle):
 
 def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     texts = prompts(model.config.vocab_size)
-    base._engine.tables.forget()
+    base.engine.tables.forget()
     cold = base.generate(texts, PARAMS, use_tqdm=False)
     warm = base.generate(texts, PARAMS, use_tqdm=False)
     assert [bits(o) for o in cold] == expected
     assert [bits(o) for o in warm] == expected
     assert sum(o.num_cached_tokens for o in cold) == 0
     assert [o.num_cached_tokens for o in warm] == [(n - 1) // 64 * 64 for n in LENGTHS]
-    shared = {str(shape) for shape in base._engine.classes.prefill if shape.rows > 1}
+    shared = {str(shape) for shape in base.engine.classes.prefill if shape.rows > 1}
     assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
@@ -133,15 +129,24 @@ def test_streamed_equals_batch(model, base, expected):
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_any_engine_gives_the_same_bits(model, serve, expected, options):
-    if model.name in BRIEF and not {"max_batched_token_mem", "max_num_seqs"} & set(options):
-        pytest.skip("other models have this variant")
+    report = assert_same_bits(model, serve, expected, options)
+    if "max_batched_token_mem" in options and model.config.windows == (None,):  # else pages are reserved
+        assert report["preemptions"] > 0
+
+
+@pytest.mark.parametrize("model", ["demo"], indirect=True, scope="session")
+@pytest.mark.parametrize("options", MORE.values(), ids=MORE)
+def test_more_engines_give_the_same_bits(model, serve, expected, options):
+    assert_same_bits(model, serve, expected, options)
+
+
+def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:
     with serve(**options) as llm:
         found = llm.generate(prompts(model.config.vocab_size), PARAMS, use_tqdm=False)
         report = llm.report()
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0
-    if "max_batched_token_mem" in options and model.config.windows == (None,):  # else pages are reserved
-        assert report["preemptions"] > 0
+    return report
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
@@ -154,13 +159,13 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
         assert entries is not None and entries[0] is None and len(entries) == len(text)
         return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
 
-    with serve(max_prefill_tokens=64) as small:
+    with serve(**CHUNKS) as small:
         assert scores(base) == scores(small) == scores(base, neighbours=2)
 
 
 def test_samples_of_one_prompt_share_its_pages(model, base):
     """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find them."""
-    base._engine.tables.forget()
+    base.engine.tables.forget()
     before = base.report()["cached_tokens"]
     params = SamplingParams(temperature=0.8, seed=4, n=4, max_tokens=4, logprobs=0)
     text = prompts(model.config.vocab_size)[5]
@@ -168,7 +173,7 @@ def test_samples_of_one_prompt_share_its_pages(model, base):
     assert base.report()["cached_tokens"] - before == 3 * 128
     for i, completion in enumerate(several.outputs):
         alone = SamplingParams(temperature=0.8, seed=4 + i, max_tokens=4, logprobs=0)
-        base._engine.tables.forget()
+        base.engine.tables.forget()
         assert bits(base.generate(text, alone, use_tqdm=False)[0]) == bits(
             RequestOutput("", None, [], [completion])
         )
@@ -216,23 +221,24 @@ OWN = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter(leas
 @pytest.fixture(scope="module")
 def guessing(serve, model):
     """An engine that verifies seven guesses a row, with so small a cache that requests are preempted."""
-    if model.name in ("longrope", "int8", "stories260K"):
-        pytest.skip("four models are enough to tell")
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
-    sizes = {"max_batched_token_mem": 320, "page_size": 16, "decode_steps": 1, "max_num_seqs": 8}
-    with serve(**sizes, speculative_config=config) as llm:
+    sizes = {"max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 8, "max_prefill_tokens": 64}
+    with serve(**sizes, decode_steps=1, speculative_config=config) as llm:
         yield llm
 
 
+@pytest.mark.parametrize(
+    "model", ["tiny", "windows", "latent", "bfloat16", "demo"], indirect=True, scope="session"
+)
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
 def test_guesses_change_no_bit(model, guessing, expected, drafter):
     """Greedy and seeded, with penalties, biases and log-probabilities; through preemption, and through prefix hits."""
     texts, V = prompts(model.config.vocab_size), model.config.vocab_size
     whole = [text + [token for token, *_ in want] for text, want in zip(texts, expected, strict=True)]
-    speculation = guessing._engine.speculation
+    speculation = guessing.engine.speculation
     speculation.drafter = Told(whole, V, CHANGES[drafter]) if drafter in CHANGES else OWN[drafter]()
     before = guessing.report()
-    guessing._engine.tables.forget()
+    guessing.engine.tables.forget()
     for _ in range(2):
         assert [bits(o) for o in guessing.generate(texts, PARAMS, use_tqdm=False)] == expected
     after = guessing.report()

@@ -19,10 +19,12 @@ OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
 
 @pytest.fixture
 def folder(tmp_path: Path):
-    before = jax.config.values["jax_compilation_cache_dir"]
+    names = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
+    before = {name: jax.config.values[name] for name in names}
     yield tmp_path
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def tokens(tiny, folder: Path) -> list[int]:
@@ -36,7 +38,9 @@ def fails(*args, **kwargs):
 
 def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
     first = tokens(tiny, folder)
-    assert len(list((folder / "duetto").iterdir())) == 3  # prefill[1,64], decode[8,1], their classes
+    assert (
+        len(list((folder / "duetto").iterdir())) == 4
+    )  # prefill[1,64], decode[8,1], their classes, jax's checksums
     monkeypatch.setattr(programs, "lower", fails)
     monkeypatch.setattr(classes, "find_classes", fails)
     assert tokens(tiny, folder) == first
@@ -90,5 +94,5 @@ def test_nothing_is_kept_without_a_cache(folder):
     jax.config.update("jax_compilation_cache_dir", None)
     assert kept.folder() is None
     kept.write("key", 1)
-    assert kept.read("key") is None
+    assert kept.read("key", int) is None
     assert kept.combined(["a", None]) is None

@@ -218,6 +218,7 @@ def compiled(name: str, T: int) -> tuple[jax.stages.Compiled, int]:
 
 @pytest.mark.parametrize("name", ["h200", "2xh200"])
 @pytest.mark.parametrize("T, kernels", [(1, 2), (256, 1)])
+@pytest.mark.extras
 def test_a_gpu_reads_pages_in_place(name: str, T: int, kernels: int):
     program, pool = compiled(name, T)
     found, text = facts(program), program.as_text() or ""

@@ -58,8 +58,10 @@ def expected(llm) -> list[tuple]:
 def nothing_is_left(llm):
     """Every test gives all pages back and leaves no request behind."""
     yield
-    assert not llm.has_unfinished_requests() and not llm._tickets and not llm._engine.scheduler.has_work
-    assert llm._engine.tables.occupancy == 0
+    assert (
+        not llm.has_unfinished_requests() and not llm._session.tickets and not llm.engine.scheduler.has_work
+    )
+    assert llm.engine.tables.occupancy == 0
 
 
 # ---------------------------------------------------------------- streams, steps, threads
@@ -93,9 +95,9 @@ def test_leaving_a_stream_aborts_it(llm):
     done = llm.report()["finish_reasons"].get("abort", 0)
     for piece in llm.stream(IDS, replace(GREEDY, max_tokens=100)):
         assert len(piece.token_ids) > 0
-        assert llm._engine.tables.occupancy > 0
+        assert llm.engine.tables.occupancy > 0
         break
-    assert llm._engine.tables.occupancy == 0
+    assert llm.engine.tables.occupancy == 0
     assert llm.report()["finish_reasons"]["abort"] == done + 1
     llm.stream(IDS, GREEDY)  # never asked for a piece: nothing has begun
 
@@ -126,14 +128,14 @@ def test_leaving_an_asynchronous_stream_aborts_it(llm):
 
     async def cancel() -> None:
         task = asyncio.create_task(consume())
-        while not llm._tickets:
+        while not llm._session.tickets:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     assert asyncio.run(leave()) > 0
-    assert not llm._tickets
+    assert not llm._session.tickets
     asyncio.run(cancel())
     with pytest.raises(TypeError, match="a prompt is"):
         asyncio.run(anext(llm.astream(5)))
@@ -222,7 +224,7 @@ def test_memory_comes_back(start, end):
     before = live_bytes()
     llm = start()
     llm.generate(IDS, GREEDY, use_tqdm=False)
-    assert live_bytes() >= before + sum(x.nbytes for x in jax.tree.leaves(llm._engine._state.cache))
+    assert live_bytes() >= before + sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
     if end == "close":
         llm.close()
         llm.close()
@@ -307,7 +309,7 @@ def test_without_the_contract_greedy_tokens_agree(start, llm):
 def disturbed(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> Iterator[list[int]]:
     """Calls `after` with the number of each step once the device has consumed the step's arguments."""
     calls: list[int] = []
-    run = llm._engine.programs.run
+    run = llm.engine.programs.run
 
     def disturb(*arguments):
         result = run(*arguments)
@@ -316,7 +318,7 @@ def disturbed(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], 
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.programs, "run", disturb)
+        patch.setattr(llm.engine.programs, "run", disturb)
         yield calls
 
 
@@ -368,21 +370,21 @@ def test_an_interrupt_leaves_a_usable_engine(llm, monkeypatch, ctrl_c, expected,
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert len(calls) <= steps[0] + 4  # those of one dispatch
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not llm._tickets
+    assert not llm._session.tickets
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 
 def test_an_interrupt_waits_until_the_books_are_in_order(llm, monkeypatch, ctrl_c, expected):
-    release = llm._engine.tables.release
+    release = llm.engine.tables.release
 
     def interrupted(tables, end):
         release(tables, end)
         signal.raise_signal(signal.SIGINT)  # the request still holds what the pool has taken back
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm._engine.tables, "release", interrupted)
+        patch.setattr(llm.engine.tables, "release", interrupted)
         llm.generate(IDS, GREEDY, use_tqdm=False)
-    assert llm._engine.tables.occupancy == 0
+    assert llm.engine.tables.occupancy == 0
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 

@@ -60,8 +60,10 @@ def expected(llm) -> list[tuple]:
 def nothing_is_left(llm):
     """Every test gives all pages back and leaves no request behind."""
     yield
-    assert not llm.has_unfinished_requests() and not llm._tickets and not llm._engine.scheduler.has_work
-    assert llm._engine.tables.occupancy == 0
+    assert (
+        not llm.has_unfinished_requests() and not llm._session.tickets and not llm.engine.scheduler.has_work
+    )
+    assert llm.engine.tables.occupancy == 0
 
 
 # ---------------------------------------------------------------- prompts and parameters
@@ -181,7 +183,7 @@ def test_options_and_their_other_names():
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
-        ({"max_num_seq": 4}, TypeError, "unknown option 'max_num_seq'; known are .*max_num_seqs"),
+        ({"max_num_seq": 4}, TypeError, "unknown option 'max_num_seq', did you mean 'max_num_seqs'"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs 0 is not allowed"),
         ({"max_output_length": 0}, ValueError, "max_output_length 0 is not allowed"),
         ({"max_num_seqs": "8"}, TypeError, "max_num_seqs='8': expected `int`"),
@@ -271,7 +273,7 @@ def test_scores(llm, tiny):
     whole = PROMPTS[3]
     plain = cacheless_logprobs(tiny, whole)
     wanted = [plain[i - 1][t] for i, t in enumerate(whole)][1:]
-    short, long = llm.score([IDS, whole])
+    short, long = llm.log_likelihood([IDS, whole])
     assert long.token_ids == whole[1:] and len(short.logprobs) == len(IDS) - 1
     np.testing.assert_allclose(long.logprobs, wanted, atol=1e-3)
     assert long.total == sum(long.logprobs)
@@ -279,11 +281,11 @@ def test_scores(llm, tiny):
         o.prompt_logprobs for o in llm.generate(whole, replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
     )
     assert long.logprobs == [entry[t].logprob for t, entry in zip(whole[1:], entries[1:], strict=True)]
-    (end,) = llm.score(whole[:60], whole[60:])
+    (end,) = llm.log_likelihood(whole[:60], whole[60:])
     assert (end.token_ids, end.logprobs) == (whole[60:], long.logprobs[59:])
-    assert [s.token_ids for s in llm.score([IDS, IDS], [[], np.array([4, 5])])] == [[], [4, 5]]
+    assert [s.token_ids for s in llm.log_likelihood([IDS, IDS], [[], np.array([4, 5])])] == [[], [4, 5]]
     with pytest.raises(ValueError, match="2 prompts have 1 continuations"):
-        llm.score([IDS, IDS], [[1]])
+        llm.log_likelihood([IDS, IDS], [[1]])
 
 
 def test_metrics_and_report(llm):

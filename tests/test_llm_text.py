@@ -8,7 +8,7 @@ import pytest
 
 from duetto import LLM, SamplingParams
 from duetto.serve.chat import ChatTemplateError
-from duetto.serve.loading import DEMO
+from duetto.serve.loading import DEMO, checked_defaults
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
@@ -52,7 +52,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_text_is_read(llm):
     bad_word = replace(SEEDED, bad_words=["\ud800"])
     for call in (
         lambda: llm.generate("a\ud800"),
-        lambda: llm.score("a", "\ud800"),
+        lambda: llm.log_likelihood("a", "\ud800"),
         lambda: llm.chat(user),
         lambda: llm.generate(PROMPT, bad_word),
     ):
@@ -62,7 +62,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_text_is_read(llm):
 
 def test_a_continuation_of_nothing_has_no_score(llm):
     with pytest.raises(ValueError, match="prompt is empty"):
-        llm.score(["def", ""], ["a", "b"])
+        llm.log_likelihood(["def", ""], ["a", "b"])
 
 
 def test_a_priority_that_cannot_be_compared_is_refused_at_once(llm):
@@ -74,7 +74,7 @@ def test_text_is_what_the_tokens_say(llm, plain):
     (output,) = llm.generate(PROMPT, replace(SEEDED, logprobs=1), use_tqdm=False)
     (completion,) = output.outputs
     tokenizer = llm.get_tokenizer()
-    assert plain == completion.text == tokenizer.decode(completion.token_ids)
+    assert plain == completion.text == tokenizer.decode(completion.token_ids, True)
     decoded = [at[t].decoded_token for t, at in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert decoded == [tokenizer.decode_token(t) for t in completion.token_ids]
     (silent,) = llm.generate(PROMPT, replace(SEEDED, detokenize=False), use_tqdm=False)
@@ -171,16 +171,19 @@ def test_chat(llm):
 
 
 def test_scores_of_text(llm):
-    whole, end = llm.score([PROMPT + "return a", PROMPT]), llm.score(PROMPT, "return a")
+    whole, end = llm.log_likelihood([PROMPT + "return a", PROMPT]), llm.log_likelihood(PROMPT, "return a")
     tokenizer = llm.get_tokenizer()
     assert whole[0].token_ids == tokenizer.encode(PROMPT + "return a")[1:]
     assert end[0].token_ids == tokenizer.encode("return a")
     assert all(x <= 0 for score in whole + end for x in score.logprobs)
-    assert llm.score([PROMPT, PROMPT], ["return a", "return b"])[0].logprobs == pytest.approx(end[0].logprobs)
+    assert llm.log_likelihood([PROMPT, PROMPT], ["return a", "return b"])[0].logprobs == pytest.approx(
+        end[0].logprobs
+    )
 
 
 def test_default_parameters_are_those_of_the_folder(llm):
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)  # its "do_sample" is false
+    stated = checked_defaults(DEMO).sampling
+    assert llm.get_default_sampling_params() == SamplingParams.from_dict(stated)
     (output,) = llm.generate(PROMPT, use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16
 

@@ -36,7 +36,7 @@ def test_notebook_runs(name):
     from nbclient import NotebookClient
 
     notebook = read(name)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(FOLDER)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     complaints = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]

@@ -345,7 +345,7 @@ def test_what_compression_costs_the_demo_model(quality: ModuleType):
         "int8": (0.01, 0.98, 0.26),
         "fp8": (0.01, 0.96, 0.26),
         "int4": (0.03, 0.88, 0.15),
-        "0.9": (0.2, 0.7, 0.91),
+        "0.9": (0.7, 0.55, 0.91),
     }
     for case, (worse, agreement, ratio) in bounds.items():
         found = quality.measure(config, params, compress(params, quality.plan(case)), text)
@@ -354,6 +354,7 @@ def test_what_compression_costs_the_demo_model(quality: ModuleType):
         assert found.projections < ratio * whole.projections, case
 
 
+@pytest.mark.extras
 def test_no_farther_from_the_weight_than_qwix():
     qwix = pytest.importorskip("qwix")
     w = random(64, 48)

@@ -1,6 +1,7 @@
 """Checkpoints stored in eight and four bits: read as floats and kept as codes, they hold the same numbers."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,12 @@ from packers import (
     experts,
     fp8_blocks,
     fp8_scaled,
-    gpt_oss_folder,
     gptq,
     llama_folder,
     mxfp4,
     projection,
     quantise,
-    read,
-    shared,
+    random_folder,
     write,
 )
 
@@ -67,12 +66,16 @@ def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch:
     equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
 
 
-TINY_CASES: dict[str, tuple[str, dict[str, Any], Packer, Callable[[str], bool]]] = {
-    "deepseek": ("deepseek_v3", FP8 | {"weight_block_size": [16, 24]}, fp8_blocks(16, 24), projection),
-    "awq": ("llama3", AWQ | {"group_size": 32}, awq(32), projection),
-    "gptq": ("llama3", GPTQ | {"group_size": 32}, gptq(32, symmetric=False), projection),
-    "phi3": ("phi3", AWQ | {"group_size": 16}, awq(16), projection),
-    "mixtral": ("mixtral", FP8, fp8_scaled("_scale", False), lambda name: ".experts." in name),
+EVEN = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+PHI = {"hidden_size": 80, "intermediate_size": 96}
+TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callable[[str], bool]]] = {
+    "deepseek": ("deepseek_v3", {}, FP8 | {"weight_block_size": [16, 24]}, fp8_blocks(16, 24), projection),
+    "awq": ("llama", EVEN, AWQ | {"group_size": 32}, awq(32), projection),
+    "gptq": ("llama", EVEN, GPTQ | {"group_size": 32}, gptq(32, symmetric=False), projection),
+    "phi3": ("phi3 plain", PHI, AWQ | {"group_size": 16}, awq(16), projection),
+    "mixtral": ("mixtral", {}, FP8, fp8_scaled("_scale", False), lambda name: ".experts." in name),
 }
 
 
@@ -82,42 +85,43 @@ def test_tiny_models_are_read_to_the_bit(
     case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
-    model, method, pack, chosen = TINY_CASES[case]
-    equal_models(*quantise(read(shared("tiny", model)), tmp_path / "made", method, pack, chosen))
+    family, sizes, method, pack, chosen = TINY_CASES[case]
+    equal_models(*quantise(random_folder(family, sizes), tmp_path / "made", method, pack, chosen))
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 999])
 def test_mxfp4_is_read_to_the_bit(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
     folder = tmp_path / "made"
-    equal_models(*quantise(gpt_oss_folder(), folder, {"quant_method": "mxfp4"}, mxfp4, experts))
+    wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})  # blocks of 32 divide both
+    equal_models(*quantise(wide, folder, {"quant_method": "mxfp4"}, mxfp4, experts))
 
 
+@pytest.mark.extras
 def test_transformers_widens_mxfp4_alike(tmp_path: Path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
+    theirs: Any = import_module("transformers.integrations.mxfp4")
     w = np.random.default_rng(2).normal(0, 1, (3, 64, 10)).astype(np.float32)
     parts, exact = mxfp4("x", w)
     blocks, scales = (torch.tensor(parts["x" + part]) for part in ("_blocks", "_scales"))
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    np.testing.assert_array_equal(theirs.numpy(), exact)
+    found = theirs.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    np.testing.assert_array_equal(found.numpy(), exact)
 
 
 @pytest.mark.parametrize("block", [(32, 64), (7, 9)])
+@pytest.mark.extras
 def test_transformers_widens_fp8_alike(block: tuple[int, int]):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
-
+    theirs: Any = import_module("transformers.integrations.finegrained_fp8")
     parts, exact = fp8_blocks(*block)(
         "x", np.random.default_rng(2).normal(0, 1, (70, 100)).astype(np.float32)
     )
     codes = torch.tensor(parts["x"].view(np.uint8)).view(torch.float8_e4m3fn)
     scales = torch.tensor(parts["x_scale_inv"])
-    theirs = _dequantize_fp8_weight(codes, scales, list(block), torch.float32)
-    np.testing.assert_array_equal(theirs.numpy(), exact)
+    found = theirs._dequantize_fp8_weight(codes, scales, list(block), torch.float32)
+    np.testing.assert_array_equal(found.numpy(), exact)
 
 
 def test_what_is_quantised_says_the_same_text(tmp_path: Path):
@@ -130,7 +134,8 @@ def test_what_is_quantised_says_the_same_text(tmp_path: Path):
 
     def logits(folder: Path) -> np.ndarray:
         config, params = load(folder, jnp.float32)
-        return np.asarray(unembed(params, config, forward(params, config, tokens, places, causal)[0]))
+        run = jax.jit(lambda p: unembed(p, config, forward(p, config, tokens, places, causal)[0]))
+        return np.asarray(run(params))
 
     expected, found = logits(whole), logits(made)
     assert 0 < np.abs(found - expected).max() < 0.03 * np.abs(expected).max()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packers import LLAMA_CASES, experts, gpt_oss_folder, llama_folder, mxfp4, projection, quantise
+from packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection, quantise, random_folder
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
@@ -79,7 +79,8 @@ def stored(tmp_path_factory) -> dict[str, Path]:
         path = tmp_path_factory.mktemp("stored") / "made"
         made[case] = quantise(llama_folder(), path, *LLAMA_CASES[case], projection)[0]
     path = tmp_path_factory.mktemp("stored") / "made"
-    made["mxfp4"] = quantise(gpt_oss_folder(), path, {"quant_method": "mxfp4"}, mxfp4, experts)[0]
+    wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})
+    made["mxfp4"] = quantise(wide, path, {"quant_method": "mxfp4"}, mxfp4, experts)[0]
     return made
 
 
@@ -117,7 +118,7 @@ def test_pages_of_another_precision_have_other_names(params):
     roots = []
     for form in (None, "int8"):
         with LLM.from_params(CONFIG, params, quantization=form, **SMALL) as llm:
-            roots.append(llm._engine.scheduler.root)  # type: ignore[union-attr]
+            roots.append(llm.engine.scheduler.root)
     assert len(set(roots)) == 2 and None not in roots
 
 
@@ -186,6 +187,7 @@ def test_a_steps_bytes_are_those_of_the_codes_that_it_meets(params):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.extras
 def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(scheme: str):
     """Two layers of it, compiled for an H200; beside the tests of the same programs in test_targets.py."""
     try:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from duetto.sampling import sample as sampler
-from duetto.sampling.params import MAX_LOGPROBS, SamplingParams, knobs_row
+from duetto.sampling.checks import MAX_LOGPROBS
+from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample, score
 from duetto.sampling.state import commit, empty_state
 

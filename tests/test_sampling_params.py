@@ -10,6 +10,7 @@ from duetto.sampling.params import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_STOP_IDS,
+    RequestOutputKind,
     SamplingParams,
     fold_seed,
     knobs_row,
@@ -41,6 +42,7 @@ VLLM_DEFAULTS = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "detokenize": True,
+    "output_kind": RequestOutputKind.CUMULATIVE,
 }
 
 
@@ -85,8 +87,8 @@ def test_every_field_explains_itself():
         ({"min_tokens": -1}, "0 to max_tokens"),
         ({"min_tokens": 17}, "0 to max_tokens (16)"),
         ({"max_tokens": 0}, "1 or more"),
-        ({"logprobs": 21}, "0 to 20"),
-        ({"prompt_logprobs": -1}, "0 to 20"),
+        ({"logprobs": -2}, "0 or more, -1 for all"),
+        ({"prompt_logprobs": -2}, "0 or more, -1 for all"),
         ({"spaces_between_special_tokens": False}, "only True"),
     ],
 )
@@ -125,7 +127,9 @@ def test_wrong_types_are_refused_by_name(given, expected):
 def test_unknown_parameters_are_refused():
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="unknown sampling parameter 'temprature'; known are n, temperature"):
+    with pytest.raises(
+        TypeError, match="unknown sampling parameter 'temprature', did you mean 'temperature'"
+    ):
         SamplingParams.from_dict({"temprature": 1.0})
 
 

@@ -65,7 +65,7 @@ def bits(output: RequestOutput) -> list[tuple[int, bytes]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[tuple[int, bytes]]]:
     with LLM(**SIZES) as llm:
-        assert not llm._engine.classes.verify and "speculation" not in llm.report()
+        assert not llm.engine.classes.verify and "speculation" not in llm.report()
         return [
             bits(llm.generate(t, p, use_tqdm=False)[0])
             for t, p in itertools.islice(itertools.product(TEXTS, PARAMS), 9)
@@ -237,7 +237,7 @@ def test_the_controller_learns_step_times_and_what_is_accepted():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(**SIZES, speculative_config=config) as llm:
         results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
-        speculation, report = llm._engine.speculation, llm.report()
+        speculation, report = llm.engine.speculation, llm.report()
     controller = speculation.controller
     assert {rows for rows, _ in controller.times} == {1, 2, 3} and set(controller.ks) <= {0, 1, 3}
     assert any(time.measured > 1 for time in controller.times.values())

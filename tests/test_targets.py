@@ -71,6 +71,7 @@ def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
 
 
 @pytest.mark.parametrize("target, model, shape", MOST, ids=str)
+@pytest.mark.extras
 def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape: Shape):
     job = job_for(target_of(target), model)
     arguments, (ratio, temporaries) = abstract_arguments(job), MOST[target, model, shape]
@@ -98,6 +99,7 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
     check_in_place(facts(compile_for(job, shape, arguments)), job, arguments)
 
 
+@pytest.mark.extras
 def test_eight_gpus_share_the_heads():
     job = job_for(target_of("8xh200"))
     arguments = abstract_arguments(job)
@@ -110,6 +112,7 @@ def test_eight_gpus_share_the_heads():
     assert reduced.sent == pytest.approx(2 * 7 / 8 * reduced.bytes, abs=reduced.calls)
 
 
+@pytest.mark.extras
 def test_heads_that_do_not_divide_are_refused():
     job = dataclasses.replace(job_for(target_of("8xh200")), config=PRESETS["135m"])
     with pytest.raises(ValueError, match="9 heads cannot be split over 8 devices"):

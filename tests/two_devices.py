@@ -78,7 +78,7 @@ def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
         report, one_table = llm.report(), len(model.config.windows) == 1
         assert report["compilations"] == 0 and (report["preemptions"] > 0 or not one_table)
         assert pointers(llm.params) == before == pointers(params)
-        state = llm._engine._state
+        state = llm.engine._state
         for kind, pool in zip(model.config.layers, state.cache.k, strict=True):
             ways = 2 if isinstance(kind.mixer, GroupedQuery) else 1
             assert device_bytes(pool) * ways == nbytes(pool) and len(pool.sharding.device_set) == 2
@@ -163,7 +163,7 @@ def test_new_parameters_are_served_where_they_lie(tiny, mesh, alone):
 def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch):
     expected = alone(tiny)
     with LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL) as llm:
-        run, calls = llm._engine.programs.run, []
+        run, calls = llm.engine.programs.run, []
 
         def broken(*arguments):
             result = run(*arguments)
@@ -172,7 +172,7 @@ def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch
                 raise jax.errors.JaxRuntimeError("INTERNAL: failed")
             return result
 
-        monkeypatch.setattr(llm._engine.programs, "run", broken)
+        monkeypatch.setattr(llm.engine.programs, "run", broken)
         assert generated(llm) == expected and len(calls) > 3
         assert llm.report()["compilations"] == 0
 

@@ -1,26 +1,42 @@
 """duetto: large language models in JAX, as pure prefill and decode steps over a donated, paged KV cache."""
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .sampling.params import SamplingParams
-    from .serve.llm import LLM, Delta, Score
-    from .serve.outputs import CompletionOutput, Logprob, RequestOutput
+    from .engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from .engine.async_llm_engine import AsyncLLMEngine
+    from .engine.llm_engine import LLMEngine
+    from .inputs import PromptType, TextPrompt, TokensPrompt
+    from .sampling.params import BeamSearchParams, SamplingParams
+    from .serve.likelihood import LogLikelihood
+    from .serve.llm import LLM
+    from .serve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 
-__version__ = version("duetto")
-__all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams", "Score"]
+    __version__: str
+
+__all__ = [
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta", "EngineArgs", "LLMEngine",
+    "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
+]  # fmt: skip
 
 HOMES = {
-    "SamplingParams": ".sampling.params",
-    **dict.fromkeys(("LLM", "Delta", "Score"), ".serve.llm"),
-    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), ".serve.outputs"),
+    **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
+    "LLM": ".serve.llm",
+    "LogLikelihood": ".serve.likelihood",
+    **dict.fromkeys(("CompletionOutput", "Delta", "Logprob", "RequestOutput"), ".serve.outputs"),
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".engine.arg_utils"),
+    "LLMEngine": ".engine.llm_engine",
+    "AsyncLLMEngine": ".engine.async_llm_engine",
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), ".inputs"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported at their first use (PEP 562), so that `duetto --help` does not wait for jax."""
+    """Public names are imported at their first use (PEP 562), so that `duetto --help` does not wait for
+    jax."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("duetto")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(HOMES[name], __name__), name)

@@ -1,0 +1,70 @@
+"""What a checkpoint says of its use: the tokens that end a text, and its authors' sampling parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .families.fields import MAX_COUNT, shown
+from .folders import read_config_json, read_json
+from .tensors import CheckpointError
+
+# Fields of generation_config.json, and the parameters that they set.
+FIELDS = {
+    "temperature": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "max_new_tokens": ("max_tokens", int),
+    "skip_special_tokens": ("skip_special_tokens", bool),
+}
+KINDS = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a checkpoint says of its use: the tokens that end a text, and its authors' sampling parameters."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    sampling: dict[str, int | float | bool] = field(default_factory=dict)
+
+
+def generation_defaults(path: str | Path) -> GenerationDefaults:
+    """From `generation_config.json` and `config.json`: end tokens of both, the others of the first that
+    states them.
+
+    `sampling` holds the parameters that `generation_config.json` states; `do_sample` is not looked at, as in
+    vLLM. Raises CheckpointError for a value of the wrong type.
+    """
+    file, folder = Path(path) / "generation_config.json", Path(path)
+    own = read_json(file) if file.exists() else {}
+    stated = {file: own, folder / "config.json": read_config_json(folder)}
+    bos, eos = (
+        [i for at, raw in stated.items() for i in token_ids(at, raw, name)]
+        for name in ("bos_token_id", "eos_token_id")
+    )
+    sampling = {FIELDS[name][0]: own[name] for name in FIELDS if own.get(name) is not None}
+    for name, (parameter, kind) in FIELDS.items():
+        check_type(file, name, sampling.get(parameter), kind)
+    return GenerationDefaults(tuple(dict.fromkeys(eos)), bos[0] if bos else None, sampling)
+
+
+def check_type(file: Path, name: str, value: Any, kind: type) -> None:
+    allowed, words = KINDS[kind]
+    if value is not None and type(value) not in allowed:
+        raise CheckpointError(f"{file}: {name} is {shown(value)}, expected {words}")
+
+
+def token_ids(file: Path, raw: Mapping[str, Any], name: str) -> list[int]:
+    value = raw.get(name)
+    ids = value if isinstance(value, list) else [value] if value is not None else []
+    if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in ids):
+        raise CheckpointError(
+            f"{file}: {name} is {shown(value)}, expected a token id or a list of them, "
+            f"each at most {MAX_COUNT}"
+        )
+    return ids

@@ -1,0 +1,98 @@
+"""What each sampling parameter may be by itself, and the words in which anything else is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MAX_LOGPROBS = 20  # alternatives reported beside a token, unless an engine is started with more
+MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its own
+MAX_BIAS = 1e9  # size of a logit bias; masks are far beyond it
+MAX_TEMPERATURE = 1e6
+MAX_INT32 = 2**31 - 1
+MAX_REPETITION = 1e3  # and its inverse: float32 logits stay finite
+
+
+def plain(value: Any) -> Any:
+    """numpy scalars and arrays, sets and ranges as Python's own numbers and lists."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple, set, frozenset, range)):
+        return [plain(v) for v in value]
+    return value
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """The value as its field's type (an int becomes a float, a list a tuple); TypeError names the field."""
+    if name in ("logprobs", "prompt_logprobs") and value is True:
+        return 1  # as in vLLM
+    found = converted(name, value, kind)
+    if name == "stop" and isinstance(found, str):
+        return (found,)
+    return tuple(found) if isinstance(found, list) else found
+
+
+def converted(name: str, value: Any, kind: Any) -> Any:
+    if type(value) is kind:
+        return value
+    try:
+        return msgspec.convert(plain(value), kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"{name}={value!r}: {str(error).replace('Expected', 'expected', 1)}") from None
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def within(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: low <= value <= high
+
+
+def at_least(least: int, *others: Any) -> Callable[[Any], bool]:
+    return lambda value: value in others or value >= least
+
+
+def are_ids(ids: Any) -> bool:
+    return all(0 <= token <= MAX_INT32 for token in ids or ())
+
+
+# What a field may be by itself.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (within(1, MAX_N), f"1 to {MAX_N}"),
+    "temperature": (within(0, MAX_TEMPERATURE), f"0 (greedy) to {MAX_TEMPERATURE:g}"),
+    "top_k": (at_least(-1), "1 or more; 0 or -1 is off"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0, at most 1"),
+    "min_p": (within(0, 1), "0 to 1"),
+    "presence_penalty": (within(-2, 2), "-2 to 2"),
+    "frequency_penalty": (within(-2, 2), "-2 to 2"),
+    "repetition_penalty": (
+        within(1 / MAX_REPETITION, MAX_REPETITION),
+        f"{1 / MAX_REPETITION:g} to {MAX_REPETITION:g}; 1 is off",
+    ),
+    "seed": (lambda seed: seed is None or -(2**63) <= seed < 2**64, "a 64-bit integer"),
+    "max_tokens": (at_least(1, None), "1 or more, or None"),
+    "min_tokens": (at_least(0), "0 to max_tokens"),
+    "logprobs": (at_least(-1, None), "0 or more, -1 for all, or None"),
+    "prompt_logprobs": (at_least(-1, None), "0 or more, -1 for all, or None"),
+    "stop": (lambda stop: "" not in (stop or ()), "strings that are not empty"),
+    "bad_words": (lambda words: all(w.strip() for w in words or ()), "words that are not blank"),
+    "stop_token_ids": (are_ids, "token ids, 0 or more"),
+    "allowed_token_ids": (lambda ids: ids != () and are_ids(ids), "token ids, at least one, or None"),
+    "logit_bias": (are_ids, "token ids, 0 or more"),
+    "spaces_between_special_tokens": (lambda value: value, "only True is supported"),
+}
+
+
+def checked(name: str, value: Any, kind: Any) -> Any:
+    """A field's value as its type, if it is allowed. Raises TypeError or ValueError, naming the field."""
+    found = typed(name, value, kind)
+    if name == "seed" and found == -1:
+        return None
+    ok, allowed = RULES.get(name, (lambda _: True, ""))
+    require(ok(found), name, value, allowed)
+    for token, bias in found.items() if isinstance(found, dict) else ():
+        require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")
+    return found

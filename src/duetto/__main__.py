@@ -1,0 +1,23 @@
+"""The process `duetto`, also `python -m duetto`: what must be right before anything else is imported, then
+the command line."""
+
+import sys
+
+from .serve.interrupt import leave_on_interrupt
+from .serve.streams import keep_numbers
+
+
+def main() -> int:
+    """Run this process's command line and return its exit code (see `serve.cli.main`)."""
+    keep_numbers()
+    leave_on_interrupt()
+    from .serve.cli import main
+
+    try:
+        return main()
+    finally:
+        leave_on_interrupt()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

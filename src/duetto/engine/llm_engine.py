@@ -1,0 +1,73 @@
+"""`LLMEngine`: an `LLM` that is driven step by step, with vLLM's names and order of arguments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..sampling.params import SamplingParams
+from ..serve.intake import Prompt
+from ..serve.llm import LLM
+from ..serve.outputs import RequestOutput
+from ..serve.vllm_methods import check_neutral
+from .progress import Progress
+
+
+class LLMEngine:
+    """Requests are added and advanced by `step`; whatever else an `LLM` has, such as `reset_prefix_cache`, is its own."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._progress: dict[str, Progress] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "LLMEngine":
+        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without effect."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request for `step`; gives its id. Raises ValueError or TypeError for what is not allowed."""
+        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        progress = Progress(params.output_kind)
+        self.llm.add_request(prompt, params, request_id, priority)
+        self._progress[request_id] = progress
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Advance all requests by one step; gives those that have new tokens, as their `output_kind` says, or have ended."""
+        session, intake = self.llm._session, self.llm._intake
+        tickets = {ticket.id: ticket for ticket in session.step()}
+        reports = []
+        for id, progress in list(self._progress.items()):
+            ticket = tickets.get(id) or session.tickets.get(id)
+            if ticket and (report := progress.take(ticket, intake)):
+                reports.append(report)
+            if ticket is None or progress.ended:
+                del self._progress[id]
+        return reports
+
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests now; nothing more is reported of them. An unknown id is none."""
+        for id in [request_id] if isinstance(request_id, str) else request_id:
+            self._progress.pop(id, None)
+            if ticket := self.llm._session.tickets.get(id):
+                self.llm._session.drop([ticket])
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._progress)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._progress)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "llm":
+            raise AttributeError(name)
+        return getattr(self.llm, name)

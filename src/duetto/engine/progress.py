@@ -1,0 +1,40 @@
+"""What is reported of a request on its way: all so far, what is new, or only its end."""
+
+from dataclasses import dataclass, replace
+
+from ..sampling.params import RequestOutputKind
+from ..serve.intake import Intake
+from ..serve.outputs import CompletionOutput, RequestOutput
+from ..serve.ticket import Ticket
+
+
+@dataclass
+class Progress:
+    """How much of one request was reported. `kind` is its sampling parameters' `output_kind`."""
+
+    kind: RequestOutputKind
+    generated: int = 0  # tokens of all its completions
+    places: tuple[tuple[int, int], ...] = ()  # tokens and characters of each
+    ended: bool = False
+
+    def take(self, ticket: Ticket, intake: Intake) -> RequestOutput | None:
+        """The report that is due for a request as it stands, None where there is none; its end is reported once."""
+        before, self.generated = self.generated, sum(request.generated for request in ticket.requests)
+        new = self.kind is not RequestOutputKind.FINAL_ONLY and self.generated > before
+        if self.ended or not (new or ticket.finished):
+            return None
+        output, self.ended = intake.output(ticket), ticket.finished
+        if self.kind is not RequestOutputKind.DELTA:
+            return output
+        places = self.places or ((0, 0),) * len(output.outputs)
+        self.places = tuple((len(o.token_ids), len(o.text)) for o in output.outputs)
+        return replace(output, outputs=list(map(since, output.outputs, places)))
+
+
+def since(output: CompletionOutput, place: tuple[int, int]) -> CompletionOutput:
+    """What a completion has beyond so many tokens and characters."""
+    tokens, characters = place
+    logprobs = None if output.logprobs is None else output.logprobs[tokens:]
+    return replace(
+        output, text=output.text[characters:], token_ids=output.token_ids[tokens:], logprobs=logprobs
+    )

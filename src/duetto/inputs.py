@@ -1,0 +1,28 @@
+"""Prompts as mappings, under the names of `vllm.inputs`."""
+
+from typing import Any, NotRequired, TypedDict
+
+
+class Beside(TypedDict):
+    """What a prompt of text has no use for: accepted where it asks for nothing."""
+
+    multi_modal_data: NotRequired[None]
+    mm_processor_kwargs: NotRequired[None]
+    multi_modal_uuids: NotRequired[None]
+    cache_salt: NotRequired[None]
+
+
+class TextPrompt(Beside):
+    """A prompt as text, which the model's tokenizer encodes."""
+
+    prompt: str
+
+
+class TokensPrompt(Beside):
+    """A prompt as token ids; `prompt`, its text, is only repeated in the result."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | dict[str, Any]

@@ -1,0 +1,5 @@
+"""The names of `vllm.logprobs`."""
+
+from .serve.outputs import Logprob
+
+__all__ = ["Logprob"]

@@ -1,0 +1,1 @@
+"""Modules under the names that they have in vLLM."""

@@ -1,0 +1,212 @@
+"""Against material that lies beside developers' clones and is not ours to ship, or too large: `pytest tests/material.py`.
+
+A real model and what llama2.c says with it, real tokenizers and chat templates, and larger checkpoints of the families with
+what Transformers computed of them.
+"""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece as spm
+from test_convert import same_tensors
+from test_engine_parity import log_softmax
+from tokenizers import Tokenizer as Backend
+
+from duetto import LLM, SamplingParams
+from duetto.checkpoints.huggingface import load
+from duetto.model.attention import causal
+from duetto.model.config import ModelConfig
+from duetto.model.layers import normalise
+from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
+from duetto.serve.chat import ChatTemplateError, render_chat
+from duetto.serve.convert import convert
+from duetto.serve.text import Detokenizer
+from duetto.serve.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.extras
+
+DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+TINY, STORIES, GPT2 = DATA / "tiny", DATA / "stories260K", DATA / "tokenizers" / "gpt2"
+LENGTH = 80  # all prompts and their continuations fit: one compilation a model
+NAMES = [
+    "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3",
+    "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2",
+]  # fmt: skip
+ALL = [*NAMES, "llama3_bf16_sharded"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)
+
+
+def tolerance(name: str) -> float:
+    """Of logits: the two forms of GELU differ by 2e-3."""
+    return 5e-4 if name.startswith(("gemma", "gpt2")) else 1e-3
+
+
+def cases(folder: Path) -> list[dict]:
+    return json.loads((folder / "golden.json").read_text())["cases"]
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    stream = Detokenizer(tokenizer)
+    return "".join(stream.push([i]) for i in ids) + stream.finish()
+
+
+# ------------------------------------------------------------ models
+
+
+@partial(jax.jit, static_argnums=1)
+def run(params: Decoder, config: ModelConfig, tokens: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """Logits [T,V], and hidden values [1,T,D] of the embedding and after each layer, the last one normed."""
+    positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+    hidden, _ = forward(params, config, tokens[None], positions, causal)
+    states = [embed(params, config, tokens[None], positions)]
+    for i, turn in enumerate(turns(config, positions, jnp.array([LENGTH]))):
+        x, _ = layer(params.layers[i], config.layers[i], config, states[-1], turn, causal, None, i)
+        states.append(x)
+    states[-1] = normalise(states[-1], params.norm, config.norm)
+    return unembed(params, config, hidden)[0], states
+
+
+def outputs(params: Decoder, config: ModelConfig, ids: list[int]):
+    """The same for some tokens; what pads them lies behind and is not seen."""
+    tokens = np.zeros(LENGTH, np.int32)
+    tokens[: len(ids)] = ids
+    return run(params, config, tokens)
+
+
+def assert_greedy(logits: jax.Array, case: dict, count: int) -> None:
+    """Each token of the golden continuation is the likeliest after those before it."""
+    start = len(case["prompt_ids"]) - 1
+    found = np.asarray(logits)[start : start + count].argmax(-1)
+    assert found.tolist() == case["greedy_ids"][:count]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_greedy_tokens_and_hidden_values(name):
+    config, params = load(TINY / name, jnp.float32)
+    for case in cases(TINY / name):
+        logits, states = outputs(params, config, case["prompt_ids"] + case["greedy_ids"])
+        assert_greedy(logits, case, 24)
+        last = len(case["prompt_ids"]) - 1
+        np.testing.assert_allclose(
+            np.asarray(logits)[last], case["last_logits"], atol=tolerance(name), rtol=0
+        )
+        found = np.stack([np.asarray(state)[0, last, :8] for state in states])
+        np.testing.assert_allclose(found, case["hidden_last_pos_first8"], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_styles_of_configuration_say_the_same(name, tmp_path):
+    """Equal configurations and equal parameters are equal in all that follows."""
+    source = TINY / name
+    folder = Path(shutil.copytree(source, tmp_path / name, copy_function=shutil.copyfile))
+    shutil.copyfile(source / "config_v5.json", folder / "config.json")
+    (config, params), (expected, same) = load(folder, jnp.float32), load(source, jnp.float32)
+    assert config == expected
+    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("i", [0, 3, 7, 11])
+def test_a_trained_model_tells_the_same_story(i):
+    config, params = load(STORIES)
+    case = cases(STORIES)[i]
+    logits, _ = outputs(params, config, case["prompt_ids"] + case["greedy_ids"][:24])
+    found = np.asarray(logits)[len(case["prompt_ids"]) - 1]
+    np.testing.assert_allclose(found, case["prompt_last_logits"], atol=1e-3, rtol=0)
+    assert_greedy(logits, case, 24)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_engine_equals_transformers(name):
+    """Pages of 16 tokens, so that a window of 16 leaves pages behind, and a prompt of 50 in two chunks."""
+    golden = cases(TINY / name)
+    options = {"max_num_seqs": 4, "max_prefill_tokens": 40, "page_size": 16, "compilation_cache": None}
+    with LLM(TINY / name, dtype="float32", max_model_len=80, **options) as llm:
+        outputs = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
+        again = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
+        assert llm.engine.tables.occupancy == 0
+    for case, output in zip(golden, outputs, strict=True):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == case["greedy_ids"]
+        expected = log_softmax(case["last_logits"])
+        for token, found in completion.logprobs[0].items():
+            assert abs(found.logprob - expected[token]) < tolerance(name)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
+    assert sum(o.num_cached_tokens for o in again) > 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_family_there_and_back(name, tmp_path):
+    convert(TINY / name, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", "huggingface")
+    ahead = "model.layers.3." if name == "deepseek_v3" else "no such name"
+    assert same_tensors(TINY / name, tmp_path / "b", ahead)
+
+
+# ------------------------------------------------------------ tokenizers and chat templates
+
+
+@pytest.mark.parametrize(
+    ("folder", "golden"),
+    [(GPT2, "golden"), (DATA / "tokenizers" / "phi3", "golden"), (STORIES, "tokenizer_golden")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_real_tokenizers_golden_ids(folder, golden):
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    for case in json.loads((folder / f"{golden}.json").read_text()):
+        assert tokenizer.encode(case["text"], add_special_tokens=folder == STORIES) == case["ids"], case[
+            "text"
+        ]
+        assert tokenizer.decode(case["ids"], True) == case["decoded"] == streamed(tokenizer, case["ids"])
+
+
+def test_a_real_llama_model_has_the_ids_of_its_tokenizer_json(tmp_path):
+    """Except where that keeps spaces that the model says to remove; of a text's own "▁" only one is taken for such a space."""
+    shutil.copy(STORIES / "tokenizer.model", tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours is not None
+    theirs = spm.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for case in json.loads((STORIES / "tokenizer_golden.json").read_text()):
+        ids = ours.encode(case["text"])
+        assert ids == [1, *theirs.encode(case["text"])]
+        assert ours.decode(ids, True) == streamed(ours, ids)
+        assert ours.decode(ids, True) == theirs.decode(ids) or case["text"].startswith("▁")
+        kept = case["text"] == case["text"].strip(" ▁") and "  " not in case["text"]
+        assert not kept or (ids, ours.decode(ids, True)) == (case["ids"], case["decoded"])
+
+
+def test_gpt2s_two_files_are_its_tokenizer_json(tmp_path):
+    whole = json.loads((GPT2 / "tokenizer.json").read_text())["model"]
+    pairs = [" ".join(pair) if isinstance(pair, list) else pair for pair in whole["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n")
+    ours, theirs = Tokenizer.from_folder(tmp_path), Backend.from_file(str(GPT2 / "tokenizer.json"))
+    assert ours is not None
+    assert (ours.eos_token, ours.eos_token_id) == ("<|endoftext|>", whole["vocab"]["<|endoftext|>"])
+    for case in json.loads((GPT2 / "golden.json").read_text()):
+        text = case["text"] + "<|endoftext|>" + case["text"]
+        assert ours.encode(case["text"]) == case["ids"]
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(case["ids"], True) == case["decoded"] == streamed(ours, case["ids"])
+
+
+def test_real_chat_templates_are_rendered_as_transformers_renders_them():
+    folder = DATA / "chat_templates"
+    golden = json.loads((folder / "golden.json").read_text())
+    for name, expected in golden["rendered"].items():
+        model, case, generate = name.split("|")
+        given = golden["cases"][case]
+        options = {"tools": given.get("tools"), "date_string": golden["date_string"]}
+        options |= {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": generate == "gen"}
+        try:
+            text = render_chat((folder / f"{model}.jinja").read_text(), given["messages"], **options)
+        except ChatTemplateError as error:
+            text = {"error": str(error).removeprefix("the chat template failed: ")}
+        assert text == expected, name

@@ -1,0 +1,104 @@
+"""Masks and large biases: what is forbidden is never drawn, and what is left is drawn as the model says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto.sampling.params import SamplingParams, knobs_row
+from duetto.sampling.sample import sample
+from duetto.sampling.state import admit, dense_bias, empty_state, load_history, needs_history
+from duetto.serve.intake import Intake
+from duetto.serve.options import EngineOptions
+
+V, EOS, DRAWS = 12, 2, 200
+LOGITS = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)
+enter, look_back, draw = (jax.jit(f) for f in (admit, load_history, sample))
+
+
+def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple = ()) -> list[int]:
+    """Tokens for one request at DRAWS positions, each after the same tokens, from the same logits."""
+    knobs = knobs_row(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=bad_words)
+    state = enter(empty_state(1, V), np.int32(0), knobs)
+    if needs_history(params):
+        tokens = np.zeros(16, np.int32)
+        tokens[: 1 + len(output)] = [0, *output]
+        lengths = np.int32(1), np.int32(1 + len(output))
+        state = look_back(state, np.int32(0), tokens, *lengths, dense_bias(params, V, bad_words))
+    position = jnp.arange(DRAWS, dtype=jnp.int32) + 1 + len(output)
+    logits = jnp.broadcast_to(LOGITS, (DRAWS, V))
+    found = draw(logits, position, jnp.zeros(DRAWS, jnp.int32), jnp.ones(DRAWS, bool), state)
+    return found.token.tolist()
+
+
+def intake() -> Intake:
+    return Intake(V, 64, EngineOptions(), Words(), (EOS,))
+
+
+class Words:
+    """A tokenizer of one token a word: the word itself is its id."""
+
+    eos_token_id = EOS
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [EOS, 7], "stop_token_ids": [7]},
+        {"allowed_token_ids": [EOS, 7], "bad_words": ["7"]},
+        {"bad_words": [str(i) for i in range(V) if i != EOS]},
+    ],
+)
+def test_a_request_of_which_only_an_early_end_is_left_is_refused(given):
+    with pytest.raises(ValueError, match=r"min_tokens=4 is not allowed.*leave only tokens that end"):
+        intake().ticket("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
+    intake().ticket("a", [1], SamplingParams(detokenize=False, **given))
+    intake().ticket("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
+
+
+@pytest.mark.parametrize("words", [["3", "12"], ["4 12"], ["12 4"]])
+def test_a_bad_word_beyond_the_vocabulary_is_refused(words):
+    with pytest.raises(ValueError, match=r"bad_words=.*token id 12: the vocabulary's ids are 0..11"):
+        intake().ticket("a", [1], SamplingParams(bad_words=words, detokenize=False))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_that_is_not_allowed_is_drawn_where_a_bad_word_bans_the_rest(temperature):
+    """After its first token, the allowed one would end the bad word."""
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[5], bad_words=["5 5"], min_tokens=9)
+    assert set(drawn(params, (5,), ((5, 5),))) == {5}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_comes_early_before_a_bad_word_is_ended(temperature):
+    params = SamplingParams(
+        temperature=temperature, allowed_token_ids=[5, EOS], bad_words=["5 5"], min_tokens=9
+    )
+    assert set(drawn(params, (5,), ((5, 5),))) == {EOS}
+
+
+@pytest.mark.parametrize("size", [-1e9, -1e5, 1e9])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_large_bias_on_all_tokens_changes_nothing(temperature, size):
+    plain = SamplingParams(temperature=temperature)
+    biased = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(V), size))
+    assert drawn(biased) == drawn(plain)
+
+
+@pytest.mark.parametrize("bias", [{3: 1e9, 7: 1e9}, {i: -1e9 for i in range(V) if i not in (3, 7)}])
+def test_large_biases_leave_the_rest_to_the_model(bias):
+    allowed = SamplingParams(allowed_token_ids=[3, 7])
+    assert drawn(SamplingParams(logit_bias=bias)) == drawn(allowed)
+    assert set(drawn(allowed)) == {3, 7}
+
+
+def test_large_biases_beside_an_end_that_is_too_early():
+    """All but the end are lowered alike, and the end must not come yet."""
+    bias = {i: -1e9 for i in range(V) if i != EOS}
+    held = drawn(SamplingParams(logit_bias=bias, min_tokens=16))
+    assert held[:15] == drawn(SamplingParams(bad_words=["2"]), (), ((EOS,),))[:15]
+    assert EOS not in held[:15]

@@ -1,0 +1,97 @@
+"""Scripts in the shape of vLLM's offline examples run as they are: each is a program of its own, over the shipped model."""
+
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from duetto.serve import llm as api
+from duetto.serve import loading
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "vllm_scripts"
+
+# What each prints, line by line, among other things.
+SAYS = {
+    "async_streaming": ["paused: True", "stream-0 finished: '.*'", "stream-2 finished: '.*'", "as if alone: True"],
+    "basic": [r"'import os\\n' -> .* \((length|stop)\)", r"'for line in' -> .*"],
+    "beam_search": ["3 beams, best first: True", "3 beams, best first: True"],
+    "chat": [r"prompt '.*Reverse it.*', reply '", r"prompt '# system: You write Python\..*', reply '"],
+    "default_sampling_params": [r"\d tokens, ", "unchanged None 6"],
+    "engine_args_cli": [r"def f\( .* [1-5]$", "class A .* [1-5]$"],
+    "engine_seed": ["different draws: True", "same engine seed: True another: False"],
+    "llm_engine": [
+        r"request 0 ended: \['",
+        r"request 2 ended: \['.*', '.*'\]",
+        "pieces of the last: 4 tokens, at most one each: True",
+        "took fewer steps than tokens: True",
+    ],
+    "logprobs": [
+        r"rank 1: \{",
+        r"prompt: (\d+) of \d+ scored",
+        "sum is cumulative_logprob: True",
+        "whole vocabulary: 2048 1.0",
+    ],
+    "metrics": [
+        "in order: True 5",
+        r"vllm:generation_tokens \(counter\) = 10",
+        r"vllm:time_to_first_token_seconds \(histogram\) of 2, \d+ buckets",
+    ],
+    "neutral_options": ["refused: unknown option 'max_model_length', did you mean 'max_model_len'"],
+    "params_per_prompt": [r"while True: \['.*', '.*'\]", "as if alone: True"],
+    "prefix_caching": [
+        r"cached tokens: \[(?!0, 0)",
+        "same answers: True",
+        "forgotten: True",
+        "cached afterwards: 0",
+    ],
+    "profile": [r"\['.*', '.*'\]", "files: True"],
+    "quantization": ["'", "refused: quantization='bitsandbytes' is not allowed"],
+    "reproducibility": ["another order: True", "alone: True", "another engine: True"],
+    "sleep_mode": ["sleeping: True", "as before: True", "sleeping: True", "as before: True"],
+    "spec_decode_ngram": ["same tokens: True", r"vllm:spec_decode_num_draft_tokens [1-9]"],
+    "stop_strings": ["stopped: stop True True", "kept: True", "token: stop True", "banned: True"],
+    "streaming": ["whole: True"],
+    "tokens_prompt": [r"same: True \['def add.*', None, 'as named'\]", "ids: True True", "chat: True"],
+}  # fmt: skip
+ARGUMENTS = {
+    "engine_args_cli": "--max_model_len 128 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 --temperature 0"
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> Iterator[None]:
+    """Programs are compiled once for all scripts, and the weights read once: else each script's start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "Programs", shared(loading.Programs))
+        patch.setattr(api, "load_folder", cache(loading.load_folder))
+        patch.chdir(ROOT)
+        yield
+
+
+def shared(make):
+    """A constructor that gives what it has made of the same arguments before."""
+    made = {}
+
+    def programs(config, params, sizes, shapes, phases):
+        leaves = tuple(map(str, loading.jax.tree.leaves(loading.jax.tree.map(lambda x: x.aval, params))))
+        steps = tuple(sorted((name, repr(step)) for name, step in phases.items()))
+        key = config, leaves, sizes, tuple(shapes), steps
+        if key not in made:
+            made[key] = make(config, params, sizes, shapes, phases)
+        return made[key]
+
+    return programs
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py")))
+def test_script(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, "").split()])
+    runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    lines = iter(capsys.readouterr().out.splitlines())
+    for pattern in SAYS[name]:
+        assert any(re.match(pattern, line) for line in lines), f"no line is {pattern!r}, or not in this order"
