@@ -1,4 +1,5 @@
-"""What a start is doing, on standard error: one line that is rewritten on a terminal, a few plain lines elsewhere.
+"""What a start is doing, on standard error: one line that is rewritten on a terminal or in a notebook, a few plain
+lines elsewhere.
 
 `shown(False)` silences it for whatever runs inside. A standard error that is closed is no error.
 """
@@ -57,7 +58,7 @@ class Line:
         self.what, self.total, self.done, self.shown = what, total, 0, shown
         self.due = time.monotonic() + patience  # when to tell next
         self.told = -1  # how many were done then
-        self.rewritten = is_terminal()
+        self.rewritten = is_rewritable()
         self.lock = threading.Lock()
 
     def advance(self, result: T) -> T:
@@ -74,7 +75,7 @@ class Line:
                 return
             self.told, self.due = self.done, now + (0 if self.rewritten else EVERY)
             text = f"duetto: {self.what}: {self.done}/{self.total}"
-            write(f"\r{text}\x1b[K" if self.rewritten else f"{text}\n")
+            write(f"\r{text}" if self.rewritten else f"{text}\n")
 
     def end(self) -> None:
         self.tell(last=True)
@@ -82,9 +83,9 @@ class Line:
             write("\n")
 
 
-def is_terminal() -> bool:
+def is_rewritable() -> bool:
     with suppress(AttributeError, ValueError):  # there is none, or it is closed
-        return sys.stderr.isatty()
+        return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
     return False
 
 

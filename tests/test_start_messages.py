@@ -47,9 +47,13 @@ def test_plain_lines_go_on_while_a_stage_does(monkeypatch):
     assert [line[-3:] for line in log.getvalue().splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
 
 
-def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
-    tell(monkeypatch, log := Terminal())
-    assert log.getvalue() == "".join(f"\rduetto: compiling: {i}/3\x1b[K" for i in range(4)) + "\n"
+Notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_a_terminal_or_notebook_has_one_line_that_is_rewritten(monkeypatch, kind):
+    tell(monkeypatch, log := kind())
+    assert log.getvalue() == "".join(f"\rduetto: compiling: {i}/3" for i in range(4)) + "\n"
 
 
 @pytest.mark.parametrize("total, patience", [(0, 0.0), (3, 60.0)])
@@ -79,7 +83,7 @@ def test_a_stage_that_fails_ends_its_line(monkeypatch):
     with pytest.raises(KeyboardInterrupt), progress.stage("compiling", 3) as done:
         done(0)
         raise KeyboardInterrupt
-    assert log.getvalue().endswith("1/3\x1b[K\n")
+    assert log.getvalue().endswith("1/3\n")
 
 
 def test_threads_count_together(monkeypatch):
