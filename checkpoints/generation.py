@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .families.fields import MAX_COUNT, shown
+from ..refusals import shown
+from .families.fields import MAX_COUNT
 from .folders import read_config_json, read_json
 from .tensors import CheckpointError
 

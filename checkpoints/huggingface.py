@@ -20,10 +20,10 @@ from ..model.config import ModelConfig
 from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
+from ..refusals import shown
 from .codes import keep
 from .families import FAMILIES, UNSUPPORTED, llama
 from .families.family import Family
-from .families.fields import shown
 from .folders import read_config_json
 from .placement import Group, groups
 from .quantised import check_config, sources

@@ -21,7 +21,7 @@ from ..model.quant import Quantised
 from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, is_spec, paths
-from .families.fields import shown
+from ..refusals import shown
 from .folders import files, read_json
 from .huggingface import known_dtype, placement, read_config
 from .tensors import CheckpointError

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from .folders import read_config_json
+from .tensors import CheckpointError
 
 
 @contextmanager
@@ -25,4 +26,7 @@ def overridden(folder: Path, changes: Mapping[str, Any] | None) -> Iterator[Path
             if file.name != "config.json":
                 Path(own, file.name).symlink_to(file.resolve())
         Path(own, "config.json").write_text(json.dumps(raw))
-        yield Path(own)
+        try:
+            yield Path(own)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(own, f"{folder}")) from error

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from .families.fields import flag, integer, only, shown, value
+from ..refusals import shown
+from .families.fields import flag, integer, only, value
 from .formats import BlockScaled, Held, Mxfp4, PackedWeight, Packing
 from .tensors import CheckpointError, Source, Tensor
 

@@ -3,8 +3,8 @@
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..refusals import shown
 from .families.family import Family
-from .families.fields import shown
 from .folders import read_json
 from .kinds import without
 from .tensors import CheckpointError, Tensor, contents

@@ -1,13 +1,12 @@
-"""Names and values that scripts for vLLM give: the nearest known name of one that is none, and values that ask for nothing."""
+"""Sampling parameters that scripts for vLLM give and that ask for nothing here."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from ..refusals import Table, check_neutral, unknown
+
 T = TypeVar("T")
-Table = Mapping[str, tuple[Any, ...]]
 
 # Sampling parameters that are not here, and their values that ask for nothing; the first is what reading one gives.
 NEUTRAL: Table = {
@@ -32,30 +31,6 @@ NEUTRAL: Table = {
     "length_penalty": (1.0, 1),
     "early_stopping": (False,),
 }
-
-
-def among(value: Any, allowed: Iterable[Any]) -> bool:
-    """Whether a value is one of the allowed; values of other types are not compared."""
-    return any(value is x or (isinstance(value, type(x)) and value == x) for x in allowed)
-
-
-def unknown(what: str, name: str, known: Collection[str], also: Collection[str] = ()) -> str:
-    """The sentence that refuses a name, with the nearest of those that are known, or understood `also`."""
-    near = get_close_matches(name, [*known, *also], n=1, cutoff=0.6)
-    hint = f", did you mean {near[0]!r}?" if near else ";"
-    return f"unknown {what} {name!r}{hint} known are {', '.join(known)}"
-
-
-def check_neutral(name: str, value: Any, table: Table) -> None:
-    """Raise ValueError where a value asks for something that is not here."""
-    if not among(value, table[name]):
-        allowed = " or ".join(map(repr, table[name]))
-        raise ValueError(f"{name}={shown(value)} is not supported: only {allowed}")
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def known_names(cls: type[T]) -> type[T]:

@@ -13,8 +13,9 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from ..model.tree import pytree
+from ..refusals import check_neutral, unknown
 from .checks import MAX_INT32, MAX_N, MAX_TEMPERATURE, checked, converted, require
-from .names import NEUTRAL, check_neutral, known_names, unknown
+from .names import NEUTRAL, known_names
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited

@@ -79,6 +79,7 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
         return Model(
             args.model or "demo", *read_folder(origin.model, dtype, device, options.quantization), options
         )
+    options.require_unstored("a shape has no checkpoint")
     config, chosen = PRESETS[args.shape], jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)

@@ -25,6 +25,7 @@ def convert(
     dtype: str = "auto",
     quantization: str | None = None,
     revision: str | None = None,
+    download_dir: str | Path | None = None,
 ) -> None:
     """Write the model of a folder or of an id on the hub as another folder; no accelerator is needed.
 
@@ -39,7 +40,7 @@ def convert(
             f"quantization is {quantization!r}, expected one of {', '.join(filter(None, FORMS))}"
         )
     require_free(target)
-    source = resolve(source, revision)
+    source = resolve(source, revision, download_dir=download_dir)
     quantization = stored_form(source, quantization)
     config, params = read_folder(source, dtype_name(dtype), jax.local_devices(backend="cpu")[0], quantization)
     with fresh(target) as folder:
@@ -72,6 +73,7 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a Hugging Face or an Orbax folder, or an id on the hub")
     parser.add_argument("target", help="a folder that does not exist yet, or is empty")
     parser.add_argument("--revision", help="branch, tag or commit of an id")
+    parser.add_argument("--download-dir", help="where models of the hub are kept (default: the hub's cache)")
     parser.add_argument("--format", choices=FORMATS, default="orbax", help="what to write (default: orbax)")
     parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     parser.add_argument(
@@ -80,5 +82,6 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    convert(args.source, args.target, args.format, args.dtype, args.quantization, args.revision)
+    names = "source", "target", "format", "dtype", "quantization", "revision", "download_dir"
+    convert(*(vars(args)[name] for name in names))
     return 0

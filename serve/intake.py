@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..refusals import shown
 from ..sampling.params import SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ..sampling.state import check_choice
 from .options import EngineOptions
@@ -261,9 +262,3 @@ def token_ids(prompt: Any) -> list[int]:
             f"a prompt is a string, token ids, or a mapping with one of them, not {shown(prompt)}"
         )
     return [int(t) for t in ids]
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

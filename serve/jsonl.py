@@ -13,9 +13,10 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
+from ..refusals import among, nearest
 from ..sampling.params import SamplingParams
 from .chat import ChatTemplateError, check_messages
-from .openai_fields import HARMLESS, NEUTRAL, is_among, nearest
+from .openai_fields import HARMLESS, NEUTRAL
 
 Form = Literal["plain", "completion", "chat"]
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
@@ -141,7 +142,7 @@ def decode(line: RawLine, limit: int) -> dict[str, Any]:
     if line.text.count(b"[") + line.text.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise too_deep()
     if not isinstance(value, dict):
-        raise LineError("invalid_line", f"the line must be a JSON object, not {shown(value)}")
+        raise LineError("invalid_line", f"the line must be a JSON object, not {as_json(value)}")
     return value
 
 
@@ -227,7 +228,7 @@ def _asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]
     for name, value in given.items():
         if name in NEUTRAL and name not in known | others:
             allowed = " or ".join(json.dumps(x) for x in NEUTRAL[name])
-            _require(is_among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
+            _require(among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
         elif name not in HARMLESS | others:
             fields[name] = value
     return fields
@@ -237,8 +238,9 @@ def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]
     """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
     fields = _asking(body, BODY, others)
     for name in (name for name in fields if name not in BODY):
-        near = nearest(name[:60], BODY | others)
-        raise LineError("invalid_request", f"{name[:60]} is not supported in a body{near}")
+        near = nearest(name, BODY | others)
+        hint = f"; did you mean {near}?" if near else ""
+        raise LineError("invalid_request", f"{name[:60]} is not supported in a body{hint}")
     return fields
 
 
@@ -249,7 +251,7 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = body["max_completion_tokens"]
     wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
     _require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
-    _require(wanted or is_among(top, (0,)), "top_logprobs", top, "only with logprobs true")
+    _require(wanted or among(top, (0,)), "top_logprobs", top, "only with logprobs true")
     return fields | ({"logprobs": top} if wanted else {})
 
 
@@ -289,7 +291,7 @@ def _prompt(name: str, value: Any) -> str | list[int]:
 
 def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
     if not ok:
-        raise LineError("invalid_request", f"{name}={shown(value)} is not allowed: {allowed}")
+        raise LineError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}")
 
 
 def encodable(text: str) -> str:
@@ -297,7 +299,7 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def shown(value: Any) -> str:
+def as_json(value: Any) -> str:
     """A value for a message, cut short."""
     if isinstance(value, (list, dict)):
         kind = "a list" if isinstance(value, list) else "an object"

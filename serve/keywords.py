@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ..sampling.names import among, shown, unknown
+from ..refusals import check_neutral, unknown
 from .neutral import EFFECTLESS, VALUES
 from .options import EngineOptions
 
@@ -33,7 +33,7 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     for name, value in given.items():
         ours = OTHER_NAMES.get(name, name)
         if ours not in types:
-            check_neutral(name, value, types)
+            check_keyword(name, value, types)
         elif value is None:
             continue
         elif ours in options:
@@ -43,7 +43,7 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     return EngineOptions(**options)
 
 
-def check_neutral(name: str, value: Any, options: Iterable[str]) -> None:
+def check_keyword(name: str, value: Any, options: Iterable[str]) -> None:
     """Raise unless a keyword for vLLM asks for nothing that is not done here."""
     if name not in VALUES and name not in EFFECTLESS:
         raise TypeError(
@@ -54,10 +54,8 @@ def check_neutral(name: str, value: Any, options: Iterable[str]) -> None:
                 also=[*OTHER_NAMES, *VALUES],
             )
         )
-    allowed = VALUES.get(name)
-    if value is not None and allowed is not None and not among(value, allowed):
-        only = " or ".join(map(repr, allowed)) or "None"
-        raise ValueError(f"{name}={shown(value)} is not supported: only {only}")
+    if value is not None and name in VALUES:
+        check_neutral(name, value, VALUES)
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:

@@ -25,7 +25,7 @@ from .loading import keep_compiled, load_folder, require_arrays, start_engine
 from .options import EngineOptions
 from .origin import NONE, Origin, ending
 from .outputs import Delta, RequestOutput
-from .progress import shown
+from .progress import telling
 from .session import Session
 from .threads import in_threads
 from .ticket import Ticket
@@ -68,7 +68,7 @@ class LLM:
         where = {"download_dir": download_dir, "token": hf_token}
         origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions, **where)
         chosen = origin.settled(chosen, **where)
-        with shown(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
+        with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
             config, params, defaults = load_folder(
                 folder, dtype, mesh, chosen.quantization, chosen.load_format
             )
@@ -143,7 +143,7 @@ class LLM:
         smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's other arguments only
         neutral values are allowed. Raises before anything is run if a prompt or parameter is not allowed.
         """
-        vllm_methods.check_neutral(
+        vllm_methods.check_all(
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -168,7 +168,7 @@ class LLM:
 
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        vllm_methods.check_neutral(chat_template_content_format=chat_template_content_format)
+        vllm_methods.check_all(chat_template_content_format=chat_template_content_format)
         prompts = self._conversations(
             messages,
             chat_template=chat_template,

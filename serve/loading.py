@@ -28,7 +28,7 @@ from .draft import host_drafter
 from .engine import Engine
 from .guides import read_beside
 from .hostmemory import keep_freed
-from .options import STORED, EngineOptions
+from .options import EngineOptions
 from .programs import Arguments, Programs
 from .scheduler import Limits
 from .shapes import can_share, least_row, table
@@ -165,7 +165,7 @@ def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Deco
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for others."""
-    with progress.shown(options.use_tqdm_on_load):
+    with progress.telling(options.use_tqdm_on_load):
         engine = warm_engine(config, params, options)
     jaxcache.seal()
     return engine
@@ -173,10 +173,7 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
 
 def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     require_arrays(params)
-    if options.quantization in STORED:
-        raise ValueError(
-            f"quantization={options.quantization!r} says how a checkpoint is stored, these are parameters"
-        )
+    options.require_unstored("these are parameters")
     params = in_form(params, options.quantization, params.embed.dtype)
     device = next(iter(params.embed.devices()))
     if device.platform == "cpu":

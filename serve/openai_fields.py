@@ -3,9 +3,7 @@
 A field or a value that would change the answer is in neither table, and is refused.
 """
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
-from typing import Any
+from ..refusals import Table
 
 # Who asks, how it is filed, cached or hurried: no value changes the text.
 HARMLESS = frozenset(
@@ -26,7 +24,7 @@ HARMLESS = frozenset(
 
 # Fields that are understood only as far as they ask for nothing, with the values that do. Without tools there is
 # no call to choose or to parallelise, without a parser of reasoning all of a text is included.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Table = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
     "continue_final_message": (False,),
@@ -51,14 +49,3 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
-
-
-def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """Whether a value is one of the allowed; true is not 1, though 1.0 is."""
-    return any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in allowed)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses a name: the known one that is most like it."""
-    near = get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""

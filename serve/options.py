@@ -126,6 +126,11 @@ class EngineOptions:
                 f"max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
             )
 
+    def require_unstored(self, what: str) -> None:
+        """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""
+        if self.quantization in STORED:
+            raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {what}")
+
     @cached_property
     def speculation(self) -> SpeculativeConfig:
         return SpeculativeConfig.from_dict(self.speculative_config)

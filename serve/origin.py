@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoints.folders import read_config_json
 from ..checkpoints.generation import GenerationDefaults
 from ..checkpoints.hub import resolve
+from ..checkpoints.overrides import overridden
 from ..checkpoints.tensors import CheckpointError
 from ..sampling.params import MAX_STOP_IDS
 from .guides import find
@@ -71,7 +72,8 @@ class Origin:
         draft, config = options.speculation.model, options.speculative_config
         if draft is not None and isinstance(config, Mapping):
             config = {**config, "model": str(find(draft, **where))}
-        form = stored_form(self.model, options.quantization)
+        with overridden(self.model, options.hf_overrides) as folder:
+            form = stored_form(folder, options.quantization)
         return replace(options, speculative_config=config, quantization=form)
 
 

@@ -110,6 +110,7 @@ def plan_job(
     chosen = compute_dtype(dtype, target.devices[0])
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
+        options.require_unstored("a shape has no checkpoint")
         weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
     else:
         weights = read_shapes(folder, chosen, options.quantization)

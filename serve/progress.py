@@ -1,7 +1,7 @@
 """What a start is doing, on standard error: one line that is rewritten on a terminal or in a notebook, a few plain
 lines elsewhere.
 
-`shown(False)` silences it for whatever runs inside. A standard error that is closed is no error.
+`telling(False)` silences it for whatever runs inside. A standard error that is closed is no error.
 """
 
 import sys
@@ -15,17 +15,17 @@ from typing import TypeVar
 T = TypeVar("T")
 EVERY = 10.0  # seconds between two plain lines
 PATIENCE = 2.0  # seconds that reading may take without a word
-SHOWN = ContextVar("shown", default=True)
+TOLD = ContextVar("told", default=True)
 
 
 @contextmanager
-def shown(yes: bool) -> Iterator[None]:
+def telling(yes: bool) -> Iterator[None]:
     """Whether stages that begin inside are told of."""
-    before = SHOWN.set(yes)
+    before = TOLD.set(yes)
     try:
         yield
     finally:
-        SHOWN.reset(before)
+        TOLD.reset(before)
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T]
 
     Nothing is told of a stage that is over within `patience` seconds, or that has nothing to do.
     """
-    line = Line(what, total, patience, SHOWN.get() and total > 0)
+    line = Line(what, total, patience, TOLD.get() and total > 0)
     line.tell()
     try:
         yield line.advance

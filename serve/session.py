@@ -107,7 +107,8 @@ class Session:
         with self.turn():
             for ticket in tickets:
                 for request in ticket.requests:
-                    self.engine.submit(request)
+                    if not request.finished:  # aborted before
+                        self.engine.submit(request)
                 ticket.submitted = True
 
     # ------------------------------------------------------------ streams
@@ -176,11 +177,14 @@ class Session:
     # ------------------------------------------------------------ ends
 
     def abort(self, id: str) -> None:
-        """End what has been submitted under an id; an unknown one is none."""
+        """End what runs under an id, and what has not begun yet before it does; an unknown id is none."""
         with self.turn():
             ticket = self.tickets.get(id)
-            for request in ticket.requests if ticket and ticket.submitted else ():
-                self.engine.abort(request)
+            for request in ticket.requests if ticket else ():
+                if ticket.submitted:
+                    self.engine.abort(request)
+                elif not request.finished:
+                    request.finish("abort")
 
     def settle(self, mode: str) -> None:
         """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing."""
@@ -188,7 +192,8 @@ class Session:
             with self.turn():
                 self.engine.step()
         with self.turn():
-            for id in list(self.tickets) if mode == "abort" else ():
+            begun = [id for id, ticket in self.tickets.items() if ticket and ticket.submitted]
+            for id in begun if mode == "abort" else ():
                 self.abort(id)
 
     def drop(self, tickets: list[Ticket]) -> None:

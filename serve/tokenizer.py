@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..refusals import Table, check_neutral
 from .lengths import Measure, measure_of
 from .textstream import (
     ByteLevelStream,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
 # Keywords of Transformers' tokenizers that are taken where they ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Table = {
     "text_pair": (None,),
     "padding": (False, None, "do_not_pad"),
     "truncation": (False, None, "do_not_truncate"),
@@ -310,8 +311,8 @@ def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
     something.
     """
     for name, value in options.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise ValueError(f"{name}={value!r} is not supported: only {NEUTRAL[name][0]!r}")
+        if name in NEUTRAL:
+            check_neutral(name, value, NEUTRAL)
     return {name: value for name, value in options.items() if name not in NEUTRAL}
 
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 
+from ..refusals import Table, check_neutral
 from ..sampling.params import BeamSearchParams, SamplingParams
 from . import beam
 from .bar import Tqdm, progress
 from .beam import BeamSearchOutput
 from .chat import Message
 from .hostmemory import give_back
-from .intake import Prompt, listed, shown
+from .intake import Prompt, listed
 from .metrics import Metric, snapshot
 from .outputs import RequestOutput
 from .sleep import TAGS
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 PROFILES = "duetto-profile"  # the folder of traces, in the working directory
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Table = {
     "lora_request": (None,),
     "tokenization_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
@@ -31,13 +32,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_neutral(**given: Any) -> None:
-    """Raise ValueError for an argument of vLLM's that asks for what is not here."""
+def check_all(**given: Any) -> None:
+    """Raise ValueError for an argument of vLLM's, or one of a list of them, that asks for what is not here."""
     for name, value in given.items():
-        of_each = value if isinstance(value, (list, tuple)) and value else [value]
-        if any(one not in NEUTRAL[name] for one in of_each):
-            allowed = " or ".join(repr(v) for v in NEUTRAL[name])
-            raise ValueError(f"{name}={shown(value)} is not supported: only {allowed}")
+        for one in value if isinstance(value, (list, tuple)) and value else [value]:
+            check_neutral(name, one, NEUTRAL)
 
 
 # ---------------------------------------------------------------- requests
@@ -56,7 +55,7 @@ def beam_search(
     `concurrency_limit` is the number of prompts searched at once; None is all. Raises ValueError for a prompt
     that `generate` refuses, and for a `beam_width` that needs more log-probabilities than the engine reports.
     """
-    check_neutral(lora_request=lora_request)
+    check_all(lora_request=lora_request)
     return beam.search(llm, prompts, params, use_tqdm, concurrency_limit)
 
 
@@ -71,7 +70,7 @@ def enqueue(
     mm_processor_kwargs: dict[str, Any] | None = None,
 ) -> list[str]:
     """Queue prompts as `generate` takes them, for `wait_for_completion`; returns their ids."""
-    check_neutral(
+    check_all(
         lora_request=lora_request,
         tokenization_kwargs=tokenization_kwargs,
         mm_processor_kwargs=mm_processor_kwargs,
@@ -98,7 +97,7 @@ def enqueue_chat(
     mm_processor_kwargs: dict[str, Any] | None = None,
 ) -> list[str]:
     """Queue conversations as `chat` takes them, for `wait_for_completion`; returns their ids."""
-    check_neutral(chat_template_content_format=chat_template_content_format)
+    check_all(chat_template_content_format=chat_template_content_format)
     prompts = llm._conversations(
         messages,
         chat_template=chat_template,
@@ -121,7 +120,7 @@ def enqueue_chat(
 
 def wait_for_completion(llm: "LLM", output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
     """Run all that is queued to its end; returns the results in the order of their queueing."""
-    check_neutral(output_type=output_type)
+    check_all(output_type=output_type)
     with progress(llm._session.count_queued, use_tqdm) as done:
         return [llm._intake.output(ticket) for ticket in llm._session.wait(done)]
 

@@ -1,6 +1,7 @@
 """What scripts for vLLM give to `LLM` without asking for anything, and what is refused."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from duetto.serve.keywords import OTHER_NAMES, engine_options
 from duetto.serve.loading import DEMO, load_folder
 from duetto.serve.neutral import EFFECTLESS, VALUES
 from duetto.serve.options import EngineOptions
+from duetto.serve.origin import Origin
 
 USUAL = {
     "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "enable_chunked_prefill": False,
@@ -107,6 +109,17 @@ def test_fields_of_config_json_can_be_overridden():
     assert config.layers[0].mixer.rope.kind == "yarn"
     with overridden(DEMO, {}) as folder:
         assert folder == DEMO
+
+
+def test_overridden_fields_count_for_quantization_and_errors_name_the_folder():
+    stored = {"quantization_config": {"quant_method": "awq"}}
+    options = EngineOptions(quantization="awq", hf_overrides=stored)
+    assert Origin.of(None).settled(options).quantization is None
+    with (
+        pytest.raises(CheckpointError, match=re.escape(f"{DEMO / 'config.json'}: ")),
+        overridden(DEMO, {"hidden_size": "x"}) as folder,
+    ):
+        read_config(folder)
 
 
 # ---------------------------------------------------------------- sampling parameters

@@ -193,5 +193,6 @@ def test_a_plan_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixtur
     assert main(["plan", "--target", "h300"]) == 1
     assert main(["plan", "--target", "h200", "--measure"]) == 1
     assert main(["plan", "--model", "/nowhere"]) == 1
+    assert main(["plan", "--shape", "8b", "--quantization", "awq"]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert [line.startswith("duetto: ") for line in lines] == [True] * 3
+    assert [line.startswith("duetto: ") for line in lines] == [True] * 4

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from duetto import LLM, SamplingParams
+from duetto.engine.llm_engine import LLMEngine
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -58,6 +59,25 @@ def test_the_id_of_a_stream_that_has_not_begun_is_taken(llm):
     other = llm.add_request(TWO, GREEDY)
     assert [t for piece in pieces for t in piece.token_ids] == first
     assert run(llm) == {other: second}
+
+
+def test_a_stream_can_be_aborted_before_it_begins(llm):
+    id = str(int(next_id(llm)) + 1)
+    pieces = llm.stream(ONE, GREEDY)
+    llm.abort(id)
+    llm.abort(id)
+    assert [(piece.token_ids, piece.finish_reason) for piece in pieces] == [([], "abort")]
+    assert not llm.engine.has_work
+
+
+def test_steps_of_an_engine_lose_nothing_that_its_llm_queued(llm):
+    engine = LLMEngine(llm)
+    (queued,) = llm.enqueue([TWO], GREEDY, use_tqdm=False)
+    engine.add_request("mine", ONE, GREEDY)
+    ended: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests() or llm.has_unfinished_requests():
+        ended |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    assert ended == {queued: alone(llm, TWO), "mine": alone(llm, ONE)}
 
 
 def test_the_id_of_an_abandoned_stream_is_free_again(llm):

@@ -63,7 +63,7 @@ def test_nothing_is_said_of_what_is_quick_or_nothing(monkeypatch, total, patienc
 
 
 def test_nothing_is_said_where_a_caller_wants_silence(monkeypatch):
-    with progress.shown(False):
+    with progress.telling(False):
         tell(monkeypatch, log := io.StringIO())
     assert log.getvalue() == ""
     tell(monkeypatch, log)

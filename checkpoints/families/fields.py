@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...model.config import Activation
+from ...refusals import shown
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -20,12 +21,6 @@ REQUIRED = object()
 MAX_COUNT = 2**31 - 1
 MAX_LAYERS, MAX_EXPERTS = 10_000, 100_000
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # their products and powers stay finite
-
-
-def shown(found: Any) -> str:
-    """A value as an error quotes it."""
-    text = repr(found)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def value(raw: Raw, name: str, default: Any) -> Any:

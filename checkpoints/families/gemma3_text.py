@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ...model.config import ModelConfig
 from ...model.rope import Rope
+from ...refusals import shown
 from . import fields, gemma2, parts
 from .family import Family
 from .ropes import require_kind, scaled
@@ -36,11 +37,11 @@ def ropes(raw: fields.Raw) -> tuple[Rope, Rope]:
     both = fields.value(raw, "rope_parameters", {})
     if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"rope_parameters is {fields.shown(both)}, expected objects for full_attention and sliding_attention"
+            f"rope_parameters is {shown(both)}, expected objects for full_attention and sliding_attention"
         )
     parts_given = (*both.values(), raw.get("rope_scaling"))
     if odd := [part for part in parts_given if not isinstance(part, Mapping | None)]:
-        raise ValueError(f"the rope of a layer type is {fields.shown(odd[0])}, expected an object")
+        raise ValueError(f"the rope of a layer type is {shown(odd[0])}, expected an object")
     require_kind(raw)
     whole = {**(both.get("full_attention") or {}), **fields.value(raw, "rope_scaling", {})}
     local = both.get("sliding_attention") or {}

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...model.rope import Rope
-from .fields import REQUIRED, Raw, flag, integer, number, only, shown, value
+from ...refusals import shown
+from .fields import REQUIRED, Raw, flag, integer, number, only, value
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_MAGNITUDE = 1e3  # of what multiplies YaRN's correction of scores; models have 1 and less

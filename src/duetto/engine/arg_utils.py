@@ -7,7 +7,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any, get_type_hints
 
 from ..serve.flags import or_none, reading
-from ..serve.keywords import OTHER_NAMES, OWN, check_neutral
+from ..serve.keywords import OTHER_NAMES, OWN, check_keyword
 from ..serve.neutral import EFFECTLESS, VALUES
 from ..serve.options import EngineOptions
 
@@ -49,7 +49,7 @@ class EngineArgs(Fields):
     def __init__(self, model: str | None = None, **options: Any):
         for name, value in options.items():
             if name not in DEFAULTS:
-                check_neutral(name, value, OPTIONS)
+                check_keyword(name, value, OPTIONS)
         super().__init__(model, **options)
 
     @staticmethod

@@ -12,7 +12,7 @@ from ..serve.llm import LLM
 from ..serve.outputs import RequestOutput
 from ..serve.threads import Gate, in_threads
 from ..serve.ticket import Ticket
-from ..serve.vllm_methods import check_neutral
+from ..serve.vllm_methods import check_all
 from .progress import Progress
 
 
@@ -49,7 +49,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """Reports of a request, as its `output_kind` says, up to its end. Closing or cancelling it aborts the request."""
-        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         start = partial(self._reports, prompt, sampling_params, request_id, priority)
         async with aclosing(in_threads(start, self._gate)) as reports:
             async for report in reports:

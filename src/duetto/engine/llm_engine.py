@@ -7,7 +7,7 @@ from ..sampling.params import SamplingParams
 from ..serve.intake import Prompt
 from ..serve.llm import LLM
 from ..serve.outputs import RequestOutput
-from ..serve.vllm_methods import check_neutral
+from ..serve.vllm_methods import check_all
 from .progress import Progress
 
 
@@ -35,17 +35,20 @@ class LLMEngine:
         priority: int = 0,
     ) -> str:
         """Queue a request for `step`; gives its id. Raises ValueError or TypeError for what is not allowed."""
-        check_neutral(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         progress = Progress(params.output_kind)
         self.llm.add_request(prompt, params, request_id, priority)
         self._progress[request_id] = progress
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; gives those that have new tokens, as their `output_kind` says, or have ended."""
+        """Advance all requests by one step; returns those that have new tokens, as their `output_kind` says, or have ended.
+
+        What the `LLM` itself has queued is returned when it has ended.
+        """
         session, intake = self.llm._session, self.llm._intake
         tickets = {ticket.id: ticket for ticket in session.step()}
-        reports = []
+        reports = [intake.output(ticket) for id, ticket in tickets.items() if id not in self._progress]
         for id, progress in list(self._progress.items()):
             ticket = tickets.get(id) or session.tickets.get(id)
             if ticket and (report := progress.take(ticket, intake)):
