@@ -121,10 +121,10 @@ def padding(bench: Bench) -> Iterator[Row]:
 
     The contract lets bfloat16 have smaller edges than float32 on CPUs.
     """
-    from duetto.serve.buckets import CONTRACT_EDGE, alone, best_edges, rehearse
-    from duetto.serve.buckets import padding as share
-    from duetto.serve.options import EngineOptions
-    from duetto.serve.shapes import doublings
+    from duetto.serve.commands.buckets import CONTRACT_EDGE, alone, best_edges, rehearse
+    from duetto.serve.commands.buckets import padding as share
+    from duetto.serve.options.engine import EngineOptions
+    from duetto.serve.programs.shapes import doublings
 
     plain = doublings(64, LAST_EDGE)
     options = EngineOptions(max_num_seqs=bench.seats, max_prefill_tokens=LAST_EDGE)
@@ -201,8 +201,8 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
     """Median host seconds of planning a step and taking it in, while all seats decode and so many requests wait."""
-    from duetto.serve.buckets import rehearse
-    from duetto.serve.options import EngineOptions
+    from duetto.serve.commands.buckets import rehearse
+    from duetto.serve.options.engine import EngineOptions
 
     prompt, before = 64, 2 * bench.seats  # steps before: in them all seats are taken and prompts read
     work = [(prompt, before + 2 * steps)] * (bench.seats + waiting)

@@ -31,14 +31,14 @@ from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.model.attention import Reading
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve import kept
-from duetto.serve.bench import Model, measure, median_seconds
-from duetto.serve.options import EngineOptions
-from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Shape
-from duetto.serve.roofline import work
-from duetto.serve.shapes import TILE
-from duetto.serve.targets import Peaks
+from duetto.serve.commands.bench import Model, measure, median_seconds
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs import kept
+from duetto.serve.programs.compile import Shape
+from duetto.serve.programs.shapes import TILE
+from duetto.serve.roofline.floor import work
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import Peaks
 
 PAGE = 64
 READING = Reading(0.125)

@@ -10,15 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .flags import add_flags, given, positive
-from .interrupt import raise_on_interrupt
-from .options import EngineOptions
-from .report import render, save
-from .streams import tell
+from .commands.flags import add_flags, given, positive
+from .commands.report import render, save
+from .host.signals import raise_on_interrupt
+from .host.streams import tell
+from .options.engine import EngineOptions
 
 if TYPE_CHECKING:
     from ..sampling.params import SamplingParams
-    from .llm import LLM
+    from .api.llm import LLM
 
 T = TypeVar("T")
 GENERATE_MAX_TOKENS = 256
@@ -149,7 +149,7 @@ def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "Sa
 
 
 def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
-    from .llm import LLM
+    from .api.llm import LLM
 
     raise_on_interrupt()
     kept = None if args.compilation_cache == "none" else args.compilation_cache
@@ -163,7 +163,7 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
 
 def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
     """Puts folders in the place of ids, so that all that follows reads the same files; the model's, and options without ids."""
-    from .origin import Origin
+    from .loading.origin import Origin
 
     names = ("revision", "tokenizer_revision", "download_dir")
     origin = Origin.of(args.model, args.tokenizer, **{name: vars(args)[name] for name in names})
@@ -198,7 +198,7 @@ def generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     from ..sampling.params import SamplingParams
-    from .loading import checked_defaults
+    from .loading.start import checked_defaults
 
     sampling_params(args, SamplingParams())  # what is wrong is said before a model is loaded
     folder, options = resolve_once(args, engine_options(args))
@@ -249,10 +249,10 @@ def batch_flags(parser: argparse.ArgumentParser) -> None:
 
 def batch(args: argparse.Namespace) -> int:
     from ..sampling.params import SamplingParams
-    from .batch import run_batch
-    from .fingerprint import fingerprint
-    from .job import BatchOptions
-    from .loading import checked_defaults
+    from .batch.fingerprint import fingerprint
+    from .batch.job import BatchOptions
+    from .batch.run import run_batch
+    from .loading.start import checked_defaults
 
     options = engine_options(args)
     if options.speculation.acceptance == "rejection":
@@ -288,7 +288,7 @@ def batch(args: argparse.Namespace) -> int:
 
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
-    from .plan import add_plan_flags
+    from .commands.plan import add_plan_flags
 
     model_flags(parser)
     add_plan_flags(parser)
@@ -296,14 +296,14 @@ def plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    from .plan import run_plan
+    from .commands.plan import run_plan
 
     raise_on_interrupt()
     return run_plan(args, engine_options(args))
 
 
 def bench_flags(parser: argparse.ArgumentParser) -> None:
-    from .bench import add_bench_flags
+    from .commands.bench import add_bench_flags
 
     model_flags(parser)
     add_bench_flags(parser)
@@ -311,20 +311,20 @@ def bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    from .bench import run_bench
+    from .commands.bench import run_bench
 
     raise_on_interrupt()
     return run_bench(args, engine_options(args))
 
 
 def convert_flags(parser: argparse.ArgumentParser) -> None:
-    from .convert import add_convert_flags
+    from .commands.convert import add_convert_flags
 
     add_convert_flags(parser)
 
 
 def convert(args: argparse.Namespace) -> int:
-    from .convert import run_convert
+    from .commands.convert import run_convert
 
     raise_on_interrupt()
     return run_convert(args)

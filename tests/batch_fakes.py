@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from duetto.serve.batch import run_batch
-from duetto.serve.intake import Intake
-from duetto.serve.job import BatchOptions
-from duetto.serve.options import EngineOptions
+from duetto.serve.api.intake import Intake
+from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.run import run_batch
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.text.tokenizer import Tokenizer
 
 MODEL = {"model": "fake", "max_model_len": "64"}
 TEMPLATE = (

@@ -6,7 +6,9 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["jobs", "duetto.serve.batch", "duetto.serve.job", "duetto.serve.llm"])
+FORKS.set_forkserver_preload(
+    ["jobs", "duetto.serve.batch.run", "duetto.serve.batch.job", "duetto.serve.api.llm"]
+)
 
 
 def start(*arguments: str) -> BaseProcess:

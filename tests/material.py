@@ -24,10 +24,10 @@ from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
 from duetto.model.layers import normalise
 from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
-from duetto.serve.chat import ChatTemplateError, render_chat
-from duetto.serve.convert import convert
-from duetto.serve.text import Detokenizer
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.commands.convert import convert
+from duetto.serve.text.chat import ChatTemplateError, render_chat
+from duetto.serve.text.stops import Detokenizer
+from duetto.serve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.extras
 

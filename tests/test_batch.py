@@ -26,12 +26,12 @@ from batch_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.serve import batch as batch_module
-from duetto.serve.batch import run_batch
-from duetto.serve.files import write_whole
-from duetto.serve.job import BatchOptions, OrderedStream
-from duetto.serve.journal import Header, Journal
-from duetto.serve.jsonl import LineReader
+from duetto.serve.batch import run as batch_module
+from duetto.serve.batch.job import BatchOptions, OrderedStream
+from duetto.serve.batch.journal import Header, Journal
+from duetto.serve.batch.lines import LineReader
+from duetto.serve.batch.run import run_batch
+from duetto.serve.host.files import write_whole
 
 
 @pytest.fixture

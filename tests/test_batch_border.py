@@ -9,10 +9,10 @@ from batch_fakes import MODEL, CheckingEngine, FakeEngine, chat, completion, rep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.serve.answers import Answers
-from duetto.serve.batch import run_batch
-from duetto.serve.job import BatchOptions
-from duetto.serve.jsonl import Address, LineError, RawLine, address_of, decode, task_of
+from duetto.serve.batch.answers import Answers
+from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.lines import Address, LineError, RawLine, address_of, decode, task_of
+from duetto.serve.batch.run import run_batch
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from batch_fakes import LINES, MODEL, FakeEngine, journal_of, report_of, runner
 
-from duetto.serve.batch import run_batch
-from duetto.serve.job import BatchOptions
+from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.run import run_batch
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from duetto.serve.journal import about_and_answer
+from duetto.serve.batch.journal import about_and_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = 20

@@ -15,12 +15,12 @@ from conftest import ROOT, random_model
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.huggingface import save as save_model
-from duetto.serve.buckets import Step, best_edges, lengths_of, padding, rehearse
-from duetto.serve.buckets import alone as alone_of
-from duetto.serve.options import EngineOptions
-from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Sizes
-from duetto.serve.shapes import can_share, prefills, table
+from duetto.serve.commands.buckets import Step, best_edges, lengths_of, padding, rehearse
+from duetto.serve.commands.buckets import alone as alone_of
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.compile import Sizes
+from duetto.serve.programs.shapes import can_share, prefills, table
+from duetto.serve.roofline.presets import PRESETS
 
 sys.path.insert(0, str(ROOT))
 from benchmarks import alone, beside

@@ -9,10 +9,10 @@ import pytest
 
 from duetto import SamplingParams
 from duetto.kvcache.tables import PageTables
-from duetto.serve.meter import REQUESTS, Meter, Sample
+from duetto.serve.engine.meter import REQUESTS, Meter, Sample
+from duetto.serve.engine.request import Request
+from duetto.serve.engine.scheduler import Limits, Scheduler
 from duetto.serve.outputs import RequestMetrics
-from duetto.serve.request import Request
-from duetto.serve.scheduler import Limits, Scheduler
 
 
 def finished(ttft: float, tpot: float = 0.25) -> SimpleNamespace:

@@ -9,8 +9,8 @@ from chat_cases import FILE, by_transformers, renderings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
-from duetto.serve.chat import ChatTemplateError, apply_chat, check_messages, render_chat
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.text.chat import ChatTemplateError, apply_chat, check_messages, render_chat
+from duetto.serve.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 SIMPLE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from duetto.kvcache.pages import KVCache
-from duetto.serve.classes import TEXTS, Probe, Written
-from duetto.serve.programs import Shape
+from duetto.serve.programs.classes import TEXTS, Probe, Written
+from duetto.serve.programs.compile import Shape
 
 CANONICAL, OTHER = Shape("prefill", 1, 64), Shape("prefill", 4, 32)
 

@@ -12,11 +12,11 @@ import pytest
 import duetto
 from duetto import LLM, SamplingParams
 from duetto.serve import cli
+from duetto.serve.batch.fingerprint import contents
 from duetto.serve.cli import main, parse
-from duetto.serve.fingerprint import contents
-from duetto.serve.flags import add_flags, given
-from duetto.serve.options import EngineOptions
-from duetto.serve.report import render
+from duetto.serve.commands.flags import add_flags, given
+from duetto.serve.commands.report import render
+from duetto.serve.options.engine import EngineOptions
 
 SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]

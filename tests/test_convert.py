@@ -28,8 +28,8 @@ from duetto.model.compress import Plan, compress, quantize_params
 from duetto.model.layers import Norm
 from duetto.model.tree import paths
 from duetto.serve.cli import main
-from duetto.serve.convert import convert
-from duetto.serve.loading import read_folder
+from duetto.serve.commands.convert import convert
+from duetto.serve.loading.start import read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "checkpoints" / "demo"
@@ -309,7 +309,7 @@ def test_parameters_of_another_model_are_named(converted, tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from duetto.serve.convert import convert
+from duetto.serve.commands.convert import convert
 source, folder = map(Path, sys.argv[1:])
 convert(source, folder / "first")
 print("ready", flush=True)

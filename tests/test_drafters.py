@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.serve.draft import DeviceDrafter, Drafter, NoDrafter, host_drafter
-from duetto.serve.ngram import Lookup, NgramDrafter
-from duetto.serve.speculative import METHODS, SpeculativeConfig
-from duetto.serve.suffix import ANCHOR, PLACES, SuffixDrafter, SuffixIndex
+from duetto.serve.options.speculation import METHODS, SpeculativeConfig
+from duetto.serve.speculation.drafter import DeviceDrafter, Drafter, NoDrafter, host_drafter
+from duetto.serve.speculation.ngram import Lookup, NgramDrafter
+from duetto.serve.speculation.suffix import ANCHOR, PLACES, SuffixDrafter, SuffixIndex
 
 TEXT = st.lists(st.integers(0, 3), max_size=60)
 

@@ -7,8 +7,8 @@ from importlib import import_module
 import pytest
 
 from duetto import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
-from duetto.serve.keywords import OWN, engine_options
-from duetto.serve.options import EngineOptions
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.keywords import OWN, engine_options
 from duetto.utils.argparse_utils import FlexibleArgumentParser
 
 NAMES = {

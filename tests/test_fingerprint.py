@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from duetto.serve import fingerprint as module
+from duetto.serve.batch import fingerprint as module
+from duetto.serve.batch.fingerprint import contents, fingerprint
 from duetto.serve.cli import main
-from duetto.serve.fingerprint import contents, fingerprint
-from duetto.serve.options import EngineOptions
+from duetto.serve.options.engine import EngineOptions
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.huggingface import load, read_config, save
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.origin import NONE, Origin
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.loading.origin import NONE, Origin
+from duetto.serve.text.tokenizer import Tokenizer
 
 Tensors = dict[str, np.ndarray]
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from duetto.serve.hlo import Module, Pool, Walk, held, nbytes
+from duetto.serve.roofline.hlo import Module, Pool, Walk, held, nbytes
 
 pytestmark = pytest.mark.as_served
 

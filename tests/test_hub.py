@@ -18,9 +18,9 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.hub import resolve
 from duetto.checkpoints.huggingface import save
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.buckets import lengths_of
-from duetto.serve.options import EngineOptions
-from duetto.serve.origin import Origin
+from duetto.serve.commands.buckets import lengths_of
+from duetto.serve.loading.origin import Origin
+from duetto.serve.options.engine import EngineOptions
 
 WORDS = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
 NEEDED = {"config.json", "generation_config.json", "model.safetensors", *WORDS}

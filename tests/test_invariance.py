@@ -9,9 +9,9 @@ import pytest
 from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.serve.ngram import NgramDrafter
-from duetto.serve.request import Request
-from duetto.serve.suffix import SuffixDrafter
+from duetto.serve.engine.request import Request
+from duetto.serve.speculation.ngram import NgramDrafter
+from duetto.serve.speculation.suffix import SuffixDrafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
 SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)

@@ -10,8 +10,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM, SamplingParams
-from duetto.serve import classes, kept, programs
-from duetto.serve.step import decode, prefill
+from duetto.serve.programs import classes, kept
+from duetto.serve.programs import compile as programs
+from duetto.serve.programs.step import decode, prefill
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
@@ -52,6 +53,14 @@ def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
     other = jax.tree.map(lambda x: x * 2, tiny.params)
     with pytest.raises(AssertionError, match="kept"):
         LLM.from_params(tiny.config, other, compilation_cache=str(folder), **OPTIONS)
+
+
+def test_edited_code_in_a_room_makes_other_programs(tmp_path):
+    (tmp_path / "room").mkdir()
+    (file := tmp_path / "room" / "step.py").write_text("x = 1")
+    before = kept.hash_of([tmp_path])
+    file.write_text("x = 2")
+    assert kept.hash_of([tmp_path]) != before
 
 
 def test_damaged_files_are_made_anew(tiny, folder):

@@ -12,7 +12,9 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from duetto.serve import jaxcache, kept, loading, store
+from duetto.serve.host import store
+from duetto.serve.loading import start as loading
+from duetto.serve.programs import jaxcache, kept
 
 NAMES = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
 KEY = "a" * 64

@@ -16,8 +16,8 @@ from duetto.kvcache import kernels
 from duetto.kvcache.kernels import Pages, attend_pages, supported
 from duetto.kvcache.pages import Batch, KVCache, paged, read_keys, running_softmax
 from duetto.model.attention import Reading
-from duetto.serve.facts import facts
-from duetto.serve.targets import MissingCompiler, Target, described, find_target
+from duetto.serve.roofline.facts import facts
+from duetto.serve.roofline.targets import MissingCompiler, Target, described, find_target
 
 pytestmark = pytest.mark.as_served
 

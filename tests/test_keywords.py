@@ -12,11 +12,11 @@ from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.sampling.names import NEUTRAL
-from duetto.serve.keywords import OTHER_NAMES, engine_options
-from duetto.serve.loading import DEMO, load_folder
-from duetto.serve.neutral import EFFECTLESS, VALUES
-from duetto.serve.options import EngineOptions
-from duetto.serve.origin import Origin
+from duetto.serve.loading.origin import Origin
+from duetto.serve.loading.start import DEMO, load_folder
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.keywords import OTHER_NAMES, engine_options
+from duetto.serve.options.neutral import EFFECTLESS, VALUES
 
 USUAL = {
     "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "enable_chunked_prefill": False,

@@ -14,7 +14,7 @@ from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints.huggingface import save
 from duetto.model.attention import causal
 from duetto.model.transformer import forward, unembed
-from duetto.serve.keywords import engine_options
+from duetto.serve.options.keywords import engine_options
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)

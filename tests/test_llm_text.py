@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve.chat import ChatTemplateError
-from duetto.serve.loading import DEMO, checked_defaults
+from duetto.serve.loading.start import DEMO, checked_defaults
+from duetto.serve.text.chat import ChatTemplateError
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)

@@ -8,8 +8,8 @@ import pytest
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, dense_bias, empty_state, load_history, needs_history
-from duetto.serve.intake import Intake
-from duetto.serve.options import EngineOptions
+from duetto.serve.api.intake import Intake
+from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
 LOGITS = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve import kept
-from duetto.serve.answers import likeliest
-from duetto.serve.options import EngineOptions
-from duetto.serve.programs import Shape, arguments_like, operands
-from duetto.serve.sizing import choose_sizes, scratch_bytes
-from duetto.serve.step import decode
+from duetto.serve.batch.answers import likeliest
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs import kept
+from duetto.serve.programs.compile import Shape, arguments_like, operands
+from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
+from duetto.serve.programs.step import decode
 
 SIZES = {"max_model_len": 96, "max_num_seqs": 2, "max_prefill_tokens": 64}
 PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]

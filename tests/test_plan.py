@@ -12,12 +12,9 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, nbytes
 from duetto.sampling.params import SamplingParams
+from duetto.serve.api.llm import LLM
 from duetto.serve.cli import main
-from duetto.serve.devices import memory_limit
-from duetto.serve.llm import LLM
-from duetto.serve.measured import STATUS
-from duetto.serve.options import EngineOptions
-from duetto.serve.plan import (
+from duetto.serve.commands.plan import (
     Job,
     abstract_arguments,
     abstract_params,
@@ -27,12 +24,15 @@ from duetto.serve.plan import (
     memory_of,
     plan_job,
 )
-from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Shape, Sizes
-from duetto.serve.report import render
-from duetto.serve.roofline import Work, work
-from duetto.serve.sizing import choose_sizes
-from duetto.serve.targets import here
+from duetto.serve.commands.report import render
+from duetto.serve.host.devices import memory_limit
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.compile import Shape, Sizes
+from duetto.serve.programs.sizing import choose_sizes
+from duetto.serve.roofline.floor import Work, work
+from duetto.serve.roofline.measured import STATUS
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import here
 
 pytestmark = pytest.mark.as_served
 
@@ -155,7 +155,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
 # A process of its own: what it freed before would hide what it takes.
 PEAK = """
 from duetto.model.config import ModelConfig
-from duetto.serve.plan import *
+from duetto.serve.commands.plan import *
 config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
 job = Job("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
 arguments = abstract_arguments(job)

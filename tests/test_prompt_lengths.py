@@ -8,13 +8,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
-from duetto.serve import lengths
-from duetto.serve.chat import apply_chat
-from duetto.serve.intake import Intake
-from duetto.serve.loading import DEMO
-from duetto.serve.options import EngineOptions
-from duetto.serve.textstream import byte_alphabet
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.api.intake import Intake
+from duetto.serve.loading.start import DEMO
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.text import lengths
+from duetto.serve.text.chat import apply_chat
+from duetto.serve.text.stream import byte_alphabet
+from duetto.serve.text.tokenizer import Tokenizer
 
 MERGES = (("a", "a"), ("aa", "aa"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("Ã", "©"), ("e", "Ì"), ("eÌ", "ģ"))
 

@@ -23,15 +23,15 @@ from duetto.model.quant import Quantised
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes, paths
 from duetto.serve.cli import main
-from duetto.serve.convert import convert
-from duetto.serve.facts import facts
-from duetto.serve.loading import read_folder, read_shapes
-from duetto.serve.options import QUANTIZATIONS, EngineOptions
-from duetto.serve.plan import Job, abstract_arguments, compile_for
-from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Shape, Sizes
-from duetto.serve.roofline import work
-from duetto.serve.targets import MissingCompiler, find_target
+from duetto.serve.commands.convert import convert
+from duetto.serve.commands.plan import Job, abstract_arguments, compile_for
+from duetto.serve.loading.start import read_folder, read_shapes
+from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
+from duetto.serve.programs.compile import Shape, Sizes
+from duetto.serve.roofline.facts import facts
+from duetto.serve.roofline.floor import work
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import MissingCompiler, find_target
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ModelConfig.uniform(64, 48, 96, 2, 4, 2, 16)

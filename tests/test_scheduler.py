@@ -22,14 +22,14 @@ from duetto.kvcache.names import extend
 from duetto.kvcache.pages import Batch
 from duetto.kvcache.tables import GONE, window_pages
 from duetto.sampling.sample import Sampled, Scores
-from duetto.serve.classes import Classes
-from duetto.serve.controller import Controller
-from duetto.serve.engine import MAX_FAILURES, Engine
-from duetto.serve.programs import Arguments, Shape, Sizes
-from duetto.serve.request import Request
-from duetto.serve.scheduler import Limits
-from duetto.serve.speculation import Speculation
-from duetto.serve.step import Output, Seat
+from duetto.serve.engine.engine import MAX_FAILURES, Engine
+from duetto.serve.engine.guessing import Speculation
+from duetto.serve.engine.request import Request
+from duetto.serve.engine.scheduler import Limits
+from duetto.serve.programs.classes import Classes
+from duetto.serve.programs.compile import Arguments, Shape, Sizes
+from duetto.serve.programs.step import Output, Seat
+from duetto.serve.speculation.controller import Controller
 
 VOCAB = 13
 BROKEN = jax.errors.JaxRuntimeError
@@ -63,7 +63,7 @@ class Donated:
 
 @dataclass
 class Slot:
-    """One seat as serve/step.py's Slots has it."""
+    """One seat as serve/programs/step.py's Slots has it."""
 
     seat: Seat
     last: int = -1
@@ -219,7 +219,7 @@ class FakePrograms:
         return [cell.token for cell in cells]
 
     def _emit(self, slot: Slot, tokens: list[int], end: int) -> int:
-        """What serve/step.py's `emit` does for one row: sample, and fall asleep at a stop token or the end."""
+        """What serve/programs/step.py's `emit` does for one row: sample, and fall asleep at a stop token or the end."""
         token = next_token(tokens, int(slot.seat.knobs.seed))
         if slot.history is not None:
             assert slot.history[-len(tokens) :] == tokens, "the sampler looks back on other tokens"

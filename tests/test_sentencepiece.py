@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from duetto.serve.text import Detokenizer
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.text.stops import Detokenizer
+from duetto.serve.text.tokenizer import Tokenizer
 
 spm = pytest.importorskip("sentencepiece", reason="the models are trained with it")
 

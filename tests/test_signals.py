@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from batch_fakes import LINES, MODEL, FakeEngine, runner
 
-from duetto.serve.batch import run_batch
+from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.run import run_batch
 from duetto.serve.cli import main
-from duetto.serve.interrupt import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt
-from duetto.serve.job import BatchOptions
+from duetto.serve.host.signals import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -53,7 +53,7 @@ def test_with_all_standard_streams_closed_a_job_finishes(tmp_path):
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path, closed):
     """And what a library writes to standard error does not land in it."""
     code = (
-        "import os, sys; from duetto.serve.streams import keep_numbers, tell; keep_numbers()\n"
+        "import os, sys; from duetto.serve.host.streams import keep_numbers, tell; keep_numbers()\n"
         "file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(2, b''); tell('unheard')\n"
         "sys.stderr.write('unheard'); os._exit(file < 3)"
     )

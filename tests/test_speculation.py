@@ -21,10 +21,10 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
-from duetto.serve.ahead import DraftModel, Guide, Guided, Heads, served
-from duetto.serve.branching import DraftTree, HeadTree, Tree
-from duetto.serve.keywords import engine_options
-from duetto.serve.step import Seat, empty_slots, seat
+from duetto.serve.options.keywords import engine_options
+from duetto.serve.programs.step import Seat, empty_slots, seat
+from duetto.serve.speculation.chain import DraftModel, Guide, Guided, Heads, served
+from duetto.serve.speculation.tree import DraftTree, HeadTree, Tree
 
 pytestmark = pytest.mark.as_served
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from duetto.serve.controller import MARGIN, SHARE, Acceptance, Controller
+from duetto.serve.speculation.controller import MARGIN, SHARE, Acceptance, Controller
 
 KS = (0, 2, 4)
 STEPS = 3000  # of one row without guesses, in the time that a simulation lasts

@@ -12,11 +12,16 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM
-from duetto.serve import classes, cli, llm, loading, programs, progress
-from duetto.serve.fingerprint import fingerprint
-from duetto.serve.loading import DEMO, load_folder
-from duetto.serve.options import EngineOptions
-from duetto.serve.programs import Shape, Sizes
+from duetto.serve import cli
+from duetto.serve.api import llm
+from duetto.serve.batch.fingerprint import fingerprint
+from duetto.serve.host import progress
+from duetto.serve.loading import start as loading
+from duetto.serve.loading.start import DEMO, load_folder
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs import classes
+from duetto.serve.programs import compile as programs
+from duetto.serve.programs.compile import Shape, Sizes
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ import pytest
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import knobs_row
-from duetto.serve.step import Seat, decode, empty_slots, prefill, seat, verify
+from duetto.serve.programs.step import Seat, decode, empty_slots, prefill, seat, verify
 
 pytestmark = pytest.mark.as_served
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from duetto.model.tree import nbytes
-from duetto.serve import targets
-from duetto.serve.facts import Facts, facts
-from duetto.serve.options import EngineOptions
-from duetto.serve.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
-from duetto.serve.presets import PRESETS
-from duetto.serve.programs import Arguments, Shape, Sizes
-from duetto.serve.targets import MissingCompiler, Target, TargetError, find_target, here
+from duetto.serve.commands.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.compile import Arguments, Shape, Sizes
+from duetto.serve.roofline import targets
+from duetto.serve.roofline.facts import Facts, facts
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import MissingCompiler, Target, TargetError, find_target, here
 
 pytestmark = pytest.mark.as_served
 

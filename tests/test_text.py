@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from duetto.serve.text import Detokenizer, first_match, overlap
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.text.stops import Detokenizer, first_match, overlap
+from duetto.serve.text.tokenizer import Tokenizer
 
 TEXT = ["def hello(world):\n    return 'naïve café 🤗 — 東京'\n", "the cat sat on the mat. the end\n\n"] * 8
 BYTES = [f"<0x{b:02X}>" for b in range(256)]

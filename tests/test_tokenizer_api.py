@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from duetto.serve.chat import ChatTemplateError
-from duetto.serve.tokenizer import Tokenizer
+from duetto.serve.text.chat import ChatTemplateError
+from duetto.serve.text.tokenizer import Tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "cat", "sat", "user", "assistant", "."]
 TEMPLATE = (

@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.params import BeamSearchParams
-from duetto.serve.chat import ChatTemplateError
-from duetto.serve.metrics import Counter, Gauge, Histogram, Metric
+from duetto.serve.api.metrics import Counter, Gauge, Histogram, Metric
+from duetto.serve.text.chat import ChatTemplateError
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)

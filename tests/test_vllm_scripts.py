@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve import llm as api
-from duetto.serve import loading
+from duetto.serve.api import llm as api
+from duetto.serve.loading import start as loading
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "vllm_scripts"

@@ -22,13 +22,13 @@ from duetto.model.quant import Quantised
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, nbytes, paths
-from duetto.serve.bench import Bench
-from duetto.serve.bench import Model as Measured
-from duetto.serve.convert import convert
-from duetto.serve.options import EngineOptions
-from duetto.serve.programs import Shape, arguments_like
-from duetto.serve.sizing import choose_sizes, scratch_bytes
-from duetto.serve.step import empty_slots
+from duetto.serve.commands.bench import Bench
+from duetto.serve.commands.bench import Model as Measured
+from duetto.serve.commands.convert import convert
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.compile import Shape, arguments_like
+from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
+from duetto.serve.programs.step import empty_slots
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64, "page_size": 16,

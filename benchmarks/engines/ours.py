@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.engines import Answer, Served, Setting
 from benchmarks.traces import RESERVED, Request
 from duetto import LLM, SamplingParams
-from duetto.serve.bench import prefills
+from duetto.serve.commands.bench import prefills
 from duetto.serve.outputs import RequestOutput
 
 COUNTED = ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "compilations")

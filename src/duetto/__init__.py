@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .engine.llm_engine import LLMEngine
     from .inputs import PromptType, TextPrompt, TokensPrompt
     from .sampling.params import BeamSearchParams, SamplingParams
-    from .serve.likelihood import LogLikelihood
-    from .serve.llm import LLM
+    from .serve.api.likelihood import LogLikelihood
+    from .serve.api.llm import LLM
     from .serve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 
     __version__: str
@@ -22,8 +22,8 @@ __all__ = [
 
 HOMES = {
     **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
-    "LLM": ".serve.llm",
-    "LogLikelihood": ".serve.likelihood",
+    "LLM": ".serve.api.llm",
+    "LogLikelihood": ".serve.api.likelihood",
     **dict.fromkeys(("CompletionOutput", "Delta", "Logprob", "RequestOutput"), ".serve.outputs"),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".engine.arg_utils"),
     "LLMEngine": ".engine.llm_engine",

@@ -3,8 +3,8 @@ the command line."""
 
 import sys
 
-from .serve.interrupt import leave_on_interrupt
-from .serve.streams import keep_numbers
+from .serve.host.signals import leave_on_interrupt
+from .serve.host.streams import keep_numbers
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 """The names of `vllm.beam_search`."""
 
-from .serve.beam import BeamSearchOutput, BeamSearchSequence
+from .serve.api.beam import BeamSearchOutput, BeamSearchSequence
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence"]

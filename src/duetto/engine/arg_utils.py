@@ -6,10 +6,10 @@ from copy import copy
 from dataclasses import field, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from ..serve.flags import or_none, reading
-from ..serve.keywords import OTHER_NAMES, OWN, check_keyword
-from ..serve.neutral import EFFECTLESS, VALUES
-from ..serve.options import EngineOptions
+from ..serve.commands.flags import or_none, reading
+from ..serve.options.engine import EngineOptions
+from ..serve.options.keywords import OTHER_NAMES, OWN, check_keyword
+from ..serve.options.neutral import EFFECTLESS, VALUES
 
 OPTIONS = {f.name: f for f in fields(EngineOptions)}
 NAMED = {

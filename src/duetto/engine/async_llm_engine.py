@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, Literal
 
 from ..sampling.params import SamplingParams
-from ..serve.intake import Intake, Prompt
-from ..serve.llm import LLM
+from ..serve.api.intake import Intake, Prompt
+from ..serve.api.llm import LLM
+from ..serve.api.threads import Gate, in_threads
+from ..serve.api.ticket import Ticket
+from ..serve.api.vllm import check_all
 from ..serve.outputs import RequestOutput
-from ..serve.threads import Gate, in_threads
-from ..serve.ticket import Ticket
-from ..serve.vllm_methods import check_all
 from .progress import Progress
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..sampling.params import SamplingParams
-from ..serve.intake import Prompt
-from ..serve.llm import LLM
+from ..serve.api.intake import Prompt
+from ..serve.api.llm import LLM
+from ..serve.api.vllm import check_all
 from ..serve.outputs import RequestOutput
-from ..serve.vllm_methods import check_all
 from .progress import Progress
 
 

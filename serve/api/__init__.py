@@ -1,0 +1,1 @@
+"""The Python API: what callers ask becomes requests, and requests become results; many callers share one engine."""

@@ -1,0 +1,64 @@
+"""Log-probabilities of texts that are given (teacher forcing), through the ordinary requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...sampling.params import SamplingParams
+from ..outputs import Logprob, RequestOutput
+from .intake import Prompt, is_one_prompt, listed
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+
+@dataclass(frozen=True)
+class LogLikelihood:
+    """Natural-log probabilities of a text's tokens after its first, or of a continuation's."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+
+def log_likelihood(
+    llm: "LLM",
+    prompts: Prompt | Sequence[Prompt],
+    continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
+) -> list[LogLikelihood]:
+    """Log-probabilities of each prompt's tokens after its first, or of its continuation's (teacher forcing).
+
+    Raises ValueError for an empty prompt, or where prompts and continuations differ in number.
+    """
+    ids = [llm._intake.tokens(prompt)[1] for prompt in listed(prompts)]
+    if continuations is None:
+        ends, starts = [[] for _ in ids], [1] * len(ids)
+    else:
+        given = [continuations] if is_one_prompt(continuations) else continuations
+        ends, starts = [continuation(llm, c) for c in given], [len(a) for a in ids]
+    if len(ends) != len(ids):
+        raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
+    if 0 in starts:
+        raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    results = llm.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
+    return [of_prompt(result, start) for result, start in zip(results, starts, strict=True)]
+
+
+def continuation(llm: "LLM", text: str | Sequence[int]) -> list[int]:
+    if not isinstance(text, str):
+        return list(text)
+    if llm.tokenizer is None:
+        raise ValueError(f"{llm._intake.lacking}: give continuations as token ids")
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def of_prompt(result: RequestOutput, start: int) -> LogLikelihood:
+    """That of a prompt's tokens from position `start` on, in a result with `prompt_logprobs`."""
+    entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
+    ids = result.prompt_token_ids[start:]
+    found = zip(ids, entries[start:], strict=True)
+    return LogLikelihood(ids, [entry[token].logprob for token, entry in found if entry])

@@ -1,0 +1,335 @@
+"""The Python API: `LLM` loads a model and generates; names and results are those of vLLM's offline class."""
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from jax.sharding import Mesh
+
+from ...checkpoints.generation import GenerationDefaults
+from ...checkpoints.overrides import overridden
+from ...model.compress import in_form
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder
+from ...sampling.params import SamplingParams
+from ..engine.engine import Engine
+from ..host.memory import give_back
+from ..host.progress import telling
+from ..loading.origin import NONE, Origin, ending
+from ..loading.start import keep_compiled, load_folder, require_arrays, start_engine
+from ..options.engine import EngineOptions
+from ..options.keywords import engine_options
+from ..outputs import Delta, RequestOutput
+from ..roofline.explain import explain
+from ..text.chat import Message, render_for
+from ..text.tokenizer import Tokenizer
+from . import likelihood
+from . import vllm
+from .bar import Tqdm, progress
+from .intake import Intake, Prompt, listed, one_each
+from .session import Session
+from .threads import in_threads
+from .ticket import Ticket
+
+
+class LLM:
+    """A model ready to generate.
+
+    `model` is a Hugging Face folder, one written by `duetto convert`, or a model's id on the hub (default:
+    the small model that ships with duetto), `tokenizer` another one to take the tokenizer from; `revision`,
+    `tokenizer_revision`, `download_dir` and `hf_token` are for ids (`checkpoints.hub.resolve`). `dtype` is
+    "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax or torch.
+    `mesh` spreads the model over the devices of its axis "tensor". `compilation_cache` is a directory for
+    compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other keywords
+    are those of EngineOptions.
+
+    Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
+    All methods may be called from any thread; whoever waits for a result drives the engine for all.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: Any = "auto",
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | Path | None = None,
+        hf_token: str | bool | None = None,
+        mesh: Mesh | None = None,
+        compilation_cache: str | Path | None = "auto",
+        **options: Any,
+    ):
+        chosen = engine_options(options)
+        SamplingParams.from_dict(chosen.recommended({}))
+        keep_compiled(compilation_cache)
+        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision}
+        where = {"download_dir": download_dir, "token": hf_token}
+        origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions, **where)
+        chosen = origin.settled(chosen, **where)
+        with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
+            config, params, defaults = load_folder(
+                folder, dtype, mesh, chosen.quantization, chosen.load_format
+            )
+        words, lacking = origin.words()
+        self._begin(config, params, words, defaults, chosen, lacking)
+
+    @classmethod
+    def from_params(
+        cls,
+        config: ModelConfig,
+        params: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        compilation_cache: str | Path | None = "auto",
+        **options: Any,
+    ) -> "LLM":
+        """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
+
+        They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as the heads of the keys' projections are.
+        """
+        chosen = engine_options(options)
+        if chosen.hf_overrides or chosen.load_format != "auto":
+            raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
+        keep_compiled(compilation_cache)
+        llm = cls.__new__(cls)
+        llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
+        return llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLM":
+        """An LLM of the keywords that an `EngineArgs` holds."""
+        return cls(**vars(engine_args))
+
+    def _begin(
+        self,
+        config: ModelConfig,
+        params: Decoder,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults,
+        options: EngineOptions,
+        lacking: str = NONE,
+    ) -> None:
+        self.config, self.tokenizer, self.options = config, tokenizer, options
+        self._defaults = defaults = ending(defaults, tokenizer)
+        self._session = Session(start_engine(config, params, options))
+        self._intake = Intake(
+            config.vocab_size,
+            self.engine.sizes.max_model_len,
+            options,
+            tokenizer,
+            defaults.eos_token_ids,
+            lacking,
+        )
+
+    # ------------------------------------------------------------ whole results
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Tqdm = True,
+        *,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of them.
+
+        One set of sampling parameters serves all, or a list has one for each; likewise priorities, of which
+        smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's other arguments only
+        neutral values are allowed. Raises before anything is run if a prompt or parameter is not allowed.
+        """
+        vllm.check_all(
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._finish(self._tickets(listed(prompts), sampling_params, priority), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Tqdm = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Replies to one conversation or to several; a result's `prompt` is the rendered text.
+
+        `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
+        """
+        vllm.check_all(chat_template_content_format=chat_template_content_format)
+        prompts = self._conversations(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **others)
+
+    def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
+        """A conversation as token ids; options are those of `chat.render_for`."""
+        return self._conversation(messages, **options)["prompt_token_ids"]
+
+    log_likelihood = likelihood.log_likelihood
+
+    # ------------------------------------------------------------ streams
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[Delta]:
+        """Pieces of the continuation as they are generated; the request begins with the first piece that is asked for.
+
+        Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
+        """
+        (ticket,) = self._tickets([prompt], sampling_params, priority)
+        return self._session.stream(ticket)
+
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncGenerator[Delta]:
+        """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the request."""
+        return in_threads(partial(self.stream, prompt, sampling_params, priority=priority))
+
+    # ------------------------------------------------------------ one step at a time
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in use."""
+        tickets = self._tickets([prompt], params, priority, request_id)
+        self._session.queue(tickets)
+        return tickets[0].id
+
+    def step(self) -> list[RequestOutput]:
+        """Advance all requests by one step; gives those queued with `add_request` that have finished since."""
+        return [self._intake.output(ticket) for ticket in self._session.step()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests queued with `add_request` are still to be given back by `step`."""
+        return self._session.count_queued > 0
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; what it has generated is its result, with finish reason "abort". An unknown id is none."""
+        self._session.abort(request_id)
+
+    # ------------------------------------------------------------ the engine
+
+    def update_params(self, params: Decoder) -> None:
+        """Serve other weights of the same shapes from now on, without a copy or a compilation.
+
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs, TypeError for
+        parameters that are not on a device.
+        """
+        with self._session.turn():
+            require_arrays(params)
+            self.engine.update_params(in_form(params, self.options.quantization, params.embed.dtype))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves all callers. Raises RuntimeError after `close`."""
+        return self._session.engine
+
+    @property
+    def params(self) -> Decoder:
+        """The weights being served, as they lie on the device."""
+        return self.engine.params
+
+    def report(self, explained: bool = False) -> dict[str, Any]:
+        """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
+
+        `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their time on this device, and
+        measured medians.
+        """
+        return self.engine.report() | ({"explained": explain(self.engine)} if explained else {})
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return self._intake.longest
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters that the model's authors recommend in generation_config.json, else the usual defaults."""
+        return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
+
+    def close(self) -> None:
+        """Abort what runs and give the device's memory back."""
+        self._session.close()
+        give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ as in vLLM
+
+    beam_search = vllm.beam_search
+    enqueue = vllm.enqueue
+    enqueue_chat = vllm.enqueue_chat
+    wait_for_completion = vllm.wait_for_completion
+    reset_prefix_cache = vllm.reset_prefix_cache
+    sleep = vllm.sleep
+    wake_up = vllm.wake_up
+    is_sleeping = vllm.is_sleeping
+    get_metrics = vllm.get_metrics
+    start_profile = vllm.start_profile
+    stop_profile = vllm.stop_profile
+    get_world_size = vllm.get_world_size
+    encode = vllm.encode
+    embed = vllm.embed
+    reward = vllm.reward
+    classify = vllm.classify
+    score = vllm.score
+    collective_rpc = vllm.collective_rpc
+    apply_model = vllm.apply_model
+
+    # ------------------------------------------------------------ on the way in
+
+    def _conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        return [self._conversation(one, **options) for one in (messages if several else [messages])]
+
+    def _conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self._intake.lacking}: chat needs one")
+        text = render_for(self.tokenizer, messages, **options)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest_prompt)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def _tickets(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        request_id: str | None = None,
+    ) -> list[Ticket]:
+        """What is asked, checked and tokenized, under ids that are taken; nothing is queued yet."""
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = one_each("sampling_params", given, len(prompts))
+        ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))
+        each = zip(prompts, params, ranks, strict=True)
+        makes = [partial(self._intake.ticket, prompt=p, params=s, priority=r) for p, s, r in each]
+        return self._session.tickets_of(makes, request_id)
+
+    def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:
+        with progress(len(tickets), use_tqdm) as done:
+            self._session.finish(tickets, done)
+        return [self._intake.output(ticket) for ticket in tickets]

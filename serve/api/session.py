@@ -1,0 +1,220 @@
+"""Many callers and one engine: tickets by id, whose turn it is, and who drives while several wait."""
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..engine.engine import Engine
+from ..host.signals import uninterrupted
+from ..outputs import Delta
+from .ticket import Cursor, Ticket
+
+Make = Callable[[str], Ticket]  # of an id
+Done = Callable[[list[Ticket]], None]
+
+
+class Session:
+    """The requests of all callers in one engine. Every method may be called from any thread.
+
+    A ticket's id is taken before the ticket exists, and until `drop`. Whoever may run at any instant, as the
+    garbage collector does, only says what is to be dropped: the turn under way, or the next, does it.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine: Engine | None = engine
+        self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
+        self._queued: dict[str, Ticket] = {}  # those of them that `step` gives back, in order
+        self._leaving: deque[Ticket] = deque()
+        self._ids = itertools.count()
+        self._lock, self._busy = threading.RLock(), False
+
+    @property
+    def engine(self) -> Engine:
+        """Raises RuntimeError after `close`."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
+    @property
+    def count_queued(self) -> int:
+        """Tickets that `step` or `wait` are still to give back."""
+        return len(self._queued)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One caller at a time, and none is interrupted while the engine is between two states."""
+        with uninterrupted(), self._lock:
+            outermost, self._busy = not self._busy, True
+            try:
+                if outermost:
+                    self._drop_leaving()
+                yield
+            finally:
+                if outermost:
+                    self._drop_leaving()
+                    self._busy = False
+
+    # ------------------------------------------------------------ ids
+
+    def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[Ticket]:
+        """Tickets made for ids that are free, or for the one `id`; the ids are taken until these are dropped.
+
+        Raises ValueError for an id that is in use, and whatever a `make` raises: the ids are free again then.
+        """
+        ids = self._take_ids(len(makes), id)
+        try:
+            tickets = [make(id) for make, id in zip(makes, ids, strict=True)]
+        except BaseException:
+            with self.turn():
+                for taken in ids:
+                    del self.tickets[taken]
+            raise
+        with self.turn():
+            self.tickets |= {ticket.id: ticket for ticket in tickets}
+        return tickets
+
+    def _take_ids(self, count: int, id: str | None) -> list[str]:
+        with self.turn():
+            if id in self.tickets:
+                raise ValueError(f"request_id {id!r} is in use")
+            unused = (new for n in self._ids if (new := str(n)) not in self.tickets)
+            ids = list(itertools.islice(unused, count)) if id is None else [id]
+            self.tickets |= dict.fromkeys(ids)
+        return ids
+
+    # ------------------------------------------------------------ whole results
+
+    def finish(self, tickets: list[Ticket], done: Done) -> None:
+        """Run tickets to their end, telling `done` which have ended; an interrupt aborts what is left."""
+        try:
+            self.submit(tickets)
+            self._run(tickets, done)
+        finally:
+            self.drop(tickets)
+
+    def _run(self, tickets: list[Ticket], done: Done) -> None:
+        while tickets:
+            with self.turn():
+                if not all(ticket.finished for ticket in tickets):
+                    self.engine.step()
+            done([t for t in tickets if t.finished])
+            tickets = [t for t in tickets if not t.finished]
+
+    def submit(self, tickets: list[Ticket]) -> None:
+        with self.turn():
+            for ticket in tickets:
+                for request in ticket.requests:
+                    if not request.finished:  # aborted before
+                        self.engine.submit(request)
+                ticket.submitted = True
+
+    # ------------------------------------------------------------ streams
+
+    def stream(self, ticket: Ticket) -> Generator[Delta]:
+        """What is new of a ticket; it is submitted with the first piece, and dropped with the generator."""
+        pieces = self._pieces(ticket)
+        weakref.finalize(
+            pieces, self._leave, ticket
+        ).atexit = False  # one that never begins runs no `finally`
+        return pieces
+
+    def _pieces(self, ticket: Ticket) -> Generator[Delta]:
+        """First whatever another caller's steps have brought, and a step only where there is nothing."""
+        cursor = Cursor(ticket)
+        try:
+            self.submit([ticket])
+            while not cursor.at_end:
+                with self.turn():
+                    engine, pieces = self.engine, cursor.take()
+                    if not pieces:
+                        engine.step()
+                yield from pieces
+        finally:
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Drop a ticket now, or, where a turn is under way, at its end."""
+        self._leaving.append(ticket)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._busy:
+                    with self.turn():
+                        pass
+            finally:
+                self._lock.release()
+
+    # ------------------------------------------------------------ one step at a time
+
+    def queue(self, tickets: list[Ticket]) -> None:
+        """Submit tickets that `step` or `wait` give back."""
+        with self.turn():
+            self.submit(tickets)
+            self._queued |= {ticket.id: ticket for ticket in tickets}
+
+    def step(self) -> list[Ticket]:
+        """Advance all requests by one step; gives the queued tickets that have finished since."""
+        with self.turn():
+            if self.engine.has_work:
+                self.engine.step()
+            return self._give([ticket for ticket in self._queued.values() if ticket.finished])
+
+    def wait(self, done: Done) -> list[Ticket]:
+        """Run all queued tickets to their end; gives them in the order of their queueing."""
+        tickets = list(self._queued.values())
+        self._run(tickets, done)
+        with self.turn():
+            return self._give(tickets)
+
+    def _give(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Those that nobody else was given, which leave the queue."""
+        mine = [ticket for ticket in tickets if self._queued.get(ticket.id) is ticket]
+        self.drop(mine)
+        return mine
+
+    # ------------------------------------------------------------ ends
+
+    def abort(self, id: str) -> None:
+        """End what runs under an id, and what has not begun yet before it does; an unknown id is none."""
+        with self.turn():
+            ticket = self.tickets.get(id)
+            for request in ticket.requests if ticket else ():
+                if ticket.submitted:
+                    self.engine.abort(request)
+                elif not request.finished:
+                    request.finish("abort")
+
+    def settle(self, mode: str) -> None:
+        """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing."""
+        while mode == "wait" and self.engine.has_work:
+            with self.turn():
+                self.engine.step()
+        with self.turn():
+            begun = [id for id, ticket in self.tickets.items() if ticket and ticket.submitted]
+            for id in begun if mode == "abort" else ():
+                self.abort(id)
+
+    def drop(self, tickets: list[Ticket]) -> None:
+        """Forget tickets, and end those that have not ended."""
+        with self.turn():
+            for ticket in tickets:
+                self._drop(ticket)
+
+    def _drop_leaving(self) -> None:
+        while self._leaving:
+            self._drop(self._leaving.popleft())
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self.tickets.get(ticket.id) is not ticket:
+            return  # dropped before; its id may be another's now
+        for request in ticket.requests if ticket.submitted and self._engine is not None else ():
+            self._engine.abort(request)
+        del self.tickets[ticket.id]
+        self._queued.pop(ticket.id, None)
+
+    def close(self) -> None:
+        with self.turn():
+            self.drop([ticket for ticket in self.tickets.values() if ticket is not None])
+            self._engine = None

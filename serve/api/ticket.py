@@ -1,0 +1,45 @@
+"""A user's request in the engine: `n` sequences over one prompt, and how far a stream has given them out."""
+
+from dataclasses import dataclass
+
+from ..engine.request import Request
+from ..outputs import Delta
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What one call of the user became: `n` requests over the same prompt."""
+
+    id: str
+    prompt: str | None
+    requests: list[Request]
+    submitted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+
+class Cursor:
+    """How many tokens and characters of each of a ticket's completions were given out; those given to their end are gone."""
+
+    def __init__(self, ticket: Ticket):
+        self._requests = dict(enumerate(ticket.requests))
+        self._places = dict.fromkeys(self._requests, (0, 0))
+
+    @property
+    def at_end(self) -> bool:
+        return not self._requests
+
+    def take(self) -> list[Delta]:
+        """What is new since the last call."""
+        found = []
+        for index, request in list(self._requests.items()):
+            tokens, chars = self._places[index]
+            new, text = request.outputs[tokens:], (request.text.text if request.text else "")[chars:]
+            if new or text or request.finished:
+                found.append(Delta(index, text, new, request.finish_reason))
+            self._places[index] = tokens + len(new), chars + len(text)
+            if request.finished:
+                del self._requests[index]
+        return found

@@ -1,0 +1,1 @@
+"""A job that cannot be lost: lines in, answers out, a journal between; it knows the engine by what it calls only."""

@@ -1,0 +1,1 @@
+"""The subcommands of `duetto`, a file each; nobody but `cli` imports them."""

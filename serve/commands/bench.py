@@ -1,0 +1,270 @@
+"""`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster than.
+
+A program is called back to back on a batch that is on the device; its time is the median over groups of calls. The host gap is
+what the engine adds: its wall time for a step, less the program's, as a share of the former; groups of both are interleaved,
+and the gap is the median of their pairs.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...model.compress import form_spec
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder
+from ...model.tree import init
+from ...sampling.params import SamplingParams
+from ..api.llm import LLM
+from ..host.devices import default_device
+from ..host.memory import keep_freed
+from ..loading.origin import Origin
+from ..loading.start import compute_dtype, keep_compiled, read_folder
+from ..options.engine import EngineOptions
+from ..programs.compile import Arguments, Programs, Shape, Sizes
+from ..roofline.floor import work
+from ..roofline.measured import awake, full_batch
+from ..roofline.presets import PRESETS
+from ..roofline.targets import Peaks, here
+from .flags import numbers, positive
+
+GROUPS = 5
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured: a model's parameters in memory, and the engine's options."""
+
+    name: str
+    config: ModelConfig
+    params: Decoder
+    options: EngineOptions
+
+    @property
+    def dtype(self) -> Any:
+        return self.params.embed.dtype
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the engine's step."""
+
+    part: str
+    what: str
+    context: int
+    seconds: float
+    tokens_per_second: float
+    floor: float | None = None
+    host_gap: float | None = None
+
+
+def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
+    """Random parameters of a preset, or a folder's."""
+    device = default_device()
+    dtype = compute_dtype(args.dtype, device)
+    if not args.shape:
+        origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+        options = origin.settled(options, download_dir=args.download_dir)
+        return Model(
+            args.model or "demo", *read_folder(origin.model, dtype, device, options.quantization), options
+        )
+    options.require_unstored("a shape has no checkpoint")
+    config, chosen = PRESETS[args.shape], jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    specs = form_spec(config, options.quantization)
+    return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)
+
+
+def group_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds of a call among `repeats` back to back, where only the last is waited for."""
+    begin = time.perf_counter()
+    for _ in range(repeats - 1):
+        call()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - begin) / repeats
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """The median of GROUPS groups of calls, after one call that does not count."""
+    jax.block_until_ready(call())
+    return statistics.median(group_seconds(call, repeats) for _ in range(GROUPS))
+
+
+# ---------------------------------------------------------------- single programs
+
+
+class Bench:
+    """One compiled program, and a state that it is called on again and again."""
+
+    def __init__(self, model: Model, shape: Shape, context: int):
+        W, rows = model.options.page_size, shape.sequences
+        longest = context + shape.area // rows
+        pages = rows * -(-longest // W)
+        sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
+        self.programs = Programs(model.config, model.params, sizes, [shape])
+        self.shape, self.model = shape, model
+        self.state = awake(self.programs.empty(model.params))
+        batch = full_batch(self.programs, shape, context)
+        batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
+        self.batch = jax.device_put(batch, self.state.everywhere)
+
+    def step(self) -> Any:
+        cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
+        self.state = Arguments(self.state.params, cache, slots)
+        return output
+
+
+def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Row:
+    """A row for one program whose every row has `context` tokens in the cache."""
+    seconds = median_seconds(Bench(model, shape, context).step, repeats)
+    least = work(shape, model.config, model.dtype, context, model.params)
+    floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
+    return Row(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+    """Steps of one token for each width and context, and the engine's time for such steps at the first context."""
+    for width in args.widths:
+        for i, context in enumerate(args.contexts):
+            row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
+            gap = host_gap(model, width, context, args.repeats) if args.host_gap and not i else None
+            yield replace(row, host_gap=gap)
+
+
+def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
+    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the program does not run.
+
+    Where the context is a multiple of attention's block, both read the same number of blocks.
+    """
+    program = Bench(model, Shape("decode", width, 1), context)
+    jax.block_until_ready(program.step())
+    with decoding(model, width, context, repeats) as llm:
+
+        def step() -> Any:
+            llm.step()
+            return llm.engine.cache  # waited for with the step that is still on its way
+
+        jax.block_until_ready(step())
+        pairs = [(group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(GROUPS)]
+    return statistics.median(1 - alone / served for alone, served in pairs)
+
+
+@contextmanager
+def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[LLM]:
+    """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
+    chunks = width * -(-context // model.options.max_prefill_tokens)
+    length = context + chunks + GROUPS * repeats + 8
+    options = replace(
+        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
+    with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
+        for row in range(width):
+            llm.add_request([(row + i) % model.config.vocab_size for i in range(context)], params)
+        seen = -1
+        while seen < prefills(llm):  # until a step has none left to dispatch
+            seen = prefills(llm)
+            llm.step()
+        yield llm
+
+
+def prefills(llm: LLM) -> int:
+    """Prefill programs that were dispatched so far."""
+    return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
+
+
+def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+    """One prompt in one call, for each length."""
+    for length in args.lengths:
+        yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
+
+
+def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+    """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what that left."""
+    with tempfile.TemporaryDirectory() as folder:
+        keep_compiled(folder)
+        for what in ("cold", "warm"):
+            jax.clear_caches()
+            begin = time.perf_counter()
+            with LLM.from_params(
+                model.config, model.params, compilation_cache=None, **asdict(model.options)
+            ) as llm:
+                seconds, programs = time.perf_counter() - begin, llm.report()["programs"]
+            yield Row("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "startup": bench_startup}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to measure")
+    group.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
+    group.add_argument(
+        "--shape", choices=sorted(PRESETS), help="random weights of a well-known model's sizes"
+    )
+    group.add_argument(
+        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode (default: 1,8,32)"
+    )
+    group.add_argument(
+        "--contexts", type=numbers, default=(128, 512), help="tokens in the cache (default: 128,512)"
+    )
+    group.add_argument(
+        "--lengths", type=numbers, default=(64, 128, 256, 512), help="prompts (default: 64,128,256,512)"
+    )
+    group.add_argument(
+        "--repeats", type=positive, default=16, help="calls in a row, five times over (default: 16)"
+    )
+    group.add_argument(
+        "--host-gap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the engine too, at the first context",
+    )
+    group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+
+
+def run_bench(args: argparse.Namespace, options: EngineOptions) -> int:
+    """Prints each figure as it is measured. Raises ValueError for a model that cannot be loaded."""
+    if default_device().platform == "cpu":
+        keep_freed()  # as an engine does: programs alone would pay for their temporaries' pages in every call
+    model, target, rows = load_model(args, options), here(measure=True), []
+    peaks = target.peaks
+    assert peaks is not None
+    about = f"{model.name} in {model.dtype} on {target.name} ({platform.processor() or platform.machine()}), jax {jax.__version__}"
+    rates = f"{peaks.flops(model.dtype) / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s, measured"
+    print(
+        f"{about}\n{rates}\n{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}"
+    )
+    for part in args.parts:
+        for row in MEASURES[part](model, args, peaks):
+            rows.append(row)
+            print(shown(row), flush=True)
+    if args.json:
+        found = [asdict(row) for row in rows]
+        Path(args.json).write_text(
+            json.dumps({"about": about, "peaks": asdict(peaks), "rows": found}, indent=2) + "\n"
+        )
+    return 0
+
+
+def shown(row: Row) -> str:
+    floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
+    gap = "-" if row.host_gap is None else f"{row.host_gap:.1%}"
+    return f"{row.what:<22}{row.context:>8}{row.seconds * 1e3:>10.2f}{row.tokens_per_second:>10.1f}{floor:>10}{gap:>10}"

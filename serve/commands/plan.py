@@ -1,0 +1,376 @@
+"""`duetto plan`: the shapes, the memory and the floors of an engine, before anything is loaded or run."""
+
+import argparse
+import json
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from ...checkpoints.huggingface import read_config
+from ...model.compress import form_spec
+from ...model.config import ModelConfig
+from ...model.sharding import device_bytes, fitted, shardings
+from ...model.transformer import Decoder, decoder_spec
+from ...model.tree import abstract, is_spec
+from ..loading.origin import Origin, stored_form
+from ..loading.start import DEMO, compute_dtype, keep_compiled, read_shapes
+from ..options.engine import EngineOptions
+from ..programs.compile import Arguments, Programs, Shape, Sizes, arguments_like, lower
+from ..programs.shapes import can_share, table
+from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes
+from ..roofline.facts import Facts, facts
+from ..roofline.floor import Work, pools, work
+from ..roofline.measured import measure
+from ..roofline.presets import PRESETS
+from ..roofline.targets import Target, described, find_target, here
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache of each row."""
+
+    name: str
+    config: ModelConfig
+    dtype: str
+    options: EngineOptions
+    target: Target
+    sizes: Sizes
+    context: int
+    params: Decoder | None = (
+        None  # without numbers; by default those of the sizes in the option's quantization
+    )
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return table(self.options, self.sizes, can_share(self.config))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else estimated).
+
+    `peak` is what running it took, where that was measured.
+    """
+
+    weights: int
+    cache: int
+    slots: int
+    temporaries: int
+    limit: int | None
+    peak: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.slots + self.temporaries
+
+
+@dataclass(frozen=True)
+class Row:
+    """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and measured seconds."""
+
+    shape: Shape
+    work: Work
+    floor: float | None
+    bound: str | None
+    facts: Facts | None
+    seconds: float | None = None
+
+    @property
+    def excess(self) -> float | None:
+        """Bytes that the program touches over those it must."""
+        return self.facts.bytes / self.work.bytes if self.facts else None
+
+
+# ---------------------------------------------------------------- planning
+
+
+def plan_job(
+    model: str | None,
+    shape: str | None,
+    dtype: str,
+    options: EngineOptions,
+    target: Target,
+    context: int | None,
+    **where: Any,
+) -> Job:
+    """Chooses an engine's sizes as a start would; `where` are options of `Origin.of`.
+
+    Raises ValueError where they do not fit, or the target cannot hold them.
+    """
+    folder = DEMO if shape else Origin.of(model, **where).model
+    if not shape:
+        options = replace(options, quantization=stored_form(folder, options.quantization))
+    config = PRESETS[shape] if shape else read_config(folder)
+    chosen = compute_dtype(dtype, target.devices[0])
+    chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
+    if shape:
+        options.require_unstored("a shape has no checkpoint")
+        weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
+    else:
+        weights = read_shapes(folder, chosen, options.quantization)
+    params = abstract_params(config, chosen, target, weights)
+    sizes = choose_sizes(config, options, params, target.memory)
+    config = config.within(sizes.max_model_len)
+    context = min(1024, sizes.max_model_len) if context is None else context
+    if not 0 < context <= sizes.max_model_len:
+        raise ValueError(f"context {context} is not allowed: 1 to max_model_len {sizes.max_model_len}")
+    return Job(shape or model or "the demo model", config, chosen, options, target, sizes, context, params)
+
+
+def abstract_arguments(job: Job) -> Arguments:
+    """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several devices."""
+    weights = abstract(form_spec(job.config, job.options.quantization), jnp.dtype(job.dtype))
+    params = abstract_params(job.config, job.dtype, job.target, job.params or weights)
+    return arguments_like(job.config, params, job.sizes)
+
+
+def abstract_params(
+    config: ModelConfig, dtype: Any, target: Target, weights: Decoder | None = None
+) -> Decoder:
+    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the parameter would."""
+    specs, one = decoder_spec(config), SingleDeviceSharding(target.devices[0])
+    where: Any = jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
+    if len(target.devices) > 1:
+        where = shardings(specs, Mesh(np.array(target.devices), ("tensor",)))
+
+    def placed(own: Any, weight: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitted(own, x.shape)), weight
+        )
+
+    return jax.tree.map(placed, where, abstract(specs, jnp.dtype(dtype)) if weights is None else weights)
+
+
+def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
+    """One program, ahead of time, for the job's target."""
+    with warnings.catch_warnings(), described(job.target):
+        # jax stores what it compiled for an absent device, and cannot read it back.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        return lower(shape, job.config, arguments, job.sizes).compile()
+
+
+def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Row]:
+    """A row for each shape of the table; those of `compiled` with what XLA made of them."""
+    chosen = set(compiled)
+    return [make_row(job, arguments, shape, shape in chosen) for shape in job.shapes]
+
+
+def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True) -> Row:
+    """One shape's figures, for one of the target's devices."""
+    n = len(job.target.devices)
+    context = 0 if shape.phase == "prefill" else job.context
+    whole = work(shape, job.config, job.dtype, context, arguments.params)
+    found = facts_of(job, arguments, shape, context) if compiled else None
+    return floored(
+        Row(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
+    )
+
+
+def floored(row: Row, target: Target, dtype: Any) -> Row:
+    """The row with its floor, where the target's peaks are known."""
+    if target.peaks is None:
+        return row
+    at_most = target.peaks.flops(dtype), target.peaks.bandwidth
+    return replace(row, floor=row.work.floor(*at_most), bound=row.work.bound(*at_most))
+
+
+def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Facts:
+    """What XLA makes of a shape whose rows have so many tokens in the cache."""
+    read = pools(shape, job.config, arguments.cache, context)
+    return facts(compile_for(job, shape, arguments), read, steps=shape.tokens)
+
+
+def main_shapes(shapes: list[Shape]) -> list[Shape]:
+    """The largest prefill, of two the one of more rows, and the widest single step of decode."""
+    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: (s.area, s.rows))
+    return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
+
+
+def memory_of(job: Job, arguments: Arguments, rows: list[Row]) -> Memory:
+    found = [row.facts.temporaries for row in rows if row.facts]
+    estimate = scratch_bytes(job.config, job.options, job.dtype) + widened_bytes(arguments.params)
+    return Memory(
+        weights=device_bytes(arguments.params),
+        cache=device_bytes(arguments.cache),
+        slots=device_bytes(arguments.slots),
+        temporaries=max(found) if found else estimate,
+        limit=job.target.memory,
+    )
+
+
+def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Row]) -> tuple[Memory, list[Row]]:
+    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all alike."""
+    shapes = [row.shape for row in rows if row.facts]
+    if not shapes:
+        return memory, rows
+    programs = Programs(job.config, arguments.params, job.sizes, shapes)
+    longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
+    found = measure(programs, arguments, min(job.context, job.sizes.max_model_len - longest))
+    timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
+    return replace(memory, peak=found.peak), timed
+
+
+# ---------------------------------------------------------------- showing
+
+
+def render(job: Job, memory: Memory, rows: list[Row]) -> str:
+    """The plan as text."""
+    return "\n\n".join(
+        [head(job), render_memory(job, memory), render_rows(job, rows), *render_facts(job, rows)]
+    )
+
+
+def head(job: Job) -> str:
+    s, n = job.sizes, len(job.target.devices)
+    pages = " and ".join(map(str, s.pages))
+    each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    return (
+        f"{job.name} in {job.dtype} on {job.target.name}{each}\n"
+        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens"
+    )
+
+
+def render_memory(job: Job, memory: Memory) -> str:
+    parts = {k: v for k, v in asdict(memory).items() if k not in ("limit", "peak")} | {"total": memory.total}
+    if memory.peak is not None:
+        parts["measured"] = memory.peak
+    lines = [f"{name:<12}{size / 2**20:>12.1f} MiB" for name, size in parts.items()]
+    if memory.limit is not None:
+        allowed = memory.limit * job.options.gpu_memory_utilization
+        verdict = "fits" if memory.total <= allowed else "DOES NOT FIT"
+        lines.append(
+            f"{verdict} in {allowed / 2**20:.1f} MiB, {job.options.gpu_memory_utilization:.0%} of the device's memory"
+        )
+    return "\n".join(lines)
+
+
+def render_rows(job: Job, rows: list[Row]) -> str:
+    """The roofline, and what it was made from."""
+    lines = render_table(rows)
+    lines.append(f"each row of a decode has {job.context} tokens in the cache, a prefill none")
+    lines.append("touched: by XLA's optimised program for greedy requests, loops as often as they run")
+    if len(job.target.devices) > 1:
+        lines.append("what goes over the links between devices is not in the floors")
+    if peaks := job.target.peaks:
+        rates = (
+            f"{peaks.flops(job.dtype) / 1e12:.4g} TFLOP/s in {job.dtype}, {peaks.bandwidth / 1e9:.5g} GB/s"
+        )
+        lines.append(f"floors from peaks: {rates}")
+    return "\n".join(lines)
+
+
+def render_table(rows: list[Row]) -> list[str]:
+    """A line for each program. Operations and the floor's bytes are counted analytically, the program's in XLA's module."""
+    heads = ("GFLOP", 9), ("least MB", 10), ("touched MB", 11), ("ratio", 6), ("FLOP/B", 8), ("floor ms", 10)
+    head = f"{'program':<18}" + "".join(f"{name:>{width}}" for name, width in heads)
+    head += f"  {'bound':<8}{'measured ms':>11}{'ratio':>7}{'temporaries MiB':>17}"
+    return [head, *map(render_row, rows)]
+
+
+def render_row(row: Row) -> str:
+    w, f, over = row.work, row.facts, row.seconds and row.floor and row.seconds / row.floor
+    parts = (
+        f"{row.shape!s:<18}{w.flops / 1e9:>9.2f}{w.bytes / 1e6:>10.1f}",
+        f"{or_dash(f and f.bytes / 1e6, '.1f'):>11}{or_dash(row.excess, '.2f'):>6}{w.intensity:>8.1f}",
+        f"{or_dash(row.floor and row.floor * 1e3, '.3f'):>10}  {row.bound or '-':<8}",
+        f"{or_dash(row.seconds and row.seconds * 1e3, '.2f'):>11}{or_dash(over, '.2f'):>7}",
+        f"{or_dash(f and f.temporaries / 2**20, '.1f'):>17}",
+    )
+    return "".join(parts)
+
+
+def or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def render_facts(job: Job, rows: list[Row]) -> list[str]:
+    link = job.target.peaks.link if job.target.peaks else 0.0
+    return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
+
+
+def render_fact(f: Facts, link: float) -> str:
+    lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
+    lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]
+    lines += [
+        f"  {m.times} x {m.instruction} writes {m.buffer}, {m.bytes / 2**20:.1f} MiB" for m in f.moved[:8]
+    ]
+    for kind, c in f.collectives.items():
+        time = f", {c.sent / link * 1e3:.3f} ms at {link / 1e9:.0f} GB/s" if link else ""
+        sent = f"each device sends {c.sent / 2**20:.2f} MiB over its links{time}"
+        lines.append(f"  {c.calls} x {kind}, {c.bytes / 2**20:.2f} MiB in all: {sent}")
+    return "\n".join(lines)
+
+
+def as_json(job: Job, memory: Memory, rows: list[Row]) -> str:
+    """The plan for machines."""
+    shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
+    top = {
+        "model": job.name,
+        "dtype": job.dtype,
+        "target": job.target.name,
+        "devices": len(job.target.devices),
+    }
+    return json.dumps(
+        {
+            **top,
+            "context": job.context,
+            "sizes": asdict(job.sizes),
+            "memory": asdict(memory),
+            "programs": shown,
+        }
+    )
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", choices=sorted(PRESETS), help="a well-known model's sizes instead of --model"
+    )
+    parser.add_argument(
+        "--target", help="h100, h200, 8xh200, v5e:2x2, v6e:2x4, ...: an accelerator that need not be here"
+    )
+    parser.add_argument(
+        "--context", type=int, help="tokens in the cache of each row (default: 1024 or max-model-len)"
+    )
+    parser.add_argument(
+        "--compile", choices=("main", "all", "none"), default="main",
+        help="which programs to compile: the largest prefill and the widest decode (default), all, or none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the compiled programs on this machine: its peaks, their times and memory",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run_plan(args: argparse.Namespace, options: EngineOptions) -> int:
+    """Prints a plan. Raises ValueError for what cannot be planned."""
+    if args.target and args.measure:
+        raise ValueError("--measure is for this machine: it cannot go with --target")
+    if not args.target:
+        keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
+    target = find_target(args.target) if args.target else here()
+    where = {"revision": args.revision, "download_dir": args.download_dir}
+    job = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
+    arguments, choices = (
+        abstract_arguments(job),
+        {"main": main_shapes(job.shapes), "all": job.shapes, "none": []},
+    )
+    rows = make_rows(job, arguments, choices[args.compile])
+    memory = memory_of(job, arguments, rows)
+    if args.measure:
+        memory, rows = measured(job, arguments, memory, rows)
+        job = replace(job, target=here(measure=True))  # last: its arrays must not count as the plan's memory
+        rows = [floored(row, job.target, job.dtype) for row in rows]
+    print(as_json(job, memory, rows) if args.json else render(job, memory, rows))
+    return 0

@@ -1,0 +1,1 @@
+"""Requests become steps: scheduler, steps in flight, and what came of them."""

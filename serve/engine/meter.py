@@ -1,0 +1,169 @@
+"""What an engine did: counts and times, as a report for people and for machines."""
+
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...kvcache.tables import PageTables
+from ..api.metrics import Finished
+from ..programs.compile import Shape
+from .request import Request
+
+SPANS = 256  # of each shape, the last so many are kept
+REQUESTS = 10_000  # whose spans are kept: up to so many the percentiles are exact
+
+
+@dataclass
+class Sample:
+    """Numbers for percentiles in bounded memory: all of them up to `size`, then a uniform sample (Vitter's algorithm R)."""
+
+    size: int = REQUESTS
+    count: int = 0
+    kept: list[float] = field(default_factory=list)
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        if len(self.kept) < self.size:
+            self.kept.append(number)
+        elif (place := self.random.randrange(self.count)) < self.size:
+            self.kept[place] = number
+
+    def percentiles(self) -> dict[str, float]:
+        """p50, p90 and p99; empty without any number."""
+        return {f"p{p}": float(np.percentile(self.kept, p)) for p in (50, 90, 99) if self.kept}
+
+
+@dataclass
+class Meter:
+    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are those in steps.
+
+    Its memory is bounded, however many requests there are.
+    """
+
+    seconds: float = 0.0
+    computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
+    padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
+    steps: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
+    spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
+    flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
+    arrived: float = 0.0  # when the last results did
+    ttft: Sample = field(default_factory=Sample)
+    tpot: Sample = field(default_factory=Sample)
+    e2e: Sample = field(default_factory=Sample)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    occupancy: float = 0.0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    over_finished: Finished = field(default_factory=Finished)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time spent inside counts as seconds of work."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - begin
+
+    def ran(self, shape: Shape, tokens: int, cached: int) -> None:
+        """A step is dispatched, with so many real tokens and so many that its rows have in the cache."""
+        name = str(shape)
+        self.computed[shape.phase] += tokens
+        self.padded[shape.phase] += shape.area - tokens
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.cached[name] = self.cached.get(name, 0) + cached
+        self.flight.append((name, time.perf_counter()))
+
+    def took(self) -> None:
+        """The oldest step's results are here: it took the time since they could begin, behind those of the one before."""
+        (name, begun), now = self.flight.popleft(), time.perf_counter()
+        self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
+        self.arrived = now
+
+    def seconds_of(self, shape: Shape) -> float:
+        """The median of a shape's last spans."""
+        return statistics.median(self.spans[str(shape)])
+
+    def lost(self) -> None:
+        """Steps that are on their way will not arrive."""
+        self.flight.clear()
+
+    def planned(self, tables: PageTables) -> None:
+        self.occupancy = max(self.occupancy, tables.occupancy)
+
+    def admitted(self, request: Request) -> None:
+        """Only the first time counts: a preempted request is admitted again."""
+        if not request.clock.admitted:
+            request.clock.admitted = time.monotonic()
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.cached
+
+    def finished(self, request: Request) -> None:
+        self.generated_tokens += request.generated
+        metrics = request.metrics()
+        self.over_finished.observe(len(request.prompt), metrics)
+        self.ttft.add(metrics.ttft)
+        self.e2e.add(metrics.e2e)
+        if metrics.tpot > 0:
+            self.tpot.add(metrics.tpot)
+        reason = request.finish_reason or "unfinished"
+        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+
+    def report(self) -> dict[str, Any]:
+        """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
+        seconds = max(self.seconds, 1e-9)
+        slots = sum(self.computed.values()) + sum(self.padded.values())
+        return {
+            "requests": self.e2e.count,
+            "seconds": self.seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "cached_tokens": self.cached_tokens,
+            "prefill_tokens_per_second": self.computed["prefill"] / seconds,
+            "decode_tokens_per_second": self.generated_tokens / seconds,
+            "ttft": self.ttft.percentiles(),
+            "tpot": self.tpot.percentiles(),
+            "e2e": self.e2e.percentiles(),
+            "padding": sum(self.padded.values()) / max(slots, 1),
+            "padding_prefill": self.padded["prefill"]
+            / max(self.padded["prefill"] + self.computed["prefill"], 1),
+            "padding_decode": self.padded["decode"] / max(self.padded["decode"] + self.computed["decode"], 1),
+            "peak_cache_occupancy": self.occupancy,
+            "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
+            "steps": dict(sorted(self.steps.items())),
+            "step_seconds": {name: statistics.median(spans) for name, spans in sorted(self.spans.items())},
+            "finish_reasons": self.finish_reasons,
+        }
+
+
+class Compilations:
+    """Counts what XLA compiles in this process from now on, by jax's own monitoring events."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(listener(weakref.ref(self)))
+
+
+def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
+    """A listener that does not keep its counter alive, since jax never lets go of listeners."""
+
+    def heard(event: str, duration: float, **_: Any) -> None:
+        alive = counter()
+        if alive is not None and event == Compilations.EVENT:
+            alive.count += 1
+
+    return heard

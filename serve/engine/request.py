@@ -1,0 +1,133 @@
+"""A request on its way through the engine: one sequence of tokens, its pages, and when it has to stop."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...sampling.params import SamplingParams
+from ..outputs import Pass, RequestMetrics
+from ..text.stops import Detokenizer
+
+
+@dataclass
+class ScoreLog:
+    """Log-probabilities as the device gave them: one entry a token."""
+
+    logprob: list[float] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
+
+    def append(
+        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        self.logprob.append(float(logprob))
+        self.rank.append(int(rank))
+        self.top_ids.append(top_ids)
+        self.top_logprobs.append(top_logprobs)
+
+
+@dataclass
+class Clock:
+    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall clock."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finish: float = 0.0
+
+
+@dataclass(eq=False)
+class Request:
+    """Host bookkeeping of one sequence. `computed` counts tokens whose keys are in the pages or on their way there."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end: int  # tokens it may have at most, prompt included
+    stop_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    text: Detokenizer | None = None
+    priority: int = 0
+    arrival: int = 0
+
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    pages: list[list[int]] = field(default_factory=list)  # for each window
+    names: list[bytes] = field(default_factory=list)
+    slot: int | None = None
+    reach: int = 0  # tokens up to which it can stay in its slot
+    cached: int = 0
+    preemptions: int = 0
+    scores: ScoreLog = field(default_factory=ScoreLog)
+    prompt_scores: ScoreLog = field(default_factory=ScoreLog)
+    passes: list[Pass] = field(default_factory=list)  # kept with speculation only
+    clock: Clock = field(default_factory=Clock)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in every queue: lower priority values first, then first come, first served."""
+        return self.priority, self.arrival
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token: int) -> None:
+        """Take one sampled token, and finish if it or the text so far says so."""
+        self.tokens.append(token)
+        self.clock.last_token = time.monotonic()
+        self.clock.first_token = self.clock.first_token or self.clock.last_token
+        self._stop_at(token)
+        if not self.finished and len(self.tokens) >= self.end:
+            self.finish("length")
+
+    def _stop_at(self, token: int) -> None:
+        below_min = self.generated <= self.params.min_tokens
+        is_stop = token in self.stop_ids
+        if self.text is not None and (not is_stop or self.params.include_stop_str_in_output):
+            self.text.push([token], below_min=int(below_min))
+            if self.text.stop_hit is not None:
+                self.finish("stop", self.text.stop_hit)
+        if is_stop and not self.finished:
+            self.finish("stop", None if token in self.eos_ids else token)
+
+    def finish(self, reason: str, stop: int | str | None = None) -> None:
+        assert not self.finished, f"request {self.id} finishes twice"
+        self.finish_reason, self.stop_reason = reason, stop
+        self.clock.finish = time.monotonic()
+        if self.text is not None:
+            self.text.finish()
+
+    def metrics(self) -> RequestMetrics:
+        c, generated = self.clock, self.generated
+        admitted, first, finish = c.admitted or c.finish, c.first_token or c.finish, c.finish
+        return RequestMetrics(
+            arrival=c.arrival,
+            queued=admitted - c.arrival,
+            ttft=first - c.arrival,
+            tpot=(finish - first) / (generated - 1) if generated > 1 else 0.0,
+            e2e=finish - c.arrival,
+            preemptions=self.preemptions,
+            num_generation_tokens=generated,
+            arrival_time=c.wall,
+            last_token_ts=c.last_token,
+        )

@@ -1,0 +1,42 @@
+"""How a step's work is cut into rows, and the rows into calls of compiled shapes."""
+
+from collections.abc import Iterator
+
+from ..programs.compile import Shape
+from ..programs.shapes import row_tokens, smallest
+from .scheduler import Work
+
+
+def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
+    """Chunks of prompts in rows: few of one that is alone, short ones of several."""
+    tokens = row_tokens(shapes, len(chunks))
+    return [row for chunk in chunks for row in rows_of(chunk, tokens)]
+
+
+def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
+    """A chunk in rows of at most so many tokens (2 or more).
+
+    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the next.
+    """
+    request, end = chunk.request, chunk.start + chunk.count
+    again = int(request.params.prompt_logprobs is not None)
+    for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
+        yield Work(request, start, min(tokens, end - start))
+
+
+def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:
+    """The calls that rows of work take, each of the smallest shape that holds it."""
+    groups = groups_of(shapes, works)
+    return [(smallest(shapes, len(rows), max(w.count for w in rows)), rows) for rows in groups]
+
+
+def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
+    """Work cut into what one call can take: rows of a shape that holds the longest of them."""
+    groups: list[list[Work]] = []
+    for work in works:
+        longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
+        if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
+            groups[-1].append(work)
+        else:
+            groups.append([work])
+    return groups

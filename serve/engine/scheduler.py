@@ -1,0 +1,277 @@
+"""Which tokens the next step computes. Plain Python over requests and pages; it never touches the device.
+
+Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et al., arXiv 2308.16369).
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...kvcache.names import extend
+from ...kvcache.tables import PageTables, Tables
+from ..options.engine import round_up
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request's tokens [start, start + count) are computed in this step; the last of them may be guesses.
+
+    A guess below zero stands for one that the device makes.
+    """
+
+    request: Request
+    start: int
+    count: int
+    guesses: tuple[int, ...] = ()
+
+
+Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
+
+
+@dataclass
+class Plan:
+    """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has guesses."""
+
+    seats: list[Request] = field(default_factory=list)
+    prefill: list[Work] = field(default_factory=list)
+    decode: list[Work] = field(default_factory=list)
+    verify: list[Work] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.prefill or self.decode or self.verify)
+
+
+class Limits(NamedTuple):
+    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`, decode steps of
+    one dispatch, guesses of a row."""
+
+    max_num_seqs: int
+    max_prefill_tokens: int
+    row: int
+    decode_steps: int
+    guesses: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
+        return max(self.max_prefill_tokens, self.decode_steps, self.guesses) + 1
+
+
+class Scheduler:
+    """First come, first served within a priority. A request holds a slot and its pages from admission to its end.
+
+    Admission takes all pages that a request's known tokens need. When decode needs a page and none is free, the request
+    that is last in line gives up its pages and waits again; the first in line always goes on, so everything finishes.
+    A sequence that grows beyond `boundary` tokens waits again too: all of its keys become others (longrope).
+    `recompute_outputs` says that pages written by prefill and by decode have the same bits; otherwise what a preempted
+    request had generated is fed through decode again, which writes the same bits as the first time.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        tables: PageTables,
+        root: bytes | None,
+        recompute_outputs: bool,
+        boundary: int | None = None,
+    ):
+        self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
+        self.recompute_outputs, self.boundary = recompute_outputs, boundary
+        self.waiting: list[tuple[tuple[int, int], Request]] = []
+        self.running: dict[int, Request] = {}
+        self.free_slots = list(range(limits.max_num_seqs))
+        self.preemptions = 0
+        self.aborted = 0  # while they waited, since the queue was last rid of such
+
+    def add(self, request: Request) -> None:
+        heapq.heappush(self.waiting, (request.rank, request))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def decoding(self) -> int:
+        """Running requests whose prompts are computed, or on their way."""
+        return sum(not self._prompt_left(r) for r in self.running.values())
+
+    def plan(self, settled: bool, guess: Guess | None = None) -> Plan | None:
+        """The next step, or None where decode lacks a page: then the step in flight must be `settled` before others give way.
+
+        It must be settled too where `guess` is given.
+        """
+        prompts = any(self._prompt_left(r) for r in self.running.values())
+        steps = 1 if prompts or self._room() is not None else self.limits.decode_steps
+        rows = self._decode(steps, settled)
+        if rows is None:
+            return None
+        seats = self._admit()
+        chunks = list(self._chunks())
+        if guess is not None:
+            rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
+        verify = any(work.guesses for work in rows)
+        return Plan(seats, chunks, verify=rows) if verify else Plan(seats, chunks, decode=rows)
+
+    def dispatched(self, plan: Plan) -> None:
+        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from now on.
+
+        How many of its tokens a verified row has computed is known when it is committed.
+        """
+        for work in (*plan.prefill, *plan.decode):
+            work.request.computed = work.start + work.count
+        for work in plan.prefill:
+            self.name_pages(work.request, work.start, work.request.computed)
+
+    def name_pages(self, request: Request, since: int, tokens: int) -> None:
+        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known and computed."""
+        if self.root is None:
+            return
+        full = tokens // self.page_size
+        self._extend_names(request, full)
+        self.tables.name(request.pages, request.names[:full], since // self.page_size)
+
+    def _extend_names(self, request: Request, pages: int) -> None:
+        assert self.root is not None
+        start = self.root + b"long" if self._is_long(request) else self.root
+        extend(request.names, request.tokens, pages, self.page_size, start)
+
+    def _is_long(self, request: Request) -> bool:
+        return self.boundary is not None and len(request.tokens) > self.boundary
+
+    def release(self, request: Request) -> None:
+        """A running request ends or is preempted: its slot and pages are free at once, for steps run in order."""
+        assert request.slot is not None
+        self.tables.release(request.pages, request.end)
+        del self.running[request.slot]
+        heapq.heappush(self.free_slots, request.slot)
+        request.pages, request.names, request.slot, request.computed = [], [], None, 0
+
+    def abort(self, request: Request) -> None:
+        """Forget a finished request; those that wait leave the queue together when they are half of it: aborting many is cheap."""
+        if request.slot is not None:
+            self.release(request)
+        else:
+            self.aborted += 1
+        if 2 * self.aborted > len(self.waiting):
+            self.waiting, self.aborted = [entry for entry in self.waiting if not entry[1].finished], 0
+            heapq.heapify(self.waiting)
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        while self.waiting and self.waiting[0][1].finished:
+            heapq.heappop(self.waiting)
+
+    def preempt(self, request: Request) -> None:
+        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by name."""
+        self.release(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.add(request)
+
+    def _prefill_end(self, request: Request) -> int:
+        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps the bits."""
+        if self.recompute_outputs and len(request.tokens) > len(request.prompt):
+            return max(len(request.prompt), len(request.tokens) - 1)
+        return len(request.prompt)
+
+    def _prompt_left(self, request: Request) -> int:
+        return max(0, self._prefill_end(request) - request.computed)
+
+    def _admit(self) -> list[Request]:
+        seated = []
+        while (found := self._room()) is not None:
+            _, request = heapq.heappop(self.waiting)
+            self._drop_finished()
+            request.pages = self.tables.admit(found, len(request.tokens), request.end)
+            request.computed = len(found[0]) * self.page_size
+            if not request.preemptions:
+                request.cached = request.computed
+            request.slot = heapq.heappop(self.free_slots)
+            short = self.boundary is not None and not self._is_long(request)
+            request.reach = min(request.end, self.boundary + 1) if short else request.end
+            self.running[request.slot] = request
+            seated.append(request)
+        return seated
+
+    def _room(self) -> Tables | None:
+        """The pages found for the request that is next in line, or None where it cannot be admitted now.
+
+        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It waits for a
+        page of its prompt that a running request is about to write, rather than compute the same again.
+        """
+        if not self.waiting or not self.free_slots:
+            return None
+        request = self.waiting[0][1]
+        found = self._find(request)
+        if self._is_coming(request.names[len(found[0]) : len(found[0]) + 1]):
+            return None
+        fits = self.tables.fits(found, len(request.tokens), request.end, spare=len(self.running))
+        return found if fits else None
+
+    def _is_coming(self, names: list[bytes]) -> bool:
+        """Whether one of the names is that of a page which a running request's prefill has yet to write."""
+        prefilling = [r for r in self.running.values() if self._prompt_left(r)]
+        return any(name in r.names[r.computed // self.page_size :] for name in names for r in prefilling)
+
+    def _find(self, request: Request) -> Tables:
+        """Pages of the request's prompt that are already written; at least one token is left to compute."""
+        if self.root is None or request.params.prompt_logprobs is not None:
+            return self.tables.find([])
+        usable = self._prefill_end(request) if request.generated else len(request.prompt) - 1
+        full = usable // self.page_size
+        self._extend_names(request, full)
+        return self.tables.find(request.names[:full])
+
+    def _chunks(self) -> Iterable[Work]:
+        """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count as full."""
+        budget = self.limits.max_prefill_tokens
+        for request in sorted(self.running.values(), key=lambda r: r.rank):
+            scored = request.params.prompt_logprobs is not None
+            # the score of a chunk's first token needs the hidden state before it
+            again = int(scored and 0 < request.computed < len(request.prompt))
+            new = min(self._prompt_left(request), max(budget - again, 1))
+            if new > 0 and budget > 0:
+                work = Work(request, request.computed - again, new + again)
+                self.tables.advance(request.pages, work.start, work.start + work.count)
+                yield work
+                budget -= round_up(new + again, self.limits.row)
+
+    def _decode(self, steps: int, settled: bool) -> list[Work] | None:
+        """A row for every request whose prompt is computed; None where one lacks a page and nobody may be preempted yet."""
+        rows = []
+        for request in sorted(self.running.values(), key=lambda r: r.rank):
+            if request.slot is None or self._prompt_left(request):
+                continue
+            count = min(steps, request.reach - 1 - request.computed)
+            if count <= 0:
+                continue
+            if not self._grow(request, request.computed + count, settled):
+                if not settled:
+                    return None
+                continue
+            self.tables.advance(request.pages, request.computed, request.computed + count)
+            rows.append(Work(request, request.computed, count))
+        return rows
+
+    def _ahead(self, work: Work, guesses: Sequence[int]) -> Work:
+        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives way to a guess."""
+        request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
+        while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
+            count -= 1
+        if count <= 0:
+            return work
+        self.tables.advance(request.pages, work.start, work.start + 1 + count)
+        return Work(request, work.start, 1 + count, tuple(guesses[:count]))
+
+    def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
+        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need be."""
+        while not self.tables.grow(request.pages, tokens):
+            if not settled:
+                return False
+            victim = max(self.running.values(), key=lambda r: r.rank)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True

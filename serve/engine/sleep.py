@@ -1,0 +1,78 @@
+"""An engine's sleep: what it has given back of the device's memory, and where the parameters are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..speculation.chain import with_target
+
+TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
+
+
+@dataclass
+class Sleep:
+    """`missing` are the tags that an engine has to get back before it steps again.
+
+    `params` are its parameters while they are off the device: arrays on the host, shapes of discarded ones.
+    """
+
+    missing: set[str] = field(default_factory=set)
+    params: Any = None
+    discarded: bool = False
+
+    def check(self) -> None:
+        """Raise RuntimeError unless steps can be taken."""
+        if self.missing:
+            raise RuntimeError(
+                f"the engine sleeps, without {' and '.join(sorted(self.missing))}: call wake_up first"
+            )
+        if self.discarded:
+            raise RuntimeError("sleep(level=2) has discarded the parameters: give others with update_params")
+
+    def pause(self) -> None:
+        self.missing.add("scheduling")
+
+    def begin(self, params: Any, discarded: bool) -> None:
+        self.missing, self.params, self.discarded = set(TAGS), params, discarded
+
+    def asked(self, tags: Iterable[str]) -> list[str]:
+        """Those of the tags that are missing. Raises ValueError for one that is none."""
+        tags = set(tags)
+        if not tags <= set(TAGS):
+            raise ValueError(
+                f"wake_up: tags {sorted(tags)} are not allowed: of {', '.join(TAGS)}, or None for all"
+            )
+        return sorted(self.missing & tags)
+
+    def woke(self, tag: str) -> None:
+        """What a tag names is back; once nothing else is missing, steps are allowed."""
+        if tag == "weights":
+            self.params = None
+        self.missing -= {tag} if self.missing - {tag, "scheduling"} else {tag, "scheduling"}
+
+    def replaced(self, target: Any) -> None:
+        """Other parameters decide on tokens from now on."""
+        self.params = None if self.params is None else with_target(self.params, target)
+        self.discarded = False
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def on_host(params: Any) -> Any:
+    """A copy on the host; shapes stay shapes."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x), params)
+
+
+def on_device(params: Any, shapes: Any) -> Any:
+    """The parameters where their shapes say; those that are shapes themselves stay so."""
+
+    def placed(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)
+
+    return jax.block_until_ready(jax.tree.map(placed, params, shapes))

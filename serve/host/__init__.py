@@ -1,0 +1,1 @@
+"""The machine under the engine: devices, memory, files, streams and signals."""

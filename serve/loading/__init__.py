@@ -1,0 +1,1 @@
+"""From a name, a folder or parameters at hand to a warm engine."""

@@ -1,0 +1,1 @@
+"""Every knob of an engine, with its meaning, default and limits."""

@@ -1,0 +1,163 @@
+"""How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ...sampling.checks import MAX_LOGPROBS
+from .speculation import SpeculativeConfig
+
+MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
+EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
+FREE = ("seed", "max_logprobs")  # numbers that may be 0 or less
+QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
+# vLLM's names for checkpoints that are stored quantised, and their quant_method
+STORED = {
+    "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "fbgemm_fp8": "fbgemm_fp8",
+    "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
+}  # fmt: skip
+
+CHOICES = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def knob(default: Any, help: str, flag: bool = True) -> Any:
+    """`flag` says whether the command line has it too."""
+    return field(default=default, metadata={"help": help, "flag": flag})
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and limits of one engine; None is derived from the model and the device."""
+
+    max_model_len: int | None = knob(
+        None, "tokens of one request, prompt and output together; default: the model's own limit"
+    )
+    max_num_seqs: int = knob(32, "requests that run at the same time")
+    max_prefill_tokens: int = knob(
+        512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
+    )
+    prefill_buckets: tuple[int, ...] | None = knob(
+        None,
+        "lengths that a prompt's chunk is padded to where it is alone, such as 64,192,512; default: powers of two from 64 on",
+    )
+    max_batched_token_mem: int | None = knob(
+        None, "tokens that the KV cache holds; default: what the memory allows"
+    )
+    max_input_length: int | None = knob(None, "longest prompt in tokens; default: max_model_len - 1")
+    max_output_length: int | None = knob(
+        None, "most tokens generated for one request; default: what max_model_len leaves"
+    )
+    gpu_memory_utilization: float = knob(
+        0.9, "share of an accelerator's memory for weights, cache and temporaries"
+    )
+    page_size: int = knob(64, "tokens of a page of the KV cache: a divisor or a multiple of 128")
+    decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
+    reproducible: bool = knob(True, "a request's bits depend on the request alone; False may narrow decode")
+    enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
+    speculative_config: Mapping[str, Any] | None = knob(
+        None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
+    )
+    quantization: str | None = knob(
+        None,
+        "int8, int4 or fp8 weights, or dequantize; default, also under the checkpoint's name (awq, ...): "
+        "as it stores them",
+    )
+    max_logprobs: int = knob(
+        20,
+        "most log-probabilities reported beside a token, -1 for all; more cost memory and time in every step",
+    )
+    load_format: str = knob("auto", "auto and safetensors read the weights; dummy draws random ones instead")
+    hf_overrides: Mapping[str, Any] | None = knob(
+        None, 'fields in place of those of config.json, such as {"rope_scaling": {...}}', flag=False
+    )
+    generation_config: str = knob(
+        "auto",
+        "auto takes the model's generation_config.json for sampling; vllm leaves it and takes vLLM's defaults",
+    )
+    override_generation_config: Mapping[str, Any] | None = knob(
+        None, 'what it would say otherwise, such as {"temperature": 0.6, "max_new_tokens": 256}'
+    )
+    profiler_config: Mapping[str, Any] | None = knob(
+        None, "where start_profile writes: its torch_profiler_dir", flag=False
+    )
+    seed: int = knob(0, "seed of requests that bring none")
+    use_tqdm_on_load: bool = knob(True, "say on standard error what a start is doing", flag=False)
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
+                raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
+        if self.quantization not in (None, *QUANTIZATIONS, *STORED):
+            raise ValueError(
+                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
+                f"weights as the checkpoint stores them, as do {', '.join(STORED)} for one that is stored so"
+            )
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
+        self._check_buckets()
+        if self.decode_steps > MAX_DECODE_STEPS:
+            raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
+        if self.guesses and self.decode_steps > 1:
+            raise ValueError(
+                f"decode_steps {self.decode_steps} is not allowed with speculative_config: only 1"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
+            )
+
+    def _check_buckets(self) -> None:
+        edges, last = self.prefill_buckets, round_up(self.max_prefill_tokens, SMALLEST_CHUNK)
+        if edges is None:
+            return
+        rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
+        if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
+            raise ValueError(
+                f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, of which the last is {last}, "
+                f"max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
+            )
+
+    def require_unstored(self, what: str) -> None:
+        """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""
+        if self.quantization in STORED:
+            raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {what}")
+
+    @cached_property
+    def speculation(self) -> SpeculativeConfig:
+        return SpeculativeConfig.from_dict(self.speculative_config)
+
+    def recommended(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """The sampling parameters of a request that brings none, where the model's own file states some."""
+        own = {} if self.generation_config == "vllm" else dict(stated)
+        override = dict(self.override_generation_config or {})
+        if "max_new_tokens" in override:
+            override["max_tokens"] = override.pop("max_new_tokens")
+        return own | override
+
+    def alternatives(self, V: int) -> int:
+        """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the usual ones."""
+        return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
+
+    @property
+    def guesses(self) -> int:
+        """The most guesses of a row in a step; 0 without speculation."""
+        return self.speculation.guesses
+
+    @property
+    def nodes(self) -> int:
+        """Tokens of a row that a verification computes, where guesses branch; 0 where they do not."""
+        return 0 if self.speculation.tree is None else self.speculation.tree.nodes
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
+        return max(self.max_prefill_tokens, self.decode_steps, self.guesses) + 1

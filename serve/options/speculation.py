@@ -1,0 +1,156 @@
+"""How an engine guesses tokens ahead: the choices of `speculative_config`, under vLLM's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, get_type_hints
+
+import msgspec
+
+from ...sampling.token_tree import TokenTree
+
+MAX_GUESSES = 64
+METHODS = {
+    "none": "no guesses",
+    "ngram": "what followed the same tokens earlier in the request",
+    "suffix": "what followed them most often in the request and in finished outputs",
+    "draft_model": "a small model with the same tokenizer",
+    "heads": "a trained head on the model's last hidden state",
+    "tree": "the likeliest guesses of a head or draft model, several a place",
+}
+WITH_MODEL = ("draft_model", "heads", "tree")
+
+
+def choice(default: Any, methods: tuple[str, ...], help: str) -> Any:
+    return field(default=default, metadata={"methods": methods, "help": help})
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """One way to guess and to verify. A method's own keys are refused with every other method.
+
+    Raises ValueError (a value is not allowed) or TypeError (a wrong type or an unknown key); the message names the key, its
+    value and what is allowed.
+    """
+
+    method: str | None = choice(None, (), "how tokens are guessed; left out, with a model: draft_model")
+    num_speculative_tokens: int = choice(4, (), f"guesses a step at most (1..{MAX_GUESSES})")
+    acceptance: str = choice(
+        "coupled", (), "coupled: the same tokens as without; rejection: the same distribution"
+    )
+    adaptive: bool = choice(
+        True, (), "let a controller shorten the guesses, to none where they cost more than they give"
+    )
+    model: str | None = choice(None, WITH_MODEL, "folder of the draft model or of the heads")
+    prompt_lookup_max: int | None = choice(
+        None, ("ngram",), "longest run of tokens that is looked up; default 3"
+    )
+    prompt_lookup_min: int | None = choice(
+        None, ("ngram",), "shortest one; default as the longest, or 1 without either"
+    )
+    suffix_decoding_max_tree_depth: int = choice(24, ("suffix",), "longest match that is compared")
+    suffix_decoding_max_cached_tokens: int = choice(
+        100_000, ("suffix",), "tokens of finished outputs that are kept"
+    )
+    suffix_decoding_max_spec_factor: float = choice(
+        1.0, ("suffix",), "guesses for each token of a match, at most"
+    )
+    suffix_decoding_min_token_prob: float = choice(
+        0.1, ("suffix",), "least frequency of a guess and all before it"
+    )
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = choice(
+        None, ("tree",), "paths of child numbers, such as [[0], [1], [0, 0]]"
+    )
+
+    def __post_init__(self):
+        check(self)
+
+    @cached_property
+    def tree(self) -> TokenTree | None:
+        """What is guessed, where guesses branch."""
+        if self.method != "tree":
+            return None
+        if self.speculative_token_tree is None:
+            return TokenTree.likely(self.num_speculative_tokens)
+        return TokenTree.of_paths(self.speculative_token_tree)
+
+    @property
+    def guesses(self) -> int:
+        """The most guesses of a row that can be accepted; 0 without speculation."""
+        if self.method == "none":
+            return 0
+        return self.num_speculative_tokens if self.tree is None else self.tree.depth
+
+    @classmethod
+    def from_dict(cls, values: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig":
+        """A configuration from the keys of a JSON object; None and {} are no speculation."""
+        if isinstance(values, SpeculativeConfig):
+            return values
+        types = get_type_hints(cls)
+        if unknown := [key for key in values or {} if key not in types]:
+            raise TypeError(f"speculative_config: unknown key {unknown[0]!r}; known are {', '.join(types)}")
+        given = {key: typed(key, value, types[key]) for key, value in (values or {}).items()}
+        if given.get("method") is None:
+            if given and given.get("model") is None:
+                raise ValueError(f"speculative_config: method is missing; allowed are {', '.join(METHODS)}")
+            given["method"] = "draft_model" if given else "none"
+        if given["method"] == "ngram":
+            given |= lookup(given.get("prompt_lookup_min"), given.get("prompt_lookup_max"))
+        return cls(**given)
+
+
+def typed(key: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("Expected", "expected", 1)
+        raise TypeError(f"speculative_config: {key}={value!r}: {reason}") from None
+
+
+def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
+    """Both ends where one or none is given: as in vLLM one stands for the other."""
+    if shortest is None and longest is None:
+        shortest, longest = 1, 3
+    longest = shortest if longest is None else longest
+    return {"prompt_lookup_min": longest if shortest is None else shortest, "prompt_lookup_max": longest}  # type: ignore[dict-item]
+
+
+def require(ok: bool, key: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"speculative_config: {key}={value!r} is not allowed: {allowed}")
+
+
+def check(c: SpeculativeConfig) -> None:
+    require(c.method in METHODS, "method", c.method, ", ".join(METHODS))
+    assert c.method is not None
+    for key, f in SpeculativeConfig.__dataclass_fields__.items():
+        methods = f.metadata["methods"]
+        unset = getattr(c, key) == f.default or not methods or c.method in methods
+        require(unset, key, getattr(c, key), f"only with method {' or '.join(methods)}")
+    k, most = c.num_speculative_tokens, f"1 to {MAX_GUESSES}"
+    require(1 <= k <= MAX_GUESSES, "num_speculative_tokens", k, most)
+    require(c.acceptance in ("coupled", "rejection"), "acceptance", c.acceptance, "coupled or rejection")
+    require(
+        c.method not in WITH_MODEL or c.model is not None,
+        "model",
+        c.model,
+        f"a folder, with method {c.method}",
+    )
+    if c.method == "ngram":
+        low, high = c.prompt_lookup_min, c.prompt_lookup_max
+        require(low is not None and low >= 1, "prompt_lookup_min", low, "1 or more")
+        ok = low is not None and high is not None and high >= low
+        require(ok, "prompt_lookup_max", high, f"at least prompt_lookup_min ({low})")
+    if c.speculative_token_tree is not None:
+        try:
+            nodes = TokenTree.of_paths(c.speculative_token_tree).nodes
+        except ValueError as error:
+            raise ValueError(f"speculative_config: speculative_token_tree: {error}") from None
+        require(
+            1 < nodes <= MAX_GUESSES + 1, "speculative_token_tree", c.speculative_token_tree, f"{most} paths"
+        )
+    for key in ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"):
+        require(getattr(c, key) >= 1, key, getattr(c, key), "1 or more")
+    factor, share = c.suffix_decoding_max_spec_factor, c.suffix_decoding_min_token_prob
+    require(factor > 0, "suffix_decoding_max_spec_factor", factor, "above 0")
+    require(0 <= share <= 1, "suffix_decoding_min_token_prob", share, "0 to 1")

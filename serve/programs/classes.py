@@ -1,0 +1,259 @@
+"""Which compiled shapes give the same bits, and how long they take: found by running all of them before the first request.
+
+A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it. So shapes fall
+into classes; within one, a request's bits do not depend on the shapes that its tokens happened to run in.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ...kvcache.pages import Batch, KVCache
+from ...sampling.params import SamplingParams, knobs_row
+from ..host import progress
+from ..options.engine import SMALLEST_CHUNK
+from ..speculation.chain import target_of
+from . import kept
+from .compile import Arguments, Programs, Shape, fill
+from .shapes import doublings, smallest
+from .step import Output, Seat
+
+CANONICAL_DECODE = Shape("decode", 8, 1)
+REPEATS = 5  # runs of a shape that is timed
+TEXTS = 64  # that a prefill is probed with, at most
+NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 bits: few show that sums differ
+WHOLE_NUMBERS = 1 << 14  # and in 32 bits, where most show it
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The shapes that may serve together, and whether prefill and decode write the same bits."""
+
+    prefill: tuple[Shape, ...]
+    decode: tuple[Shape, ...]
+    joined: bool
+    verify: tuple[Shape, ...] = ()
+
+
+class Written(NamedTuple):
+    """A digest of a sequence's keys and values, and log-probabilities of samples by the tokens before them."""
+
+    digest: bytes
+    scores: dict[int, bytes]
+
+
+class Probe:
+    """Runs shapes on fixed token sequences in an otherwise idle engine and digests what they write and sample."""
+
+    def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
+        self.programs, self.arguments = programs, arguments
+        self.page_size, self.pool = programs.sizes.page_size, min(programs.sizes.pages)
+        self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
+        self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
+        self.capacity, V = arguments.slots.sampling.bias.shape
+        self.pages = max(min(self.pool // self.capacity, programs.sizes.table_width), 1)  # of a row of decode
+        self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
+        for slot in range(self.capacity):
+            self._seat(slot)
+
+    def _seat(self, slot: int) -> None:
+        params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
+        knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
+        new = Seat(np.int32(0), np.int32(2**31 - 1), np.bool_(False), knobs)
+        slots = self.programs.seat(self.arguments.slots, np.int32(slot), new)
+        self.arguments = replace(self.arguments, slots=slots)
+
+    def _run(self, shape: Shape, batch: Batch) -> Output:
+        cache, slots, out = self.programs.run(shape, self.arguments, batch)
+        self.arguments = replace(self.arguments, cache=cache, slots=slots)
+        return jax.tree.map(np.asarray, out)
+
+    def _own(self, pages: np.ndarray) -> list[np.ndarray]:
+        return [pages] * len(self.programs.sizes.pages)
+
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
+        """What a prefill writes of one sequence's first tokens, and its scores wherever the canonical one has some."""
+        pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
+        scores = {}
+        for first in range(0, tokens, shape.area):
+            batch = self.programs.empty_batch(shape, self.capacity)
+            starts = range(first, min(first + shape.area, tokens), shape.tokens)
+            ends = [min(start + shape.tokens, tokens) for start in starts]
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                fill(batch, row, self.text[text, start:end], start, self._own(pages), 0)
+            logprob = self._run(shape, batch).sampled.logprob
+            found = {end: logprob[row, 0].tobytes() for row, end in enumerate(ends)}
+            scores |= {end: x for end, x in found.items() if end % SMALLEST_CHUNK == 0 or end == tokens}
+        return Written(self._digests(pages[None], tokens)[0], scores)
+
+    def agrees(self, shape: Shape, canonical: Shape) -> bool:
+        """Whether a full prefill writes what the canonical one does, for as many texts as it takes to tell."""
+        if shape == canonical:
+            return True
+        tokens = min(shape.area, self.tokens)
+        texts = min(TEXTS, -(-self._tokens // tokens))
+        return all(self._equal(shape, canonical, tokens, i) for i in range(texts))
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that leave enough numbers in the cache to tell."""
+        pools = jax.tree.leaves(self._cache)
+        numbers = NUMBERS if pools[0].dtype.itemsize < 4 else WHOLE_NUMBERS
+        return -(-numbers // sum(K * H for K, _, _, H in (pool.shape for pool in pools)))
+
+    def steps(self, least: int) -> int:
+        """Steps of the canonical decode that it takes to tell, `least` or more, as far as the rows' pages hold them."""
+        enough = -(-self._tokens // CANONICAL_DECODE.rows)
+        return min(max(enough, least), self.pages * self.page_size, self.tokens)
+
+    def _equal(self, shape: Shape, canonical: Shape, tokens: int, text: int) -> bool:
+        found, wanted = self.prefill(shape, tokens, text), self.prefill(canonical, tokens, text)
+        return found.digest == wanted.digest and found.scores.items() <= wanted.scores.items()
+
+    def decode(self, shape: Shape, steps: int) -> list[bytes]:
+        """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
+        scores = [b""] * self._rows(shape)
+        for start in range(0, steps, shape.tokens):
+            count = min(shape.tokens, steps - start)
+            logprob = self._run(shape, self._batch(shape, start, count)).sampled.logprob
+            scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
+        pages = np.stack([self._pages(row) for row in range(len(scores))])
+        return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
+
+    @property
+    def _cache(self) -> KVCache:
+        """The pools of the layers whose bits matter."""
+        cache = self.arguments.cache
+        return KVCache(cache.k[: self.layers], cache.v[: self.layers])
+
+    def _digests(self, pages: np.ndarray, tokens: int) -> list[bytes]:
+        return digests(self._cache, pages, tokens)
+
+    def _rows(self, shape: Shape) -> int:
+        return min(shape.rows, self.pool, self.capacity)
+
+    def _batch(self, shape: Shape, start: int, count: int) -> Batch:
+        """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
+        batch = self.programs.empty_batch(shape, self.capacity)
+        for row in range(self._rows(shape)):
+            own = self.text[row % 8, start : start + count]
+            fill(batch, row, own, start, self._own(self._pages(row)), row)
+        return batch
+
+    def _pages(self, row: int) -> np.ndarray:
+        return np.arange(row * self.pages, (row + 1) * self.pages, dtype=np.int32)
+
+    def write(self, steps: int) -> None:
+        """Let each sequence's first tokens be what decode makes of its first one: guesses that are right."""
+        for step in range(1, steps):
+            token = self._run(CANONICAL_DECODE, self._batch(CANONICAL_DECODE, step - 1, 1)).sampled.token
+            self.text[:8, step] = np.resize(token[: self._rows(CANONICAL_DECODE), 0], 8)
+
+    def seconds(self, shape: Shape) -> float:
+        """The best time of a step of full rows whose guesses are right."""
+        batch = self._batch(shape, 0, min(shape.tokens, self.page_size))
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            self._run(shape, batch)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+
+def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:
+    """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its own."""
+    found = [hashlib.blake2b(digest_size=16) for _ in pages]
+    for pool in jax.tree.leaves(cache):
+        K, _, _, H = pool.shape
+        rows = np.asarray(pool[:, pages.reshape(-1)]).reshape(K, len(pages), -1, H)[:, :, :tokens]
+        for row, own in enumerate(found):
+            own.update(rows[:, row].tobytes())
+    return [own.digest() for own in found]
+
+
+def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool) -> tuple[Classes, Arguments]:
+    """The shapes that may serve together: those of one class under the reproducibility contract, else all."""
+    if reproducible:
+        return known_classes(programs, arguments)
+    phases = ("prefill", "decode", "verify")
+    prefill, decode, verify = (
+        tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases
+    )
+    return Classes(prefill, decode, True, verify), arguments
+
+
+def known_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
+    """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
+    if programs.key is None or kept.folder() is None:
+        return find_classes(programs, arguments)
+    own = kept.combined([programs.key], fingerprint(arguments.params))
+    if programs.loaded and (known := kept.read(own, Classes)):  # what is compiled anew may have other bits
+        return known, arguments
+    classes, arguments = find_classes(programs, arguments)
+    kept.write(own, classes)
+    return classes, arguments
+
+
+def fingerprint(params: Any) -> str:
+    """A hash of each parameter's first numbers."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
+    return found.hexdigest()
+
+
+def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
+    """Compare every shape with the canonical one of its phase; the cache and the slots are used as scratch."""
+    shapes = sorted(programs.steps)
+    prefills = [s for s in shapes if s.phase == "prefill"]
+    widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
+    steps = max(s.tokens for s in (*widths, *guessed))
+    probe = Probe(programs, arguments, max(s.area for s in prefills))
+    canonical = next(s for s in prefills if s.area == SMALLEST_CHUNK)
+    few = probe.steps(max(steps, 4))
+    with progress.stage("probing which programs give the same bits", len(shapes)) as done:
+        prefill = tuple(s for s in prefills if done(probe.agrees(s, canonical)))
+        rows = probe.decode(CANONICAL_DECODE, few)
+        decode = tuple(
+            s for s in widths if done(s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
+        )
+        joined = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
+        verify: tuple[Shape, ...] = ()
+        if guessed:
+            probe.write(few)
+            rows = probe.decode(CANONICAL_DECODE, few)
+            verify = tuple(s for s in guessed if done(same_rows(probe.decode(s, few), rows)))
+    return Classes(prefill, decode, joined, verify), probe.arguments
+
+
+def step_seconds(
+    programs: Programs, arguments: Arguments, classes: Classes, k: int
+) -> tuple[dict[tuple[int, int], float], Arguments]:
+    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that are full.
+
+    Rows beyond what a shape holds take several calls. The cache and the slots are used as scratch.
+    """
+    probe = Probe(programs, arguments, programs.sizes.page_size)
+    probe.write(min(max((s.tokens for s in classes.verify), default=1), probe.tokens))
+    timed = (*classes.decode, *classes.verify)
+    with progress.stage("measuring steps", len(timed)) as done:
+        seconds = {shape: done(probe.seconds(shape)) for shape in timed}
+    ks = sorted({0} | {min(s.tokens - 1, k) for s in classes.verify})
+
+    def step(rows: int, guesses: int) -> float:
+        shapes = classes.verify if guesses else classes.decode
+        most = max(s.rows for s in shapes if s.tokens > guesses)
+        full, rest = divmod(rows, most)
+        calls = [most] * full + [rest] * (rest > 0)
+        return sum(seconds[smallest(shapes, n, guesses + 1)] for n in calls)
+
+    sizes = doublings(1, probe.capacity)
+    return {(rows, guesses): step(rows, guesses) for rows in sizes for guesses in ks}, probe.arguments
+
+
+def same_rows(found: list[bytes], reference: list[bytes]) -> bool:
+    return all(row == reference[i % len(reference)] for i, row in enumerate(found))

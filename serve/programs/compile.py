@@ -1,0 +1,246 @@
+"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from ...kvcache.pages import BLOCK, Batch, KVCache, empty_cache, pool_dtype
+from ...kvcache.placement import automatic, cache_shardings, everywhere
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder
+from ...sampling.checks import MAX_LOGPROBS
+from ...sampling.state import load_history
+from ..host import progress
+from . import kept
+from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
+
+Phase = Literal["prefill", "decode", "verify"]
+PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
+
+
+class Shape(NamedTuple):
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
+
+    A prefill's rows may be consecutive parts of one prompt, or of several.
+    """
+
+    phase: Phase
+    rows: int
+    tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a full call, where the rows of a prefill are one prompt's."""
+        return 1 if self.phase == "prefill" else self.rows
+
+    @property
+    def area(self) -> int:
+        """Tokens that it computes, padding among them."""
+        return self.rows * self.tokens
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{self.rows},{self.tokens}]"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a page."""
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: tuple[int, ...]
+    page_size: int
+    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
+    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        return -(-tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What every step takes besides its batch, as arrays or as shapes without numbers."""
+
+    params: Decoder
+    cache: KVCache
+    slots: Slots
+
+    @property
+    def everywhere(self) -> Sharding:
+        """Whole on each device."""
+        return self.slots.last.sharding
+
+
+def like(tree: Any) -> Any:
+    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), tree
+    )
+
+
+def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
+    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
+    cache = empty_cache(config, sizes.pages, sizes.page_size, stored)
+    hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
+    return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden, sizes.n_top)
+
+
+def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Arguments:
+    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too, ask for them."""
+
+    def at(x: Any, where: Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    whole, dtype = everywhere(params), params.embed.dtype
+    (device, *_) = whole.device_set
+    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, dtype, pool_dtype(dtype, device)))
+    cache = jax.tree.map(at, cache, cache_shardings(config, params))
+    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
+
+
+def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
+    """The abstract batch of a shape."""
+
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
+
+    B, T = shape.rows, shape.tokens
+    tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B))
+
+
+def lower(
+    shape: Shape,
+    config: ModelConfig,
+    arguments: Arguments,
+    sizes: Sizes,
+    phases: Mapping[str, Callable] = PHASES,
+) -> jax.stages.Lowered:
+    """One step's program. The cache and the slots are donated, and stay where and how they are."""
+    step, whole = partial(phases[shape.phase], config=config), arguments.everywhere
+    out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
+    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    return jitted.lower(*operands(shape, arguments, sizes))
+
+
+def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...]:
+    """What a step's program takes, without numbers."""
+    batch = batch_like(shape, sizes, arguments.everywhere)
+    return arguments.params, arguments.cache, arguments.slots, batch
+
+
+def load_kept(
+    pool: ThreadPoolExecutor, keys: Mapping[Shape, str | None], everywhere: Sharding
+) -> dict[Shape, Any]:
+    """The programs that are kept under keys, None where one is not."""
+    (device, *_) = everywhere.device_set
+    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
+        found = pool.map(lambda key: done(kept.load(key, device)), keys.values())
+        return dict(zip(keys, found, strict=True))
+
+
+def compiling(count: int) -> str:
+    """What a start says while it compiles."""
+    what = "1 program" if count == 1 else f"{count} programs"
+    return (
+        f"compiling {what}, kept for the next start"
+        if jax.config.jax_compilation_cache_dir
+        else f"compiling {what}"
+    )
+
+
+class Programs:
+    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Decoder,
+        sizes: Sizes,
+        shapes: Iterable[Shape],
+        phases: Mapping[str, Callable] = PHASES,
+    ):
+        started = time.perf_counter()
+        self.config, self.sizes = config, sizes
+        arguments = arguments_like(config, params, sizes)
+        keys = {
+            s: kept.key(partial(phases[s.phase], config=config), operands(s, arguments, sizes))
+            for s in shapes
+        }
+        with ThreadPoolExecutor(2) as pool:
+            self.steps = load_kept(pool, keys, arguments.everywhere)
+            missing = [s for s, program in self.steps.items() if program is None]
+            with progress.stage(compiling(len(missing)), len(missing)) as done:
+                jobs = (lower(s, config, arguments, sizes, phases) for s in missing)
+                compiled = pool.map(lambda s, job: done(kept.compile(keys[s], job)), missing, jobs)
+                self.steps |= zip(missing, compiled, strict=True)
+        self.key, self.loaded = kept.combined(keys.values()), not missing
+        self.seat = self._compile_seat(arguments)
+        self.load_history = self._compile_history(arguments, sizes.max_model_len)
+        self.fresh = self._compile_fresh(arguments)
+        self.count = len(self.steps) + 3
+        self.seconds = time.perf_counter() - started
+
+    def empty(self, params: Decoder) -> Arguments:
+        """Parameters with a cache and slots that nobody has used."""
+        return Arguments(params, *self.fresh())
+
+    def _compile_fresh(self, arguments: Arguments):
+        dtypes = arguments.params.embed.dtype, arguments.cache.k[0].dtype
+        out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
+        fresh = jax.jit(lambda: empty_state(self.config, self.sizes, *dtypes), out_shardings=out)
+        return fresh.lower().compile()
+
+    def _compile_seat(self, arguments: Arguments):
+        slots, whole = arguments.slots, arguments.everywhere
+        knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        new = Seat(one, one, jax.ShapeDtypeStruct((), bool), knobs)
+        return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new).compile()
+
+    def _compile_history(self, arguments: Arguments, history: int):
+        slots, whole = arguments.slots, arguments.everywhere
+
+        def load(slots, slot, tokens, prompt_len, total_len, bias):
+            sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
+            return replace(slots, sampling=sampling)
+
+        one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
+        tokens, bias = jax.ShapeDtypeStruct((history,), jnp.int32), jax.ShapeDtypeStruct((V,), jnp.float32)
+        jitted = jax.jit(load, donate_argnums=0, out_shardings=whole)
+        return jitted.lower(slots, one, tokens, one, one, bias).compile()
+
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
+        """Dispatch one step; the cache and the slots that are passed are consumed."""
+        return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
+
+    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
+        """A host batch of empty rows, to be filled in."""
+        B, T = shape.rows, shape.tokens
+        tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
+        slot = np.full(B, empty_slot, np.int32)
+        return Batch(
+            np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+        )
+
+
+Ints = np.ndarray | list[int]
+
+
+def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Sequence[Ints], slot: int) -> None:
+    """Write one row of a host batch; `pages` has the row's own for each window."""
+    batch.tokens[row, : len(tokens)] = tokens
+    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
+    for table, own in zip(batch.page_tables, pages, strict=True):
+        table[row, : len(own)] = own

@@ -1,0 +1,181 @@
+"""Compiled programs on disk that are found without tracing: a second start neither traces, lowers nor compiles them.
+
+jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model. The key here is what
+a program follows from: this package's source, the versions, the device, the flags, and the arguments' shapes. The files lie in a
+folder of jax's cache (`jax_compilation_cache_dir`) and may be deleted at any time. A program is read by `pickle`, as jax writes it, but
+only after `store` has found that nobody else can have written it.
+"""
+
+import hashlib
+import os
+import pickle
+import platform
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import msgspec
+from jax.experimental import serialize_executable
+
+from ..host import store
+
+PACKAGES = ("model", "kvcache", "sampling", "serve")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+THREAD = threading.local()
+T = TypeVar("T")
+
+
+def folder() -> Path | None:
+    """Where programs are kept; None where jax's cache is off or remote, or others could write there."""
+    place = jax.config.values["jax_compilation_cache_dir"]
+    if not place or "://" in place:
+        return None
+    own = Path(place) / "duetto"
+    return own if store.usable(own) else None
+
+
+def key(step: partial, arguments: Any) -> str | None:
+    """What a program of this step and these abstract arguments is kept under; None on several devices, whose order matters."""
+    leaves, structure = jax.tree.flatten(arguments)
+    devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
+    if len(devices) > 1:
+        return None
+    (device,) = devices
+    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    versions = jax.__version__, version("jaxlib"), device.client.platform_version
+    machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
+    settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
+    facts = source(), versions, machine, settings, described(step), str(structure), shapes
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def described(step: partial) -> str:
+    """A step by its function's name and what is bound to it."""
+    own = getattr(step.func, "__self__", None)
+    bound = [(name, getattr(value, "__qualname__", value)) for name, value in step.keywords.items()]
+    return f"{step.func.__module__}.{step.func.__qualname__} of {own!r} {step.args} {bound}"
+
+
+@cache
+def source() -> str:
+    """A hash of the code that programs are made by."""
+    return hash_of(place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__)
+
+
+def hash_of(folders: Iterable[str | Path]) -> str:
+    """A hash of all Python files in folders and in the folders in them."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def cores() -> int | None:
+    """How many the process may use: products are cut by them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@cache
+def processor() -> str:
+    """The host's processor, with its instruction sets where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
+    """One key of several and of what else matters; None if one is."""
+    keys = sorted(keys, key=str)
+    return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
+
+
+def read(key: str | None, kind: type[T]) -> T | None:
+    """The record of a type that is kept under a key, or None."""
+    content = read_bytes(key)
+    try:
+        return msgspec.msgpack.decode(content, type=kind) if content else None
+    except msgspec.DecodeError:  # of another shape than today's
+        return None
+
+
+def write(key: str | None, value: Any) -> None:
+    """Keep a record for the next start; where the folder cannot be written, nothing is kept."""
+    write_bytes(key, msgspec.msgpack.encode(value))
+
+
+def read_bytes(key: str | None) -> bytes | None:
+    place = folder()
+    return None if place is None or key is None else store.read(place, key)
+
+
+def write_bytes(key: str | None, content: bytes) -> None:
+    place = folder()
+    if place is not None and key is not None:
+        with suppress(OSError):
+            store.write(place, key, content)
+
+
+def load(key: str | None, device: Any) -> Any:
+    """The program kept under a key, for a device, or None."""
+    content = read_bytes(key)
+    if not content:
+        return None
+    try:
+        parts = pickle.loads(content)
+        return serialize_executable.deserialize_and_load(
+            *parts, backend=device.client, execution_devices=[device]
+        )
+    except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
+        return None
+
+
+def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a program, and keep it where the device's programs can be.
+
+    On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a damaged file it is
+    compiled once more.
+    """
+    compiled, known = found(lowered)
+    if known and read_bytes(key) == b"":
+        with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
+            compiled, known = found(lowered, unlike_any())
+    if folder() is not None and key is not None and not known:
+        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+            write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
+    return compiled
+
+
+def found(
+    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+) -> tuple[jax.stages.Compiled, bool]:
+    """A program compiled, and whether it is a CPU's that jax's cache had."""
+    watch_hits()
+    THREAD.hits = 0
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, bool(THREAD.hits) and jax.default_backend() == "cpu"
+
+
+def unlike_any() -> dict[str, str | bool]:
+    """Options that change nothing on a CPU, under which jax's cache has no program."""
+    return {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}
+
+
+@cache
+def watch_hits() -> None:
+    """Count what jax's cache finds, by the thread that asks."""
+
+    def heard(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            THREAD.hits = getattr(THREAD, "hits", 0) + 1
+
+    jax.monitoring.register_event_listener(heard)

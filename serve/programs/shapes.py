@@ -1,0 +1,87 @@
+"""Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a piece of work."""
+
+from collections.abc import Iterable
+
+from ...model.config import Latent, ModelConfig
+from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
+from .compile import Shape, Sizes
+
+SMALLEST_WIDTH = 8
+TILE = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
+WIDEST = 4  # tokens of a verification for each seat
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ... below last, then last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]
+
+
+def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
+    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility contract decode may be narrow."""
+    seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
+    widths = doublings(SMALLEST_WIDTH, round_up(seats, SMALLEST_WIDTH))
+    narrowest = SMALLEST_WIDTH if options.reproducible else 1
+    if not options.reproducible:
+        widths = [1, *widths]
+    decode = [Shape("decode", width, n) for width in widths for n in steps]
+    verify = verifications(seats, options.guesses, options.nodes, narrowest)
+    return prefills(options, sizes.max_model_len, shared) + decode + verify
+
+
+def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
+    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several that share a call.
+
+    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. None has more tokens than a request,
+    of at most `most`: they are compared on one text.
+    """
+    last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
+    edges = doublings(SMALLEST_CHUNK, last)
+    rows = [edge // TILE for edge in edges[1:][-SHARED:]] if shared else []
+    if options.prefill_buckets is not None:
+        edges = sorted({SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)})
+    return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, TILE) for n in rows]
+
+
+def can_share(config: ModelConfig) -> bool:
+    """Whether prompts may be cut into rows of a tile: not where a layer makes the keys of each row anew."""
+    return not any(isinstance(layer.mixer, Latent) for layer in config.layers)
+
+
+def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
+    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a call."""
+    several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
+    return max(several or [s.tokens for s in shapes])
+
+
+def least_row(shapes: Iterable[Shape]) -> int:
+    """Tokens that a short prompt costs beside others."""
+    return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
+
+
+def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:
+    """Shapes for a row's last token and its guesses: as many as there can be, or few where many rows are decoded.
+
+    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds it below. Above,
+    rows beyond a shape take several calls.
+    """
+    if not guesses:
+        return []
+    longest = 1 << guesses.bit_length()
+    seats = 1 << (max_num_seqs - 1).bit_length()
+    found = []
+    for tokens in [guesses + 1] if nodes else sorted({longest, max(2, longest // 4)}):
+        first = max(1, narrowest // (nodes or tokens))
+        last = max(first, min(seats, WIDEST * seats // (nodes or tokens)))
+        found += [Shape("verify", rows, tokens) for rows in doublings(first, last)]
+    return found
+
+
+def smallest(shapes: Iterable[Shape], rows: int, tokens: int) -> Shape:
+    """The shape with the fewest padded tokens that holds `rows` of `tokens`; one must."""
+    fitting = [s for s in shapes if s.rows >= rows and s.tokens >= tokens]
+    return min(fitting, key=lambda s: (s.area, s.tokens))

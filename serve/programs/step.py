@@ -1,0 +1,308 @@
+"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T] shapes.
+
+Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows share a batch.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ...kvcache.pages import Batch, KVCache, paged, positions
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder, forward, unembed
+from ...model.tree import pytree
+from ...sampling.accept import Guesses, Rule, coupled
+from ...sampling.checks import MAX_LOGPROBS
+from ...sampling.params import Knobs
+from ...sampling.sample import Sampled, Scores, sample, score
+from ...sampling.state import SamplingState, admit, commit, empty_state, stops
+
+SCORE_TILE = 16  # prompt positions whose logits exist at once
+FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
+
+
+@pytree
+class Slots:
+    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of capacity."""
+
+    last: Any  # int32 [C], the last token sampled
+    live: Any  # bool [C], False once a stop token or the end was reached
+    known: Any  # int32 [C], tokens that the host gave: samples for earlier positions are dropped
+    end: Any  # int32 [C], tokens that the request may have at most
+    scored: Any  # bool [C], whether log-probabilities of the prompt are wanted
+    sampling: SamplingState
+    hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
+
+
+@pytree
+class Seat:
+    """One slot's first contents: the scalars of Slots and the request's sampling knobs."""
+
+    known: Any
+    end: Any
+    scored: Any
+    knobs: Knobs
+
+
+@pytree
+class Output:
+    """What a step tells the host: samples [B,Q] (token -1 where none was emitted) and prompt scores [B,T] or None."""
+
+    sampled: Sampled
+    prompt: Scores | None
+
+
+def empty_slots(
+    capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
+) -> Slots:
+    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in SamplingState."""
+
+    def zeros(dtype):
+        return jnp.zeros(capacity, dtype)
+
+    return Slots(
+        last=zeros(jnp.int32),
+        live=zeros(bool),
+        known=zeros(jnp.int32),
+        end=zeros(jnp.int32),
+        scored=zeros(bool),
+        sampling=empty_state(capacity, V, n_top),
+        hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
+    )
+
+
+def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
+    """Give a slot to a request."""
+    return replace(
+        slots,
+        last=slots.last.at[slot].set(-1),
+        live=slots.live.at[slot].set(True),
+        known=slots.known.at[slot].set(new.known),
+        end=slots.end.at[slot].set(new.end),
+        scored=slots.scored.at[slot].set(new.scored),
+        sampling=admit(slots.sampling, slot, new.knobs),
+    )
+
+
+def awake(slots: Slots, batch: Batch) -> Batch:
+    """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the slot's last."""
+    last, live = slots.last[batch.slot], slots.live[batch.slot]
+    tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
+    return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
+
+
+def emit(
+    slots: Slots, batch: Batch, token: Array, hidden: Array, position: Array, wanted: Bool[Array, " B"]
+) -> tuple[Slots, Array]:
+    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the token, -1 where not
+    wanted."""
+    wanted = wanted & (position >= slots.known[batch.slot])
+    ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
+    where = jnp.where(wanted, batch.slot, slots.live.shape[0])
+    slots = replace(
+        slots,
+        last=slots.last.at[where].set(token, mode="drop"),
+        live=slots.live.at[where].set(~ended, mode="drop"),
+        sampling=commit(slots.sampling, batch.slot, token, wanted),
+        hidden=None if slots.hidden is None else slots.hidden.at[where].set(hidden, mode="drop"),
+    )
+    return slots, jnp.where(wanted, token, -1)
+
+
+def sample_last(
+    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+) -> tuple[Slots, Sampled]:
+    """Sample after each row's last token, [B,1]."""
+    last = jnp.maximum(batch.count - 1, 0)
+    rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    fewest = FEWEST_LOGITS if hidden.shape[1] > 1 else 1  # decode keeps its width
+    hidden = hidden[rows, last]
+    logits = unembed(params, config, at_least(fewest, hidden))[: len(rows)]
+    position = batch.start + last + 1
+    wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
+    drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
+    slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
+    return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
+
+
+def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "R D"]:
+    """The rows, and zeros below them."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
+
+
+def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
+    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1 where it did not run."""
+    _, first = jax.eval_shape(one, jnp.int32(0), state)
+    nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), -1, s.dtype), first)
+
+    def body(carry: Any) -> Any:
+        i, state, found = carry
+        state, new = one(i, state)
+        return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), found, new)
+
+    def unfinished(carry: Any) -> Array:
+        return (carry[0] < T) & more(*carry[:2])
+
+    _, state, found = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, nothing))
+    return state, found
+
+
+def column(x: Array, i: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
+
+
+def accept(
+    slots: Slots,
+    batch: Batch,
+    hidden: Float[Array, "B T D"],
+    logits: Float[Array, "B T V"],
+    offers: Float[Array, "B T V"] | None,
+    rule: Rule,
+) -> tuple[Slots, Sampled]:
+    """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
+
+    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not drawn.
+    """
+    T = batch.tokens.shape[1]
+
+    def one(i: Array, state: tuple[Slots, Array]) -> tuple[tuple[Slots, Array], Sampled]:
+        slots, wanted = state
+        position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
+        probs = None if offers is None else column(offers, after)[:, None]
+        guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
+        drawn, kept = rule(column(logits, i), position, batch.slot, wanted, slots.sampling, guess)
+        slots, token = emit(slots, batch, drawn.token, column(hidden, i), position, wanted)
+        return (slots, wanted & (kept >= 0) & (token >= 0) & slots.live[batch.slot]), replace(
+            drawn, token=token
+        )
+
+    (slots, _), sampled = in_turn(T, lambda i, state: jnp.any(state[1]), one, (slots, batch.count > 0))
+    return slots, sampled
+
+
+def score_prompt(
+    params: Decoder,
+    config: ModelConfig,
+    hidden: Float[Array, "B T D"],
+    following: Int[Array, "B T"],
+    n_top: int = MAX_LOGPROBS,
+) -> Scores:
+    """Log-probabilities of the token after each position, a tile of positions at a time."""
+    B, T = hidden.shape[:2]
+    tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
+
+    def tiles(x: Array) -> Array:
+        return x.reshape(B * T // tile, tile, *x.shape[2:])
+
+    scored = jax.lax.map(
+        lambda x: score(unembed(params, config, x[0]), x[1], n_top), (tiles(hidden), tiles(following))
+    )
+    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[2:]), scored)
+
+
+def prompt_scores(
+    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+) -> Scores:
+    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row wants them."""
+    following = jnp.roll(batch.tokens, -1, axis=1)
+    work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
+    return jax.lax.cond(jnp.any(slots.scored[batch.slot] & (batch.count > 0)), work, lambda: zeros)
+
+
+def run(
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """The tokens of every row through the model; their keys are written."""
+    # the last token that a request may have is sampled, and never fed
+    lengths, attend = slots.end[batch.slot] - 1, paged(batch, config.windows)
+    return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths)
+
+
+def step(
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig
+) -> tuple[KVCache, Slots, Output]:
+    """Run the tokens of every row, write their keys, and sample after the last of them."""
+    batch = awake(slots, batch)
+    hidden, cache = run(params, cache, slots, batch, config)
+    several = batch.tokens.shape[1] > 1
+    prompt = prompt_scores(params, config, slots, batch, hidden) if several else None
+    slots, sampled = sample_last(params, config, slots, batch, hidden)
+    return cache, slots, Output(sampled, prompt)
+
+
+def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
+    """Rows of one prompt, which see those before them, or of several; samples after those that end a prompt."""
+    return step(params, cache, slots, batch, config=config)
+
+
+def rows_of_one(batch: Batch) -> Batch:
+    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are decode's."""
+    B, T = batch.tokens.shape
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+
+    def each(x: Array) -> Array:
+        return jnp.repeat(x, T, axis=0)
+
+    return Batch(
+        tokens=batch.tokens.reshape(B * T, 1),
+        start=(batch.start[:, None] + at).reshape(-1),
+        count=(at < batch.count[:, None]).astype(jnp.int32).reshape(-1),
+        page_tables=tuple(map(each, batch.page_tables)),
+        slot=each(batch.slot),
+    )
+
+
+def verify(
+    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
+):
+    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its guess.
+
+    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant verification,
+    Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything reads them.
+    """
+    return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
+
+
+def judge(
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    offers: Any,
+    *,
+    config: ModelConfig,
+    rule: Rule,
+) -> tuple[KVCache, Slots, Output]:
+    """`verify` for a batch that is awake; `offers` as in `accept`."""
+    hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
+    logits = unembed(params, config, hidden[:, 0])
+    hidden, logits = (x.reshape(*batch.tokens.shape, -1) for x in (hidden, logits))
+    slots, sampled = accept(slots, batch, hidden, logits, offers, rule)
+    return cache, slots, Output(sampled, None)
+
+
+def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
+    """T steps of one token a row, each fed with the token before it; `count` of a row says how many it takes.
+
+    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had generated.
+    """
+    T = batch.tokens.shape[1]
+    if T == 1:
+        return step(params, cache, slots, batch, config=config)
+
+    def one(i: Array, state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
+        count = (i < batch.count).astype(jnp.int32)
+        single = replace(batch, tokens=column(batch.tokens, i)[:, None], start=batch.start + i, count=count)
+        cache, slots, out = step(params, *state, single, config=config)
+        return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
+
+    def more(i: Array, state: tuple[KVCache, Slots]) -> Array:
+        return jnp.any((i < batch.count) & state[1].live[batch.slot])
+
+    (cache, slots), sampled = in_turn(T, more, one, (cache, slots))
+    return cache, slots, Output(sampled, None)

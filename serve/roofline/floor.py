@@ -1,0 +1,159 @@
+"""The floor of a step's time: what it must compute and move, counted from the model's sizes, over a device's peaks.
+
+The roofline model is Williams, Waterman and Patterson's (CACM 52/4, 2009). Everything here is analytic: weights are read once
+a step, the keys in the cache once, and activations are written and read once; a program that does more is slower than its
+floor. Padding counts as work, since the shapes do not know what is in them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...kvcache.groups import group_size
+from ...kvcache.pages import BLOCK, KVCache
+from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
+from ...model.sharding import device_bytes
+from ...model.transformer import Decoder, decoder_spec
+from ...model.tree import abstract, nbytes, paths
+from ..programs.compile import Shape
+from ..programs.sizing import head_sizes
+from .hlo import Pool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations (a multiply-add is two) and bytes from and to memory."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations for each byte."""
+        return self.flops / self.bytes
+
+    def floor(self, flops: float, bandwidth: float) -> float:
+        """Seconds that a device of so many FLOP/s and bytes/s needs at least."""
+        return max(self.flops / flops, self.bytes / bandwidth)
+
+    def bound(self, flops: float, bandwidth: float) -> str:
+        """Which of the two decides."""
+        return "compute" if self.flops / flops > self.bytes / bandwidth else "memory"
+
+
+def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None) -> Work:
+    """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts of one prompt.
+
+    `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
+    """
+    B, T = shape.rows, shape.tokens
+    params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
+    if shape.phase == "decode":
+        one = step_work(config, params, rows=B, tokens=1, context=context, sampled=1)
+        return Work(T * one.flops, T * one.bytes)
+    if shape.phase == "prefill":
+        return step_work(config, params, rows=1, tokens=B * T, context=context, sampled=1)
+    return step_work(config, params, rows=B, tokens=T, context=context, sampled=T)
+
+
+def starts(shape: Shape, context: int) -> np.ndarray:
+    """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill follow one another."""
+    apart = shape.tokens if shape.phase == "prefill" else 0
+    return context + apart * np.arange(shape.rows)
+
+
+def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tuple[Pool, ...]:
+    """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
+    tokens = 1 if shape.phase == "decode" else shape.tokens
+    start = starts(shape, context)
+
+    def pool(kind: LayerKind, buffer: Any) -> Pool:
+        _, pages, width, _ = buffer.shape
+        own, window = device_bytes(buffer), kind.mixer.window
+        live = min((shape.sequences * seen(kind, context) + shape.rows * tokens) / (pages * width), 1)
+        first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
+        blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
+        return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()))
+
+    return tuple(
+        pool(kind, buffer)
+        for buffers in (cache.k, cache.v)
+        for kind, buffer in zip(config.layers, buffers, strict=True)
+        if buffer is not None
+    )
+
+
+def step_work(
+    config: ModelConfig, params: Decoder, *, rows: int, tokens: int, context: int, sampled: int
+) -> Work:
+    """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal."""
+    size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
+    head = config.vocab_size * config.hidden_size
+    flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
+    flops += (
+        sum(pair_flops(kind) * seen(kind, context + (tokens + 1) / 2) for kind in config.layers) * queries
+    )
+    output = params.embed if params.head is None else params.head
+    weights = inner_bytes(config, params, queries) + nbytes(output) + queries * config.hidden_size * size
+    # read what is there, write and read what is new
+    cache = sum((seen(kind, context) + 2 * tokens) * row_size(kind) for kind in config.layers) * rows * size
+    return Work(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
+
+
+def inner_numbers(config: ModelConfig) -> float:
+    """Parameters that one token is multiplied with, but those of the head."""
+    specs = paths(decoder_spec(config))
+    return sum(math.prod(spec.shape) * share(config, path, 1) for path, spec in specs.items())
+
+
+def inner_bytes(config: ModelConfig, params: Decoder, tokens: int) -> float:
+    """Bytes that so many tokens meet: of all but the embedding, the head, and the experts that none of them goes to."""
+    return sum(nbytes(leaf) * share(config, path, tokens) for path, leaf in paths(params).items())
+
+
+def share(config: ModelConfig, path: str, tokens: int) -> float:
+    """The share of a parameter, or of a part of one, that so many tokens meet."""
+    place, *rest = path.split(".")
+    if place in ("embed", "head", "positions"):
+        return 0.0
+    if rest[1:3] != ["ffn", "experts"]:
+        return 1.0
+    experts = config.layers[int(rest[0])].ffn
+    assert isinstance(experts, Experts)
+    return min(1.0, tokens * experts.active / experts.count)
+
+
+def pair_flops(kind: LayerKind) -> int:
+    """Operations for one query and one key in all heads: a score, and a weighted value; latents are read as they are."""
+    m = kind.mixer
+    if isinstance(m, GroupedQuery):
+        return 4 * m.num_heads * m.head_size
+    return 2 * m.num_heads * (2 * m.rank + m.rope_size)
+
+
+def seen(kind: LayerKind, keys: float) -> float:
+    """How many of the keys before it a query sees."""
+    return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
+
+
+def row_size(kind: LayerKind) -> int:
+    """Numbers that a token leaves in the cache of a layer."""
+    return sum(heads * size for heads, size in filter(None, kind.mixer.cached))
+
+
+def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int) -> float:
+    """Results of each product, written and read once, and the logits in 32 bits."""
+
+    def layer(kind: LayerKind) -> int:
+        heads = kind.mixer.num_heads * sum(head_sizes(kind)) + 2 * row_size(kind)
+        inner = (
+            kind.ffn.size
+            if isinstance(kind.ffn, Dense)
+            else kind.ffn.active * kind.ffn.size + kind.ffn.shared
+        )
+        return 3 * config.hidden_size + 2 * inner + heads
+
+    return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size

@@ -1,0 +1,87 @@
+"""What stands beside a model to guess for it: read from its folder, checked against the model, and joined with its steps."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ...checkpoints import heads, huggingface
+from ...checkpoints.hub import resolve
+from ...kvcache.placement import everywhere
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder
+from ...sampling.accept import RULES
+from ...sampling.token_tree import TokenTree
+from ..options.speculation import SpeculativeConfig
+from ..programs.compile import PHASES
+from ..programs.step import verify
+from .chain import DraftModel, Guide, Guided, Heads, served
+from .tree import DraftTree, HeadTree
+
+SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
+
+
+class Beside(NamedTuple):
+    """A head's parameters (then there is no config), or a draft model's; neither where the host guesses."""
+
+    params: Any = None
+    config: ModelConfig | None = None
+
+    @property
+    def is_head(self) -> bool:
+        return self.params is not None and self.config is None
+
+    def join(self, params: Decoder) -> Any:
+        return params if self.params is None else Guided(params, self.params)
+
+    def served(self, config: ModelConfig) -> ModelConfig:
+        """What the cache sees of the model and of this."""
+        return served(config, self.config)
+
+    def within(self, length: int) -> "Beside":
+        return self._replace(config=self.config and self.config.within(length))
+
+    def phases(self, config: ModelConfig, chosen: SpeculativeConfig) -> Mapping[str, Callable]:
+        """What an engine's shapes run."""
+        if self.params is None:
+            return PHASES | {"verify": partial(verify, rule=RULES[chosen.acceptance])}
+        guide = self._guide(config, chosen.acceptance, chosen.tree)
+        return {"prefill": guide.prefill, "decode": guide.decode, "verify": guide.verify}
+
+    def _guide(self, config: ModelConfig, acceptance: str, tree: TokenTree | None) -> Guide:
+        if self.config is None:
+            return Heads(config, acceptance) if tree is None else HeadTree(config, acceptance, tree)
+        if tree is None:
+            return DraftModel(config, acceptance, self.config)
+        return DraftTree(config, acceptance, tree, self.config)
+
+
+def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> Beside:
+    """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where it does not fit."""
+    if chosen.model is None:
+        return Beside()
+    folder, where = find(chosen.model), everywhere(params)
+    if chosen.method == "heads" or (chosen.tree is not None and (folder / heads.FILE).exists()):
+        head = heads.load_head(folder, config.hidden_size, params.embed.dtype)
+        return Beside(jax.device_put(head, where))
+    if chosen.tree is not None and not chosen.tree.is_comb:
+        raise ValueError(
+            f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed with a draft "
+            "model: only the first child of a node has children"
+        )
+    draft, own = huggingface.load(folder, params.embed.dtype, where)
+    if draft.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"speculative_config: model {chosen.model!r} has a vocabulary of {draft.vocab_size}, the model that it "
+            f"drafts for one of {config.vocab_size}: they must be equal"
+        )
+    return Beside(own, draft)
+
+
+def find(name: str, **where: Any) -> Path:
+    """A folder, one of those that ship, or a model's on the hub; `where` are options of `hub.resolve`."""
+    if not Path(name).exists() and (SHIPPED / name).is_dir():
+        return SHIPPED / name
+    return resolve(name, **where)

@@ -1,0 +1,357 @@
+"""A model's tokenizer: text to token ids and back, under the names that Transformers has for it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...refusals import Table, check_neutral
+from .lengths import Measure, measure_of
+from .stream import (
+    ByteLevelStream,
+    PieceStream,
+    TextStream,
+    WindowStream,
+    byte_alphabet,
+    piece_rules,
+    token_bytes,
+)
+from .vocabularies import content, find_vocabulary
+
+if TYPE_CHECKING:
+    import tokenizers
+
+LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
+# Keywords of Transformers' tokenizers that are taken where they ask for nothing.
+NEUTRAL: Table = {
+    "text_pair": (None,),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "return_tensors": (None,),
+    "return_attention_mask": (True, None),
+    "return_assistant_tokens_mask": (False,),
+    "tokenizer_kwargs": (None, {}),
+    "clean_up_tokenization_spaces": (False, None),
+}
+
+
+class NamedTemplate(msgspec.Struct):
+    """One of several templates in a `tokenizer_config.json`."""
+
+    name: str
+    template: str
+
+
+class Encoding(dict[str, Any]):
+    """What a call of a tokenizer gives: `input_ids` and `attention_mask`, by key or as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Tokenizer:
+    """A folder's tokenizer through the `tokenizers` library, with what `tokenizer_config.json` adds to it.
+
+    Attributes: bos_token, eos_token, unk_token, pad_token (str or None, and pad_token may be set),
+    bos_token_id, eos_token_id, unk_token_id, pad_token_id (int or None), chat_template (Jinja source, or None
+    where the model has none), all_special_tokens (those that the folder names), all_special_ids. `len` counts
+    the tokens, added ones included; a model's vocabulary may be padded beyond it.
+    """
+
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        config: Mapping[str, Any],
+        chat_template: str | None = None,
+        encode: Callable[[str, bool], list[int]] | None = None,
+    ):
+        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
+
+        `encode` makes ids of a text, and of whether special tokens are added, where the backend only has the
+        tokens.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._encodes_elsewhere = encode is not None
+        self._encode = encode or (lambda text, special: backend.encode(text, add_special_tokens=special).ids)
+        self.chat_template = chat_template
+        self.bos_token, self.bos_token_id = self._named(config, "bos_token")
+        self.eos_token, self.eos_token_id = self._named(config, "eos_token")
+        self.unk_token, self.pad_token = (content(config.get(name)) for name in ("unk_token", "pad_token"))
+        self._others = [content(token) for token in config.get("additional_special_tokens") or ()]
+        bos = self.bos_token_id if config.get("add_bos_token") else None
+        self._prefix = [] if bos is None else [bos]
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = msgspec.json.decode(backend.decoder.__getstate__()) if backend.decoder else {"type": "None"}
+        self._alphabet = byte_alphabet() if decoder["type"] == "ByteLevel" else None
+        self._rules = piece_rules(decoder)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer | None":
+        """The tokenizer of a folder: its `tokenizer.json`, or its SentencePiece `tokenizer.model`, or
+        `vocab.json` with `merges.txt`; None if it has none of them.
+
+        Raises ValueError, naming the file, if a file is there but cannot be read or is not supported.
+        """
+        folder = Path(path)
+        found = find_vocabulary(folder)
+        if found is None:
+            return None
+        return cls(found.backend, found.config, _chat_template(folder, found.config), found.encode)
+
+    # ------------------------------------------------------------ the vocabulary
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens without those added to the model's own."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by token, as the vocabulary writes tokens."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return None if self.unk_token is None else self.token_id(self.unk_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return None if self.pad_token is None else self.token_id(self.pad_token)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        named = (self.bos_token, self.eos_token, self.unk_token, self.pad_token, *self._others)
+        return list(dict.fromkeys(token for token in named if token is not None))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        ids = map(self.token_id, self.all_special_tokens)
+        return [i for i in ids if i is not None]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary, e.g. `<|im_end|>`; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        """The id of a token, or those of several; an unknown one has `unk_token_id`."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        found = self.token_id(tokens)
+        return self.unk_token_id if found is None else found
+
+    def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
+        """The token of an id, or those of several, as the vocabulary writes them; None for an unknown id."""
+        if isinstance(ids, int):
+            return self._backend.id_to_token(ids)
+        kept = (int(i) for i in ids if not (skip_special_tokens and int(i) in self._special_ids))
+        return [self._backend.id_to_token(i) for i in kept]
+
+    # ------------------------------------------------------------ text to ids
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, **neutral: Any
+    ) -> Encoding:
+        """`input_ids` and `attention_mask` of a text, or lists of them for several texts.
+
+        Nothing is padded, cut or made a tensor: raises ValueError where that is asked for.
+        """
+        refuse_all(neutral)
+        if isinstance(text, str):
+            return encoding(self.encode(text, add_special_tokens))
+        return encoding([self.encode(one, add_special_tokens) for one in text])
+
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text. The special tokens are those of tokenizer.json's post-processor; bos is added
+        where it lacks one though `add_bos_token` is true (DeepSeek's folders). None are added with
+        `add_special_tokens=False`.
+
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds, and
+        ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter one
+        has, the ids tell.
+        """
+        if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
+            raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
+        try:
+            ids = self._encode(text, add_special_tokens)
+        except TypeError:
+            text.encode()
+            raise
+        missing = add_special_tokens and ids[: len(self._prefix)] != self._prefix
+        return [*self._prefix, *ids] if missing else ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that a text surely reaches, found without tokenizing it; 0 where its length tells
+        nothing.
+        """
+        return 0 if self._measure is None else self._measure.least_tokens(text)
+
+    @cached_property
+    def _measure(self) -> Measure | None:
+        return None if self._encodes_elsewhere else measure_of(self._backend)
+
+    def apply_chat_template(
+        self,
+        conversation: list[Any],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """A conversation, or several, as the model's prompt: an Encoding, or ids alone with
+        `return_dict=False`, or text with `tokenize=False`. Arguments are those of Transformers; others are
+        variables of the template.
+
+        Raises chat.ChatTemplateError if there is no template, it refuses the messages, or they are malformed;
+        ValueError as a call does.
+        """
+        from .chat import render_for
+
+        options |= {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        options |= {"tools": tools}
+        variables = refuse(options)
+        several = isinstance(conversation, list) and conversation and isinstance(conversation[0], list)
+        texts = [render_for(self, one, **variables) for one in (conversation if several else [conversation])]
+        if not tokenize:
+            return texts if several else texts[0]
+        ids = [self.encode(text, add_special_tokens=False) for text in texts]
+        found = ids if several else ids[0]
+        return encoding(found) if return_dict else found
+
+    # ------------------------------------------------------------ ids to text
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **neutral: Any) -> Any:
+        """The text of token ids, or of one; ids outside the vocabulary are left out. Of lists of ids, a list
+        of texts.
+        """
+        refuse_all(neutral)
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        if ids and not isinstance(ids[0], Integral):
+            return [self.decode(one, skip_special_tokens) for one in ids]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Iterable[Any], skip_special_tokens: bool = False, **neutral: Any
+    ) -> list[str]:
+        """The texts of several sequences of token ids."""
+        return [self.decode(ids, skip_special_tokens, **neutral) for ids in sequences]
+
+    def decode_token(self, token_id: int) -> str:
+        """One token's text as it stands inside a text (leading space kept, broken bytes replaced); "" for an
+        unknown id.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return ""
+        if self._alphabet:
+            return token_bytes(token, self._alphabet).decode("utf-8", "replace")
+        if self._rules:
+            stream = PieceStream(self._rules, at_start=False)
+            return stream.push(token_id, token) + stream.finish()
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, which need not be whole characters."""
+        token = self._backend.id_to_token(token_id)
+        if token is not None and self._alphabet:
+            return token_bytes(token, self._alphabet)
+        byte = self._rules.byte(token) if token is not None and self._rules else None
+        return self.decode_token(token_id).encode() if byte is None else bytes([byte])
+
+    def keeps(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """The token that decoding would use for an id; None where it leaves the id out."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return None
+        return self._backend.id_to_token(token_id)
+
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+        """A fresh text stream that continues a prompt (or begins a text, if the prompt has no text)."""
+        if self._alphabet:
+            return ByteLevelStream(self._alphabet)
+        kept = _last(prompt_ids, 4, lambda i: self.keeps(i, skip_special_tokens) is not None)
+        if self._rules:
+            return PieceStream(self._rules, at_start=not kept)
+        return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), kept)
+
+    def _named(self, config: Mapping[str, Any], name: str) -> tuple[str | None, int | None]:
+        """A token that the configuration names, and its id, made special if the vocabulary has it as a plain
+        token.
+        """
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None or self._backend.token_to_id(token) is None:
+            return token, None
+        self._backend.add_special_tokens([token])
+        return token, self._backend.token_to_id(token)
+
+
+def encoding(ids: list[Any]) -> Encoding:
+    several = bool(ids) and isinstance(ids[0], list)
+    mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
+    return Encoding(input_ids=ids, attention_mask=mask)
+
+
+def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are none of Transformers' own. Raises ValueError for one of those that asks for
+    something.
+    """
+    for name, value in options.items():
+        if name in NEUTRAL:
+            check_neutral(name, value, NEUTRAL)
+    return {name: value for name, value in options.items() if name not in NEUTRAL}
+
+
+def refuse_all(options: Mapping[str, Any]) -> None:
+    """Raises as `refuse`, and TypeError for an option that Transformers does not have."""
+    others = refuse(options)
+    if others:
+        raise TypeError(f"unknown argument {next(iter(others))!r}")
+
+
+def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:
+    """The last `count` ids that are kept, in order, without looking at more of them than needed."""
+    found: list[int] = []
+    for token_id in reversed(ids):
+        if len(found) == count:
+            break
+        if keep(token_id):
+            found.append(token_id)
+    return found[::-1]
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The folder's template: its own file, or in the configuration, there alone or as the one named
+    "default".
+
+    Raises ValueError for one that is no text.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+    template = config.get("chat_template")
+    try:
+        named = msgspec.convert(template, str | list[NamedTemplate] | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}, "
+            f"expected a template, or a list of objects with name and template: {error}"
+        ) from error
+    return {t.name: t.template for t in named}.get("default") if isinstance(named, list) else named
