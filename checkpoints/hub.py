@@ -80,13 +80,13 @@ class Asked:
     def snapshot(self, revision: str | None, **how: Any) -> Path:
         from huggingface_hub import snapshot_download
 
-        left_out, wanted = list(LEFT_OUT), list(self.patterns)
+        left_out: list[str] = list(LEFT_OUT)
         found = snapshot_download(
             self.model,
             revision=revision,
             cache_dir=self.download_dir,
             token=self.token,
-            allow_patterns=wanted,
+            allow_patterns=list(self.patterns),
             ignore_patterns=left_out,
             **how,
         )

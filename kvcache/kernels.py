@@ -107,9 +107,8 @@ def attend_pages(
     return grouped_attention(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret).reshape(q.shape)
 
 
-@partial(jax.jit, static_argnums=(3, 4))  # layers share one trace
 @partial(custom_partitioning, static_argnums=(3, 4))
-def grouped_attention(
+def partitioned_attention(
     q: Float[Array, "B T K G H"], pages: Pages, sinks: Array | None, reading: Reading, interpret: bool
 ) -> Float[Array, "B T K G H"]:
     return (many_queries if q.shape[1] > 1 else one_query)(q, pages, sinks, reading, interpret)
@@ -122,7 +121,7 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
     pool, heads, whole = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((axis,), (None, None, axis), ()))
     own = None if shapes[1].own is None else (heads, heads, whole)
     places = heads, Pages(pool, pool, whole, whole, whole, own), None if shapes[2] is None else pool
-    local = partial(grouped_attention.__wrapped__.fun, reading=reading, interpret=interpret)
+    local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
     return mesh, local, heads, places
 
 
@@ -133,7 +132,8 @@ def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any
     return ", ".join(["b t k g h", "k p w h", "k p w h", "b m", "b", "b", *own, *sinks]) + " -> b t k g h"
 
 
-grouped_attention.__wrapped__.def_partition(on_each_device, sharding_rule=axes)
+partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
+grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # layers share one trace
 
 
 def settings(q: Array, rows: int, interpret: bool) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
     return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 
 
-def pool_dtype(dtype: Any, device: jax.Device) -> Any:
+def pool_dtype(dtype: Any, device: Any) -> Any:
     """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, or XLA would widen the pool to write a token."""
     bits = device.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
     return jnp.dtype(jnp.uint16 if bits else dtype)

@@ -65,7 +65,7 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
+        self, state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading, /
     ) -> tuple[Any, Array]: ...
 
 

@@ -60,7 +60,8 @@ def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B
         tpu=lambda x, chosen: by_ragged_products(w, c, x, chosen),
         default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
     )
-    mixed = sum(outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(c.active))
+    parts = (outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(c.active))
+    mixed = sum(parts, start=jnp.float32(0))
     mixed = mixed.astype(x.dtype).reshape(x.shape)
     return mixed if w.shared is None else mixed + feed_forward(w.shared, Dense(c.shared, c.activation), x)
 

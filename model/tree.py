@@ -1,6 +1,6 @@
 """Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
@@ -29,7 +29,7 @@ def pytree(cls: type[T]) -> type[T]:
     def flatten_with_keys(record: T):
         return [(jax.tree_util.GetAttrKey(n), getattr(record, n)) for n in names], known(record)
 
-    def build(known: tuple[Any, ...], leaves: Sequence[Any]) -> T:
+    def build(known: tuple[Any, ...], leaves: Iterable[Any]) -> T:
         record = object.__new__(cls)
         for name, value in (*zip(names, leaves, strict=True), *zip(static, known, strict=True)):
             object.__setattr__(record, name, value)

@@ -109,7 +109,9 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
         """Parameters of which those that are None have their defaults; as in vLLM, biases are cut to -100..100."""
-        stated = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        stated: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None or name == "max_tokens"
+        }
         found = cls(**stated)
         if found.logit_bias is not None:
             found.logit_bias = {token: min(100.0, max(-100.0, x)) for token, x in found.logit_bias.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...sampling.params import SamplingParams
 from ..outputs import Logprob, RequestOutput
@@ -37,7 +37,7 @@ def log_likelihood(
     if continuations is None:
         ends, starts = [[] for _ in ids], [1] * len(ids)
     else:
-        given = [continuations] if is_one_prompt(continuations) else continuations
+        given: Any = [continuations] if is_one_prompt(continuations) else continuations
         ends, starts = [continuation(llm, c) for c in given], [len(a) for a in ids]
     if len(ends) != len(ids):
         raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")

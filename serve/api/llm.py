@@ -24,8 +24,7 @@ from ..outputs import Delta, RequestOutput
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import likelihood
-from . import vllm
+from . import likelihood, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .session import Session

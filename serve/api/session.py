@@ -180,11 +180,15 @@ class Session:
         """End what runs under an id, and what has not begun yet before it does; an unknown id is none."""
         with self.turn():
             ticket = self.tickets.get(id)
-            for request in ticket.requests if ticket else ():
-                if ticket.submitted:
-                    self.engine.abort(request)
-                elif not request.finished:
-                    request.finish("abort")
+            if ticket is not None:
+                self._abort(ticket)
+
+    def _abort(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            if ticket.submitted:
+                self.engine.abort(request)
+            elif not request.finished:
+                request.finish("abort")
 
     def settle(self, mode: str) -> None:
         """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing."""
@@ -192,9 +196,9 @@ class Session:
             with self.turn():
                 self.engine.step()
         with self.turn():
-            begun = [id for id, ticket in self.tickets.items() if ticket and ticket.submitted]
-            for id in begun if mode == "abort" else ():
-                self.abort(id)
+            begun = [ticket for ticket in self.tickets.values() if ticket and ticket.submitted]
+            for ticket in begun if mode == "abort" else ():
+                self._abort(ticket)
 
     def drop(self, tickets: list[Ticket]) -> None:
         """Forget tickets, and end those that have not ended."""
@@ -209,8 +213,8 @@ class Session:
     def _drop(self, ticket: Ticket) -> None:
         if self.tickets.get(ticket.id) is not ticket:
             return  # dropped before; its id may be another's now
-        for request in ticket.requests if ticket.submitted and self._engine is not None else ():
-            self._engine.abort(request)
+        if ticket.submitted and self._engine is not None:
+            self._abort(ticket)
         del self.tickets[ticket.id]
         self._queued.pop(ticket.id, None)
 

@@ -25,7 +25,7 @@ class Cursor:
 
     def __init__(self, ticket: Ticket):
         self._requests = dict(enumerate(ticket.requests))
-        self._places = dict.fromkeys(self._requests, (0, 0))
+        self._places: dict[int, tuple[int, int]] = dict.fromkeys(self._requests, (0, 0))
 
     @property
     def at_end(self) -> bool:

@@ -166,8 +166,9 @@ class Journal:
         if found is None or not isinstance(found[0], dict):
             return None
         index, digest = found[0].get("index"), found[0].get("digest")
-        right = type(index) is int and type(digest) is int and 0 <= digest < 1 << 64
-        return found if right and 0 <= index < self._lines else None
+        if type(index) is not int or type(digest) is not int:
+            return None
+        return found if 0 <= digest < 1 << 64 and 0 <= index < self._lines else None
 
     def _check_torn(self, first: bytes, rest: BinaryIO) -> None:
         """Only the beginning of a header may be overwritten: it is what a kill at the first instant

@@ -179,6 +179,11 @@ class Scheduler:
     def _prompt_left(self, request: Request) -> int:
         return max(0, self._prefill_end(request) - request.computed)
 
+    def _reach(self, request: Request) -> int:
+        if self.boundary is None or self._is_long(request):
+            return request.end
+        return min(request.end, self.boundary + 1)
+
     def _admit(self) -> list[Request]:
         seated = []
         while (found := self._room()) is not None:
@@ -189,8 +194,7 @@ class Scheduler:
             if not request.preemptions:
                 request.cached = request.computed
             request.slot = heapq.heappop(self.free_slots)
-            short = self.boundary is not None and not self._is_long(request)
-            request.reach = min(request.end, self.boundary + 1) if short else request.end
+            request.reach = self._reach(request)
             self.running[request.slot] = request
             seated.append(request)
         return seated

@@ -44,11 +44,10 @@ class Origin:
         raised.
         """
         folder = DEMO if model is None else resolve(model, revision, weights=weights, **where)
-        own = tokenizer is None
-        if own and (tokenizer_revision is None or model is None):
+        own, name = tokenizer is None, model if tokenizer is None else tokenizer
+        if name is None or (own and tokenizer_revision is None):
             return cls(folder, folder)
-        words = resolve(model if tokenizer is None else tokenizer, tokenizer_revision, weights=False, **where)
-        return cls(folder, words, own)
+        return cls(folder, resolve(name, tokenizer_revision, weights=False, **where), own)
 
     def words(self) -> tuple[Tokenizer | None, str]:
         """The tokenizer, and what there is to say where there is none.

@@ -155,7 +155,7 @@ def compiling(count: int) -> str:
     what = "1 program" if count == 1 else f"{count} programs"
     return (
         f"compiling {what}, kept for the next start"
-        if jax.config.jax_compilation_cache_dir
+        if jax.config.values["jax_compilation_cache_dir"]
         else f"compiling {what}"
     )
 

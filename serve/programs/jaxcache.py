@@ -24,7 +24,7 @@ def bound(folder: Path) -> None:
     """Let jax delete what it used least recently in a folder of its cache; a size that the user has set stays."""
     if not find_spec("filelock"):  # with which jax does it
         return
-    if jax.config.jax_compilation_cache_max_size == -1:
+    if jax.config.values["jax_compilation_cache_max_size"] == -1:
         jax.config.update("jax_compilation_cache_max_size", LIMIT)
     for file in folder.glob(f"*{PROGRAM}"):  # jax stumbles over a program that lacks the time of its last use
         with suppress(OSError):
