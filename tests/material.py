@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece as spm
-from test_convert import same_tensors
-from test_engine_parity import log_softmax
+from cases.compare import log_softmax, same_tensors
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams

@@ -13,7 +13,7 @@ from duetto.serve.api import llm as api
 from duetto.serve.loading import start as loading
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "tests" / "vllm_scripts"
+SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}
 
 # What each prints, line by line, among other things.
 SAYS = {
@@ -88,10 +88,10 @@ def shared(make):
     return programs
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py")))
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_script(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, "").split()])
-    runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
     lines = iter(capsys.readouterr().out.splitlines())
     for pattern in SAYS[name]:
         assert any(re.match(pattern, line) for line in lines), f"no line is {pattern!r}, or not in this order"

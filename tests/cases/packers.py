@@ -1,0 +1,220 @@
+"""Small packers of quantised checkpoints, written from the formats' papers: they share nothing with the reader."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cases.families import hub_config
+
+from duetto.checkpoints.families import FAMILIES
+from duetto.checkpoints.placement import groups
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+Parts = dict[str, np.ndarray]
+Packer = Callable[
+    [str, np.ndarray], tuple[Parts, np.ndarray]
+]  # name, weight -> stored parts, the numbers they stand for
+
+
+def fp8(values: np.ndarray) -> np.ndarray:
+    return values.astype(ml_dtypes.float8_e4m3fn)
+
+
+def fp8_blocks(m: int, n: int) -> Packer:
+    """As DeepSeek-V3's: a scale for each block of m rows and n columns, the last ones cut."""
+
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        codes, scales = np.zeros_like(w), np.zeros((-(-w.shape[0] // m), -(-w.shape[1] // n)), np.float32)
+        exact = np.zeros_like(w)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = np.s_[i * m : (i + 1) * m, j * n : (j + 1) * n]
+                scales[i, j] = np.abs(w[block]).max() / 448
+                codes[block] = fp8(w[block] / scales[i, j]).astype(np.float32)
+                exact[block] = codes[block] * scales[i, j]
+        return {name: fp8(codes), name + "_scale_inv": scales}, exact
+
+    return pack
+
+
+def fp8_scaled(suffix: str, by_row: bool) -> Packer:
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        scale = np.abs(w).max(axis=1 if by_row else None, keepdims=by_row).astype(np.float32) / np.float32(
+            448
+        )
+        codes = fp8(w / scale)
+        return {name: codes, name + suffix: np.asarray(scale)}, codes.astype(np.float32) * scale
+
+    return pack
+
+
+def mxfp4(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+    """Weights [E,i,o] crosswise: for each output blocks of 32 inputs, two to a byte, and the exponent of each block."""
+    rows = w.transpose(0, 2, 1).reshape(w.shape[0], w.shape[2], -1, 32)
+    exponent = np.floor(np.log2(np.abs(rows).max(-1))) - 2
+    scaled = rows / 2.0 ** exponent[..., None]
+    index = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1)
+    exact = np.sign(scaled) * E2M1[index] * 2.0 ** exponent[..., None]
+    nibble = (index + 8 * (scaled < 0)).astype(np.uint8)
+    blocks = nibble[..., 0::2] + 16 * nibble[..., 1::2]
+    exact = exact.reshape(w.shape[0], w.shape[2], -1).transpose(0, 2, 1).astype(np.float32)
+    return {name + "_blocks": blocks, name + "_scales": (exponent + 127).astype(np.uint8)}, exact
+
+
+def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool) -> tuple[np.ndarray, ...]:
+    """Integers [i,o], zeros and half-precision scales [groups,o] of a weight [o,i], and the numbers they stand for."""
+    top, columns = 2**bits - 1, w.T
+    zeros, scales = (np.zeros((group.max() + 1, len(w)), t) for t in (np.int64, np.float16))
+    for g in range(len(zeros)):
+        own = columns[group == g]
+        low, high = np.minimum(own.min(0), 0), np.maximum(own.max(0), 0)
+        if symmetric:
+            high = np.maximum(-low, high)
+            low = -high
+        scales[g] = (high - low) / top
+        zeros[g] = (top + 1) // 2 if symmetric else np.clip(np.round(-low / scales[g]), 0, top)
+    scale = scales.astype(np.float32)
+    q = np.clip(np.round(columns / scale[group]) + zeros[group], 0, top).astype(np.int64)
+    return q, zeros, scales, ((q - zeros[group]) * scale[group]).T.astype(np.float32)
+
+
+def words(q: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
+    """Integers [n,columns], so many neighbouring columns in each int32; `order` says which of them comes first."""
+    per = 32 // bits
+    out = np.zeros((len(q), q.shape[1] // per), np.uint64)
+    for place, column in enumerate(order):
+        out |= q[:, column::per].astype(np.uint64) << np.uint64(bits * place)
+    return out.astype(np.uint32).view(np.int32)
+
+
+def awq(group: int) -> Packer:
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        of = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
+        q, zeros, scales, exact = grouped(w, 4, of, symmetric=False)
+        stem, order = name.removesuffix("weight"), [0, 2, 4, 6, 1, 3, 5, 7]
+        parts = {"qweight": words(q, 4, order), "qzeros": words(zeros, 4, order), "scales": scales}
+        return {stem + key: value for key, value in parts.items()}, exact
+
+    return pack
+
+
+def gptq(group: int, bits: int = 4, symmetric: bool = True, ordered: bool = False, less: int = 1) -> Packer:
+    """`ordered` shuffles the inputs among the groups, as desc_act does; zeros are stored `less` than they are."""
+
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        of = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
+        if ordered:
+            of = np.random.default_rng(len(name)).permutation(of)
+        q, zeros, scales, exact = grouped(w, bits, of, symmetric)
+        stem, order = name.removesuffix("weight"), list(range(32 // bits))
+        stored = (zeros - less) % 2**bits
+        parts = {"qweight": words(q.T, bits, order).T, "qzeros": words(stored, bits, order), "scales": scales}
+        parts |= {"g_idx": of.astype(np.int32)} if ordered else {}
+        return {stem + key: np.ascontiguousarray(value) for key, value in parts.items()}, exact
+
+    return pack
+
+
+CODES = {"float8_e4m3fn": "F8_E4M3", "int32": "I32", "uint8": "U8", "float32": "F32", "float16": "F16"}
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: Parts) -> Path:
+    """A folder with one safetensors file, header and all."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": CODES[str(array.dtype)],
+            "shape": array.shape,
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.writelines(array.tobytes() for array in tensors.values())
+    return folder
+
+
+def quantise(
+    source: tuple[dict[str, Any], Parts],
+    folder: Path,
+    method: Mapping[str, Any],
+    pack: Packer,
+    chosen: Callable[[str], bool],
+) -> tuple[Path, Path]:
+    """Two folders: the quantised model, and the same numbers in float32."""
+    config, tensors = source
+    stored, exact = {}, {}
+    for name, w in tensors.items():
+        parts, numbers = pack(name, w) if chosen(name) else ({name: w}, w)
+        stored |= parts
+        exact[name] = numbers
+    folder.mkdir()
+    return (
+        write(folder / "quantised", config | {"quantization_config": dict(method)}, stored),
+        write(folder / "exact", config, exact),
+    )
+
+
+def llama_folder() -> tuple[dict[str, Any], Parts]:
+    """A small Llama with odd head counts and separate output matrix, random."""
+    D, H, N, K, F, V = 96, 16, 5, 1, 80, 64
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D), "model.norm.weight": (D,)}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        projections = {"q": (N * H, D), "k": (K * H, D), "v": (K * H, D), "o": (D, N * H)}
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": shape for name, shape in projections.items()}
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (F, D) for name in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj.weight": (D, F)}
+        shapes |= {f"{layer}{name}layernorm.weight": (D,) for name in ("input_", "post_attention_")}
+    config = {
+        "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2,
+        "num_attention_heads": N, "num_key_value_heads": K, "head_dim": H, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return config, {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def projection(name: str) -> bool:
+    return "_proj" in name and "bias" not in name
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4}
+LLAMA_CASES: dict[str, tuple[dict[str, Any], Packer]] = {
+    "fp8 blocks": (FP8 | {"weight_block_size": [32, 64]}, fp8_blocks(32, 64)),
+    "fp8 large blocks": (FP8 | {"weight_block_size": [128, 128]}, fp8_blocks(128, 128)),
+    "fp8 tensor": (FP8, fp8_scaled("_scale", False)),
+    "fp8 tensor inverse": (FP8 | {"weight_block_size": None}, fp8_scaled("_scale_inv", False)),
+    "fp8 rows": ({"quant_method": "fbgemm_fp8"}, fp8_scaled("_scale", True)),
+    "compressed": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        fp8_scaled("_scale", True),
+    ),
+    "awq": (AWQ | {"group_size": 16}, awq(16)),
+    "awq whole": (AWQ | {"group_size": -1}, awq(-1)),
+    "gptq": (GPTQ | {"group_size": 16, "sym": True, "desc_act": False}, gptq(16)),
+    "gptq cut group": (GPTQ | {"group_size": 64}, gptq(64)),
+    "gptq asymmetric": (GPTQ | {"group_size": 16, "sym": False}, gptq(16, symmetric=False)),
+    "gptq ordered": (GPTQ | {"group_size": 16, "desc_act": True}, gptq(16, symmetric=False, ordered=True)),
+    "gptq v2": (GPTQ | {"group_size": 16, "checkpoint_format": "gptq_v2"}, gptq(16, symmetric=False, less=0)),
+    "gptq 8 bits": (GPTQ | {"group_size": -1, "bits": 8}, gptq(-1, bits=8)),
+}
+
+
+def experts(name: str) -> bool:
+    return name.endswith(("gate_up_proj", "down_proj"))
+
+
+def random_folder(case: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], Parts]:
+    """A family's case with some sizes of its own, random."""
+    config = hub_config(case) | dict(sizes)
+    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(1)
+    shapes = {name: group.shape for group in groups(family, family.config(config)) for name in group.names}
+    return config, {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -1,0 +1,217 @@
+"""Checkpoints stored in eight and four bits: read as floats and kept as codes, they hold the same numbers."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.packers import (
+    AWQ,
+    FP8,
+    GPTQ,
+    LLAMA_CASES,
+    Packer,
+    Parts,
+    awq,
+    experts,
+    fp8_blocks,
+    fp8_scaled,
+    gptq,
+    llama_folder,
+    mxfp4,
+    projection,
+    quantise,
+    random_folder,
+    write,
+)
+
+from duetto.checkpoints.huggingface import load, read_specs
+from duetto.checkpoints.tensors import CheckpointError
+from duetto.model.attention import causal
+from duetto.model.compress import dequantize_params
+from duetto.model.transformer import Decoder, forward, unembed
+from duetto.model.tree import abstract
+
+
+def equal_models(quantised: Path, exact: Path) -> Decoder:
+    """Read as floats, and kept as codes, the model has the same numbers; gives the codes."""
+    config, expected = load(exact, jnp.float32)
+    for form in ("dequantize", None):
+        found_config, found = load(quantised, jnp.float32, quantization=form)
+        assert config == found_config
+        jax.tree.map(np.testing.assert_array_equal, dequantize_params(found, jnp.float32), expected)
+    specs = read_specs(quantised, jnp.float32)
+    assert forms(found) == forms(abstract(specs, jnp.dtype(jnp.float32)))
+    return found
+
+
+def forms(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+
+@pytest.mark.parametrize("case", LLAMA_CASES)
+def test_a_small_llama_is_read_to_the_bit(case: str, tmp_path: Path):
+    method, pack = LLAMA_CASES[case]
+    equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq ordered", "fp8 blocks"])
+def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", 700)
+    method, pack = LLAMA_CASES[case]
+    equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
+
+
+EVEN = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+PHI = {"hidden_size": 80, "intermediate_size": 96}
+TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callable[[str], bool]]] = {
+    "deepseek": ("deepseek_v3", {}, FP8 | {"weight_block_size": [16, 24]}, fp8_blocks(16, 24), projection),
+    "awq": ("llama", EVEN, AWQ | {"group_size": 32}, awq(32), projection),
+    "gptq": ("llama", EVEN, GPTQ | {"group_size": 32}, gptq(32, symmetric=False), projection),
+    "phi3": ("phi3 plain", PHI, AWQ | {"group_size": 16}, awq(16), projection),
+    "mixtral": ("mixtral", {}, FP8, fp8_scaled("_scale", False), lambda name: ".experts." in name),
+}
+
+
+@pytest.mark.parametrize("case", TINY_CASES)
+@pytest.mark.parametrize("piece", [1 << 20, 999])
+def test_tiny_models_are_read_to_the_bit(
+    case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
+    family, sizes, method, pack, chosen = TINY_CASES[case]
+    equal_models(*quantise(random_folder(family, sizes), tmp_path / "made", method, pack, chosen))
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 999])
+def test_mxfp4_is_read_to_the_bit(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
+    folder = tmp_path / "made"
+    wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})  # blocks of 32 divide both
+    equal_models(*quantise(wide, folder, {"quant_method": "mxfp4"}, mxfp4, experts))
+
+
+@pytest.mark.extras
+def test_transformers_widens_mxfp4_alike(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs: Any = import_module("transformers.integrations.mxfp4")
+    w = np.random.default_rng(2).normal(0, 1, (3, 64, 10)).astype(np.float32)
+    parts, exact = mxfp4("x", w)
+    blocks, scales = (torch.tensor(parts["x" + part]) for part in ("_blocks", "_scales"))
+    found = theirs.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    np.testing.assert_array_equal(found.numpy(), exact)
+
+
+@pytest.mark.parametrize("block", [(32, 64), (7, 9)])
+@pytest.mark.extras
+def test_transformers_widens_fp8_alike(block: tuple[int, int]):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs: Any = import_module("transformers.integrations.finegrained_fp8")
+    parts, exact = fp8_blocks(*block)(
+        "x", np.random.default_rng(2).normal(0, 1, (70, 100)).astype(np.float32)
+    )
+    codes = torch.tensor(parts["x"].view(np.uint8)).view(torch.float8_e4m3fn)
+    scales = torch.tensor(parts["x_scale_inv"])
+    found = theirs._dequantize_fp8_weight(codes, scales, list(block), torch.float32)
+    np.testing.assert_array_equal(found.numpy(), exact)
+
+
+def test_what_is_quantised_says_the_same_text(tmp_path: Path):
+    """Eight bits hardly move the logits of the whole model; another order of the bits would."""
+    source = llama_folder()
+    made, _ = quantise(source, tmp_path / "made", *LLAMA_CASES["gptq 8 bits"], projection)
+    whole = write(tmp_path / "whole", *source)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], tokens.shape)
+
+    def logits(folder: Path) -> np.ndarray:
+        config, params = load(folder, jnp.float32)
+        run = jax.jit(lambda p: unembed(p, config, forward(p, config, tokens, places, causal)[0]))
+        return np.asarray(run(params))
+
+    expected, found = logits(whole), logits(made)
+    assert 0 < np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
+
+
+Change = Callable[[dict[str, Any], Parts], None]
+Q = "model.layers.0.self_attn.q_proj."
+
+
+def replace_part(name: str, make: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda config, tensors: tensors.update({Q + name: make(tensors[Q + name])})
+
+
+def without(name: str) -> Change:
+    return lambda config, tensors: tensors.__delitem__(Q + name)
+
+
+def with_field(**fields: Any) -> Change:
+    return lambda config, tensors: config["quantization_config"].update(fields)
+
+
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "no scale": ("fp8 blocks", without("weight_scale_inv"), "has no _scale_inv or _scale beside it"),
+    "scale shape": (
+        "fp8 blocks", replace_part("weight_scale_inv", lambda s: s[:-1]),
+        r"q_proj.weight_scale_inv' has dtype F32 and shape \(2, 2\), expected floats of shape \(3, 2\)",
+    ),
+    "scale type": (
+        "fp8 tensor", replace_part("weight_scale", lambda s: s.astype(np.int32)), "has dtype I32 and shape",
+    ),
+    "nan": (
+        "fp8 tensor", replace_part("weight", lambda w: np.full(w.shape, 255, np.uint8).view(w.dtype)),
+        "q_proj.weight' holds NaN",
+    ),
+    "no zeros": ("awq", without("qzeros"), "qweight' has no .qzeros beside it"),
+    "scales": ("awq", replace_part("scales", lambda s: s[1:]), "expected floats of shape"),
+    "zeros": ("gptq", replace_part("qzeros", lambda s: s[1:]), "expected 32-bit words of shape"),
+    "words": ("gptq", replace_part("qweight", lambda s: s.view(np.float32)), "expected a matrix of 32-bit words"),
+    "shape": ("gptq", replace_part("qweight", lambda s: s[:-1]), "expected"),
+    "group": ("gptq ordered", replace_part("g_idx", lambda g: g + 1), "expected numbers of groups, 0 to 5"),
+    "group size": ("awq", with_field(group_size=32), "expected floats of shape"),
+    "group zero": ("awq", with_field(group_size=0), "group_size is 0"),
+    "bits as a float": ("gptq", with_field(bits=4.0), "bits is 4.0, expected a positive integer"),
+    "infinite scales": (
+        "gptq", replace_part("scales", lambda s: np.full_like(s, np.inf)), "scales' holds NaN or infinity",
+    ),
+    "two names of a scale": (
+        "fp8 blocks",
+        lambda config, tensors: tensors.update({Q + "weight_scale": tensors[Q + "weight_scale_inv"]}),
+        "has _scale_inv and _scale beside it, expected one",
+    ),
+    "the weight twice": (
+        "gptq",
+        lambda config, tensors: tensors.update({Q + "weight": np.zeros((2, 2), np.float32)}),
+        "q_proj.weight' and '.*q_proj.qweight' are one weight",
+    ),
+    "bits": ("gptq", with_field(bits=3), "bits is 3, which is not supported"),
+    "version": ("awq", with_field(version="gemv"), "version is 'gemv', which is not supported"),
+    "no zero point": ("awq", with_field(zero_point=False), "zero_point is False, which is not supported"),
+    "format": ("gptq", with_field(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
+    "block": ("fp8 blocks", with_field(weight_block_size=[128]), r"weight_block_size is \[128\], expected two"),
+    "method": ("awq", with_field(quant_method="aqlm"), "quant_method is 'aqlm', which is not supported"),
+    "packed": ("compressed", with_field(format="pack-quantized"), "format is 'pack-quantized'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_sentence(case: str, tmp_path: Path):
+    name, change, message = REFUSED[case]
+    method, pack = LLAMA_CASES[name]
+    config, tensors = llama_folder()
+    stored: Parts = {}
+    for key, w in tensors.items():
+        stored |= pack(key, w)[0] if projection(key) else {key: w}
+    config["quantization_config"] = dict(method)
+    change(config, stored)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load(write(tmp_path / "made", config, stored))
+    assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)

@@ -1,0 +1,121 @@
+"""The head that guesses: its file, its guesses along chains and trees, and what the shipped one is worth."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto.checkpoints.heads import FILE, load_head, save_head
+from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.tensors import CheckpointError
+from duetto.model.attention import causal
+from duetto.model.config import ModelConfig
+from duetto.model.heads import Head, advance, head_spec
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.tree import init, nbytes
+from duetto.sampling.heads import guess_tree
+from duetto.sampling.token_tree import TokenTree
+
+SHIPPED = Path(__file__).resolve().parents[2] / "checkpoints" / "demo-heads"
+D, V = 16, 40
+CONFIG = ModelConfig.uniform(V, D, 32, 1, 2, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def tiny_head() -> tuple[Head, Decoder]:
+    return made()
+
+
+@jax.jit
+def made() -> tuple[Head, Decoder]:
+    head, params = init(jax.random.key(0), head_spec(D, 24)), init(jax.random.key(1), decoder_spec(CONFIG))
+    return jax.tree.map(lambda x: 5 * x, head), params
+
+
+@jax.jit
+def further(head: Head, params: Decoder, state: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state after a token, and the logits there."""
+    state = advance(head, params, state, token)
+    return state, unembed(params, CONFIG, state)
+
+
+def one_by_one(head: Head, params: Decoder, state: jax.Array, token: int, widths: list[int]) -> list:
+    """Guesses below a token as nested lists [token, [children]], one product at a time."""
+    if not widths:
+        return []
+    state, logits = further(head, params, state, np.int32(token))
+    best = np.argsort(-np.asarray(logits), kind="stable")[: widths[0]]
+    return [[int(t), one_by_one(head, params, state, int(t), widths[1:])] for t in best]
+
+
+def nested(tree: TokenTree, tokens: np.ndarray, node: int = 0) -> list:
+    return [[int(tokens[c]), nested(tree, tokens, c)] for c in tree.children[node] if c >= 0]
+
+
+@pytest.mark.parametrize("widths", [[1], [1, 1, 1, 1], [3], [3, 2, 1]], ids=str)
+def test_guesses_equal_those_made_one_by_one(tiny_head, widths: list[int]):
+    head, params = tiny_head
+    tree, hidden = (
+        TokenTree.of_widths(widths),
+        np.random.default_rng(5).normal(size=(3, D)).astype(np.float32),
+    )
+    tokens = jax.jit(guess_tree, static_argnames=("config", "tree"))(
+        head, params, CONFIG, hidden, jnp.array([4, 9, 9], jnp.int32), tree
+    )
+    tokens = np.asarray(tokens)
+    assert tokens[:, 0].tolist() == [4, 9, 9]
+    for row in range(3):
+        want = one_by_one(head, params, hidden[row], int(tokens[row, 0]), widths)
+        assert nested(tree, tokens[row]) == want
+
+
+def test_a_head_is_read_as_it_was_written(tiny_head, tmp_path: Path):
+    head, _ = tiny_head
+    save_head(tmp_path, head, np.float32)
+    again = load_head(tmp_path, D, jnp.float32)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), head, again))
+
+
+def test_what_is_no_head_is_refused(tiny_head, tmp_path: Path):
+    head, _ = tiny_head
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_head(tmp_path, D, jnp.float32)
+    save_head(tmp_path, head)
+    with pytest.raises(CheckpointError, match=r"hidden has shape \[16, 24\], expected \[17, 24\]"):
+        load_head(tmp_path, D + 1, jnp.float32)
+    file = tmp_path / FILE
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="cut off"):
+        load_head(tmp_path, D, jnp.float32)
+    save_head(tmp_path, Head(head.hidden, head.token * jnp.nan, head.out))
+    with pytest.raises(CheckpointError, match="token holds a number that is not finite"):
+        load_head(tmp_path, D, jnp.float32)
+
+
+def test_the_shipped_head_is_small_and_guesses_the_demo_model():
+    """Along the demo model's own greedy text; the bound leaves room below what was measured."""
+    config, params = load(SHIPPED.parent / "demo", jnp.float32)
+    head = load_head(SHIPPED, config.hidden_size, jnp.float32)
+    assert (SHIPPED / FILE).stat().st_size < 2_000_000 and nbytes(head) < 4_000_000
+    tokens = greedy(config, params, count=96)
+
+    @jax.jit
+    def guessed(head: Head, params: Decoder, tokens: jax.Array) -> jax.Array:
+        hidden = forward(params, config, tokens, jnp.arange(tokens.shape[1])[None], causal)[0][0]
+        return guess_tree(head, params, config, hidden[:-3], tokens[0, 1:-2], TokenTree.of_widths((1, 1)))
+
+    found, tokens = np.asarray(guessed(head, params, tokens)), np.asarray(tokens)
+    right = found[:, 1:] == np.stack([tokens[0, 2:-1], tokens[0, 3:]], axis=1)
+    assert right[:, 0].mean() > 0.35 and right.all(1).mean() > 0.2
+
+
+def greedy(config: ModelConfig, params: Decoder, count: int) -> jax.Array:
+    """Greedy tokens after the text's first one, [1, count]."""
+
+    def one(i: jax.Array, tokens: jax.Array) -> jax.Array:
+        hidden = forward(params, config, tokens, jnp.arange(count)[None], causal)[0]
+        return tokens.at[0, i + 1].set(jnp.argmax(unembed(params, config, hidden[0, i])).astype(jnp.int32))
+
+    return jax.jit(lambda: jax.lax.fori_loop(0, count - 1, one, jnp.zeros((1, count), jnp.int32)))()

@@ -1,0 +1,369 @@
+"""Weights in few bits and of low rank: what their products are, how far from the weights', and what that costs a model."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from duetto.checkpoints.huggingface import load
+from duetto.model.attention import causal
+from duetto.model.compress import (
+    CONTRACTED,
+    Plan,
+    compress,
+    compressed,
+    projections,
+    quantize_params,
+    quantized_spec,
+)
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.experts import by_ragged_products, by_tiles
+from duetto.model.layers import einsum
+from duetto.model.lowrank import LowRank, low_rank
+from duetto.model.quant import Quantised, e2m1, quantised, unpack
+from duetto.model.sharding import shardings
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.tree import Spec, abstract, init, is_spec, nbytes, paths
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMES = ("int8", "int4", "fp8")
+# A product of the model, the shapes of x and of the weight, and the weight's name.
+PRODUCTS = {
+    "q": ("btd,dnh->btnh", (2, 3, 64), (64, 5, 8)),
+    "o": ("btnh,nhd->btd", (2, 3, 5, 8), (5, 8, 24)),
+    "down": ("btf,fd->btd", (2, 3, 96), (96, 24)),
+    "head": ("...d,vd->...v", (2, 3, 64), (40, 64)),
+    "v_up": ("bsr,rnu->bsnu", (2, 3, 32), (32, 4, 6)),
+    "k_up": ("btnh,rnh->btnr", (2, 3, 4, 6), (32, 4, 6)),
+}
+EXPERTS = Experts(8, 2, 32, shared=32, scoring="sigmoid", correction=True)
+SINKING = Experts(4, 2, 48, "clamped_silu", bias=True, router_bias=True, clamp=2.0)
+MIXED = ModelConfig(
+    300,
+    64,
+    (
+        LayerKind(GroupedQuery(4, 2, 16), Dense(96)),
+        LayerKind(Latent(4, 32, 16, 8, 12, query_rank=24), EXPERTS),
+        LayerKind(GroupedQuery(4, 2, 16, bias=True, sinks=True), SINKING),
+    ),
+)
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Quantised | LowRank)
+
+
+def dense(tree: Any) -> Any:
+    """A tree with arrays in place of its records."""
+
+    def array(x: Any) -> Any:
+        if isinstance(x, LowRank):
+            inputs, outputs = (f"{letters}" for letters in ("ijk"[: x.a.ndim - 1], "xyz"[: x.b.ndim - 1]))
+            return jnp.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", x.a, x.b, precision="highest")
+        return x.widened(jnp.float32) if isinstance(x, Quantised) else x
+
+    return jax.tree.map(array, tree, is_leaf=is_record)
+
+
+@partial(jax.jit, static_argnums=1)
+def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    return unembed(params, config, forward(params, config, tokens, places, causal)[0])
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Decoder:
+    """Grouped-query and latent attention, a dense layer and two mixtures, with weights large enough to matter."""
+    specs = jax.tree.map(
+        lambda s: replace(s, scale=0.1) if s.mean == 0 else s, decoder_spec(MIXED), is_leaf=is_spec
+    )
+    return init(jax.random.key(0), specs)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_that_of_the_widened_weight(name: str, scheme: str):
+    equation, left, right = PRODUCTS[name]
+    x, record = random(*left), quantised(random(*right, seed=1), CONTRACTED[name], scheme)
+    assert record.shape == right
+    expected = einsum(equation, x, record.widened(jnp.float32))
+    np.testing.assert_allclose(einsum(equation, x, record), expected, rtol=1e-5, atol=1e-4)
+    wide = einsum(equation, x.astype(jnp.bfloat16), record, jnp.float32)
+    assert wide.dtype == jnp.float32
+    half = einsum(equation, x.astype(jnp.bfloat16), record)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), expected, atol=0.02 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("blocks", [(1, 5, 4), (4, 1, 1), (64, 1, 1), (2, 5, 1)], ids=str)
+def test_scales_may_cover_blocks_of_any_axes(blocks: tuple[int, ...]):
+    equation, left, right = PRODUCTS["q"]
+    codes = jax.random.randint(jax.random.key(3), right, -127, 128, jnp.int8)
+    zeros = jax.random.randint(jax.random.key(4), blocks, -127, 128, jnp.int8)
+    for record in (Quantised(codes, random(*blocks)), Quantised(codes, random(*blocks), zeros)):
+        whole = np.asarray(codes, np.float32)
+        for array, less in ((record.zeros, np.subtract), (record.scales, np.multiply)):
+            if array is not None:
+                wide = np.asarray(array, np.float32)
+                for axis, (size, n) in enumerate(zip(right, blocks, strict=True)):
+                    wide = np.repeat(wide, size // n, axis)
+                whole = less(whole, wide)
+        np.testing.assert_array_equal(record.widened(jnp.float32), whole)
+        x = random(*left)
+        expected = einsum(equation, x, jnp.asarray(whole))
+        np.testing.assert_allclose(einsum(equation, x, record), expected, rtol=1e-4, atol=0.02)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_codes_are_as_near_as_they_can_be(name: str):
+    w = np.asarray(random(*PRODUCTS[name][2], seed=1))
+    axes = CONTRACTED[name]
+    record = quantised(jnp.asarray(w), axes, "int8")
+    scale = np.abs(w).max(axis=axes, keepdims=True) / 127
+    np.testing.assert_allclose(record.scales, scale, rtol=1e-6)
+    assert np.abs(record.widened(jnp.float32) - w).max() <= 0.5001 * scale.max()
+    record = quantised(jnp.asarray(w), axes, "fp8")
+    assert np.all(
+        np.abs(record.widened(jnp.float32) - w) <= np.abs(w) / 15 + np.asarray(record.scales) * 2.0**-9
+    )
+    assert np.isfinite(np.asarray(record.values, np.float32)).all()
+
+
+def test_four_bits_by_hand():
+    """A group's largest number becomes -8; neighbours along the summed axis share a byte, the even one in the low bits."""
+    column = np.array([8.0, -4.0, 1.0, 0.4, 7.6, -8.0, 3.0, 0.0], np.float32)
+    record = quantised(jnp.asarray(np.stack([column, 0 * column], 1)), (-2,), "int4")
+    assert record.scales.dtype == jnp.bfloat16 and record.scales.shape == (1, 2)
+    assert record.values.shape == (4, 2) and record.values.dtype == jnp.uint8
+    scale = float(record.scales[0, 0])
+    codes = np.clip(np.round(column / scale) + 8, 0, 15).astype(np.uint8)
+    np.testing.assert_array_equal(record.values[:, 0], codes[0::2] | codes[1::2] << 4)
+    np.testing.assert_array_equal(record.widened(jnp.float32)[:, 0], (codes.astype(np.float32) - 8) * scale)
+    np.testing.assert_array_equal(record.widened(jnp.float32)[:, 1], 0)
+
+
+@pytest.mark.parametrize("axis", [-3, -2, -1])
+def test_four_bits_are_within_a_step_of_the_weight(axis: int):
+    w = random(64, 32, 96)
+    record = quantised(w, (axis,), "int4")
+    assert record.values.size * 2 == w.size and record.scales.size * 32 == w.size
+    step = jnp.repeat(jnp.abs(record.scales.astype(jnp.float32)), 32, axis=axis)
+    error = jnp.abs(record.widened(jnp.float32) - w)
+    # the number opposite to the largest may lie beyond 7 steps
+    assert bool((error <= 1.03 * step).all()) and float((error <= 0.501 * step).mean()) > 0.98
+
+
+def test_an_odd_axis_keeps_its_weight():
+    assert quantised(random(7, 4), (-2,), "int4") is None
+    specs = decoder_spec(ModelConfig.uniform(8, 7, 12, 1, 2, 1, 4))
+    ffn: Any = compress(specs, projections("int4")).layers[0].ffn
+    assert not is_record(ffn.up) and is_record(ffn.down)
+
+
+def test_zeros_and_floats_of_four_bits():
+    values = jnp.asarray(np.arange(16, dtype=np.uint8).reshape(4, 4) * 16 + 3)
+    scales, zeros = jnp.full((2, 4), 0.5), jnp.asarray([[0, 1, 2, 16], [3, 4, 5, 6]], jnp.uint8)
+    record = Quantised(values, scales, zeros, "int4", -2)
+    codes = np.stack([np.asarray(values) % 16, np.asarray(values) // 16], 1).reshape(8, 4).astype(np.float32)
+    expected = (codes - np.repeat(np.asarray(zeros, np.float32), 4, axis=0)) * 0.5
+    np.testing.assert_array_equal(record.widened(jnp.float32), expected)
+    every = np.arange(16, dtype=np.uint8)
+    np.testing.assert_array_equal(
+        e2m1(jnp.asarray(every)), every.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    )
+    np.testing.assert_array_equal(unpack(jnp.asarray([0x21, 0x43], jnp.uint8), 0), [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(("how", "length"), [("int8", 9), ("int4", 40)], ids=["absorbed", "expanded"])
+def test_a_model_computes_with_the_widened_weights(mixed: Decoder, how: Any, length: int):
+    tokens = jax.random.randint(jax.random.key(1), (2, length), 0, MIXED.vocab_size)
+    found = compress(mixed, projections(how))
+    assert sum(map(is_record, jax.tree.leaves(found, is_leaf=is_record))) == 7 + 12 + 7
+    np.testing.assert_allclose(logits(found, MIXED, tokens), logits(dense(found), MIXED, tokens), atol=3e-5)
+
+
+@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
+    kind = EXPERTS if layer == 1 else SINKING
+    w = compress(mixed, projections(how)).layers[layer].ffn
+    x = random(11, 64)
+    chosen = jax.random.randint(jax.random.key(2), (11, 2), 0, kind.count, jnp.int32)
+    tiles = by_tiles(w, kind, x, chosen, 8)
+    np.testing.assert_allclose(tiles, by_ragged_products(w, kind, x, chosen), atol=1e-5)
+    moved = tiles - by_tiles(mixed.layers[layer].ffn, kind, x, chosen, 8)
+    assert float(jnp.abs(moved).max()) > 1e-5
+
+
+@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+def test_specs_shapes_and_arrays_are_one_tree(mixed: Decoder, how: Any):
+    """The structure and the memory plan exist before the weights do."""
+    plan = projections(how)
+    arrays, specs = jax.eval_shape(partial(compress, plan=plan), mixed), quantized_spec(MIXED, how)
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+    shapes = abstract(specs, jnp.float32)
+    assert form(arrays) == form(shapes)
+    assert form(arrays) == form(jax.eval_shape(partial(init, specs=specs), jax.random.key(0)))
+    assert form(arrays) == form(compress(abstract(decoder_spec(MIXED), jnp.float32), plan))
+    assert list(paths(arrays)) == list(paths(specs)) and nbytes(arrays) == nbytes(shapes)
+    ends = ("a", "b") if how == 0.5 else ("values", "scales")
+    assert {f"layers.0.attention.q.{end}" for end in ends} <= set(paths(specs))
+
+
+def test_random_weights_of_a_scheme_are_as_large_as_their_specs_say():
+    for how in (*SCHEMES, 0.5):
+        record = compressed(Spec((256, 192), ("model", "ffn"), scale=0.02), (-2,), how)
+        assert 0.5 < float(jnp.std(dense(init(jax.random.key(0), record)))) / 0.02 < 2, how
+
+
+@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+def test_records_are_split_like_their_weights(how: Any):
+    config = ModelConfig.uniform(32, 64, 128, 1, 4, 2, 32)
+    mesh = AbstractMesh((2,), ("tensor",))
+    attention = shardings(quantized_spec(config, how), mesh).layers[0].attention
+    ffn = shardings(quantized_spec(config, how), mesh).layers[0].ffn
+    if how == 0.5:
+        assert attention.q.b.spec == PartitionSpec(None, "tensor", None)
+        assert ffn.down.a.spec == PartitionSpec("tensor", None)
+        return
+    assert attention.q.values.spec == attention.q.scales.spec == PartitionSpec(None, "tensor", None)
+    assert attention.o.values.spec == PartitionSpec("tensor", None, None)
+    # a scale of all heads together belongs to every device
+    split = "tensor" if how == "int4" else None
+    assert attention.o.scales.spec == PartitionSpec(split, None, None)
+    assert ffn.down.scales.spec == PartitionSpec(split, None)
+
+
+def test_what_is_compressed_and_what_is_not(mixed: Decoder):
+    found = paths(compress(mixed, Plan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4")))))
+    assert found["head.values"].dtype == jnp.int8
+    assert found["layers.1.ffn.shared.up.values"].dtype == jnp.float8_e4m3fn
+    assert found["layers.1.ffn.experts.up.values"].dtype == jnp.uint8
+    whole = paths(mixed)
+    for name in (
+        "embed",
+        "layers.1.ffn.router",
+        "layers.1.ffn.correction",
+        "layers.2.attention.sinks",
+        "norm.gain",
+    ):
+        assert found[name] is whole[name]
+
+
+def test_a_tied_embedding_stays_whole():
+    config = ModelConfig.uniform(32, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
+    params = compress(init(jax.random.key(0), decoder_spec(config)), projections("int8"))
+    assert params.head is None and params.embed.dtype == jnp.float32
+    with pytest.raises(ValueError, match="rule 'head' meets no weight"):
+        compress(params, Plan((("head", "int8"),)))
+
+
+@pytest.mark.parametrize("how", ["int3", "fp4", 0.0, 1.0, 2])
+def test_unknown_ways_are_refused(how: Any):
+    with pytest.raises(ValueError, match=f"{how!r} for 'layers.*' is not allowed: int8, int4, fp8"):
+        projections(how)
+
+
+def test_weights_are_given_up_one_by_one():
+    params = init(jax.random.key(0), decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
+    kept = quantize_params(params, "int8")
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+    given = quantize_params(params, "int8", donate=True)
+    jax.tree.map(np.testing.assert_array_equal, given, kept)
+    assert paths(params)["layers.1.ffn.up"].is_deleted() and not params.embed.is_deleted()
+
+
+def test_compressing_twice_compiles_once():
+    params = init(jax.random.key(0), decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
+    quantize_params(params, "int8")
+    with jax.no_tracing():
+        quantize_params(params, "int8")
+
+
+@pytest.mark.parametrize("name", ["q", "o", "k_up", "down"])
+def test_a_low_rank_is_the_best_of_its_rank(name: str):
+    """The error is that of the singular values left out (Eckart and Young)."""
+    equation, left, right = PRODUCTS[name]
+    w, axes = random(*right, seed=1), CONTRACTED[name]
+    record = low_rank(w, axes, 0.6)
+    inputs = -axes[-1] - 1
+    matrix = np.asarray(w, np.float64).reshape(-1, int(np.prod(right[len(right) - inputs :])))
+    rank = record.a.shape[-1]
+    assert rank * sum(matrix.shape) <= 0.6 * matrix.size < (rank + 1) * sum(matrix.shape)
+    left_out = np.linalg.svd(matrix)[1][rank:]
+    whole = dense(record)
+    np.testing.assert_allclose(np.linalg.norm(whole - w), np.linalg.norm(left_out), rtol=1e-4)
+    x = random(*left)
+    np.testing.assert_allclose(einsum(equation, x, record), einsum(equation, x, whole), rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_of_low_rank_loses_nothing():
+    w = jnp.einsum("...dr,...rf->...df", random(3, 40, 4), random(3, 4, 60, seed=1), precision="highest")
+    record = low_rank(w, (-2,), 0.2)
+    assert record.a.shape == (3, 40, 4) and record.b.shape == (3, 4, 60)
+    np.testing.assert_allclose(jnp.matmul(record.a, record.b, precision="highest"), w, atol=1e-4)
+    assert low_rank(random(4, 4), (-2,), 0.4) is None and low_rank(random(9, 9), (-1,), 0.5) is None
+
+
+@pytest.fixture(scope="module")
+def quality() -> Iterator[ModuleType]:
+    """The benchmark's own functions."""
+    file = ROOT / "benchmarks" / "quality.py"
+    spec = importlib.util.spec_from_file_location("quality", file)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "quality", module)
+        patch.syspath_prepend(str(ROOT / "examples"))
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_what_compression_costs_the_demo_model(quality: ModuleType):
+    """Bounds with room above what is measured; see docs/quantization.md."""
+    config, params = load(ROOT / "checkpoints" / "demo", jnp.float32)
+    text = quality.held_out(2048)
+    whole = quality.measure(config, params, params, text)
+    assert whole.agreement == 1 and whole.divergence < 1e-6 and whole.perplexity < 25
+    bounds = {
+        "int8": (0.01, 0.98, 0.26),
+        "fp8": (0.01, 0.96, 0.26),
+        "int4": (0.03, 0.88, 0.15),
+        "0.9": (0.7, 0.55, 0.91),
+    }
+    for case, (worse, agreement, ratio) in bounds.items():
+        found = quality.measure(config, params, compress(params, quality.plan(case)), text)
+        assert found.perplexity < (1 + worse) * whole.perplexity, case
+        assert agreement < found.agreement < 1, case
+        assert found.projections < ratio * whole.projections, case
+
+
+@pytest.mark.extras
+def test_no_farther_from_the_weight_than_qwix():
+    qwix = pytest.importorskip("qwix")
+    w = random(64, 48)
+
+    def error(wide: jax.Array) -> float:
+        return float(jnp.sqrt(jnp.mean((wide - w) ** 2)))
+
+    kinds = {"int8": (jnp.int8, {}), "fp8": (jnp.float8_e4m3fn, {}), "int4": (jnp.int4, {0: 32})}
+    for scheme, (dtype, tiles) in kinds.items():
+        theirs = qwix.dequantize(qwix.quantize(w, dtype, channelwise_axes=[1], tiled_axes=tiles))
+        ours = quantised(w, (-2,), scheme).widened(jnp.float32)
+        assert error(ours) <= 1.001 * error(theirs), scheme
