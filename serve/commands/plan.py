@@ -28,6 +28,7 @@ from ..roofline.facts import Facts, facts
 from ..roofline.floor import Work, pools, work
 from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
+from ..roofline.table import Cost, floored, render_table
 from ..roofline.targets import Target, described, find_target, here
 
 
@@ -68,23 +69,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.cache + self.slots + self.temporaries
-
-
-@dataclass(frozen=True)
-class Row:
-    """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and measured seconds."""
-
-    shape: Shape
-    work: Work
-    floor: float | None
-    bound: str | None
-    facts: Facts | None
-    seconds: float | None = None
-
-    @property
-    def excess(self) -> float | None:
-        """Bytes that the program touches over those it must."""
-        return self.facts.bytes / self.work.bytes if self.facts else None
 
 
 # ---------------------------------------------------------------- planning
@@ -156,29 +140,21 @@ def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Comp
         return lower(shape, job.config, arguments, job.sizes).compile()
 
 
-def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Row]:
+def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
     """A row for each shape of the table; those of `compiled` with what XLA made of them."""
     chosen = set(compiled)
     return [make_row(job, arguments, shape, shape in chosen) for shape in job.shapes]
 
 
-def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True) -> Row:
+def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
     """One shape's figures, for one of the target's devices."""
     n = len(job.target.devices)
     context = 0 if shape.phase == "prefill" else job.context
     whole = work(shape, job.config, job.dtype, context, arguments.params)
     found = facts_of(job, arguments, shape, context) if compiled else None
     return floored(
-        Row(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
+        Cost(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
     )
-
-
-def floored(row: Row, target: Target, dtype: Any) -> Row:
-    """The row with its floor, where the target's peaks are known."""
-    if target.peaks is None:
-        return row
-    at_most = target.peaks.flops(dtype), target.peaks.bandwidth
-    return replace(row, floor=row.work.floor(*at_most), bound=row.work.bound(*at_most))
 
 
 def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Facts:
@@ -193,7 +169,7 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
 
 
-def memory_of(job: Job, arguments: Arguments, rows: list[Row]) -> Memory:
+def memory_of(job: Job, arguments: Arguments, rows: list[Cost]) -> Memory:
     found = [row.facts.temporaries for row in rows if row.facts]
     estimate = scratch_bytes(job.config, job.options, job.dtype) + widened_bytes(arguments.params)
     return Memory(
@@ -205,7 +181,7 @@ def memory_of(job: Job, arguments: Arguments, rows: list[Row]) -> Memory:
     )
 
 
-def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Row]) -> tuple[Memory, list[Row]]:
+def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Cost]) -> tuple[Memory, list[Cost]]:
     """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all alike."""
     shapes = [row.shape for row in rows if row.facts]
     if not shapes:
@@ -220,7 +196,7 @@ def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Row]) ->
 # ---------------------------------------------------------------- showing
 
 
-def render(job: Job, memory: Memory, rows: list[Row]) -> str:
+def render(job: Job, memory: Memory, rows: list[Cost]) -> str:
     """The plan as text."""
     return "\n\n".join(
         [head(job), render_memory(job, memory), render_rows(job, rows), *render_facts(job, rows)]
@@ -251,7 +227,7 @@ def render_memory(job: Job, memory: Memory) -> str:
     return "\n".join(lines)
 
 
-def render_rows(job: Job, rows: list[Row]) -> str:
+def render_rows(job: Job, rows: list[Cost]) -> str:
     """The roofline, and what it was made from."""
     lines = render_table(rows)
     lines.append(f"each row of a decode has {job.context} tokens in the cache, a prefill none")
@@ -266,31 +242,7 @@ def render_rows(job: Job, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def render_table(rows: list[Row]) -> list[str]:
-    """A line for each program. Operations and the floor's bytes are counted analytically, the program's in XLA's module."""
-    heads = ("GFLOP", 9), ("least MB", 10), ("touched MB", 11), ("ratio", 6), ("FLOP/B", 8), ("floor ms", 10)
-    head = f"{'program':<18}" + "".join(f"{name:>{width}}" for name, width in heads)
-    head += f"  {'bound':<8}{'measured ms':>11}{'ratio':>7}{'temporaries MiB':>17}"
-    return [head, *map(render_row, rows)]
-
-
-def render_row(row: Row) -> str:
-    w, f, over = row.work, row.facts, row.seconds and row.floor and row.seconds / row.floor
-    parts = (
-        f"{row.shape!s:<18}{w.flops / 1e9:>9.2f}{w.bytes / 1e6:>10.1f}",
-        f"{or_dash(f and f.bytes / 1e6, '.1f'):>11}{or_dash(row.excess, '.2f'):>6}{w.intensity:>8.1f}",
-        f"{or_dash(row.floor and row.floor * 1e3, '.3f'):>10}  {row.bound or '-':<8}",
-        f"{or_dash(row.seconds and row.seconds * 1e3, '.2f'):>11}{or_dash(over, '.2f'):>7}",
-        f"{or_dash(f and f.temporaries / 2**20, '.1f'):>17}",
-    )
-    return "".join(parts)
-
-
-def or_dash(number: float | None, form: str) -> str:
-    return "-" if number is None else format(number, form)
-
-
-def render_facts(job: Job, rows: list[Row]) -> list[str]:
+def render_facts(job: Job, rows: list[Cost]) -> list[str]:
     link = job.target.peaks.link if job.target.peaks else 0.0
     return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
 
@@ -308,7 +260,7 @@ def render_fact(f: Facts, link: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(job: Job, memory: Memory, rows: list[Row]) -> str:
+def as_json(job: Job, memory: Memory, rows: list[Cost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
     top = {

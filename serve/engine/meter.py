@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from ...kvcache.tables import PageTables
-from ..api.metrics import Finished
 from ..programs.compile import Shape
+from .distributions import Finished
 from .request import Request
 
 SPANS = 256  # of each shape, the last so many are kept

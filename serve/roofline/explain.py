@@ -1,10 +1,10 @@
 """What an engine's programs did while serving, beside what they cannot be faster than."""
 
-from ..commands.plan import Row, floored, render_table
 from ..engine.engine import Engine
 from ..programs.compile import Shape
 from .facts import facts
 from .floor import Work, pools, starts, work
+from .table import Cost, floored, render_table
 from .targets import Target, here
 
 
@@ -20,14 +20,14 @@ def explain(engine: Engine) -> str:
     return "\n".join(render_table(rows))
 
 
-def row_of(engine: Engine, shape: Shape, target: Target) -> Row:
+def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     meter, config, params = engine.meter, engine.config, engine.params
     name, devices = str(shape), len(params.embed.sharding.device_set)
     mean = meter.cached[name] / meter.steps[name] / shape.rows
     context = max(round(mean - starts(shape, 0).mean()), 0)
     whole = work(shape, config, params.embed.dtype, context, params)
     found = facts(engine.programs.steps[shape], pools(shape, config, engine.cache, context), shape.tokens)
-    row = Row(
+    row = Cost(
         shape, Work(whole.flops / devices, whole.bytes / devices), None, None, found, meter.seconds_of(shape)
     )
     return floored(row, target, params.embed.dtype)
