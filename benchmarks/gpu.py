@@ -34,8 +34,7 @@ from duetto.model.tree import init
 from duetto.serve.commands.bench import Model, measure, median_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import kept
-from duetto.serve.programs.compile import Shape
-from duetto.serve.programs.shapes import TILE
+from duetto.serve.programs.shapes import TILE, Shape
 from duetto.serve.roofline.floor import work
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import Peaks

@@ -18,8 +18,7 @@ from duetto.checkpoints.huggingface import save as save_model
 from duetto.serve.commands.buckets import Step, best_edges, lengths_of, padding, rehearse
 from duetto.serve.commands.buckets import alone as alone_of
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Sizes
-from duetto.serve.programs.shapes import can_share, prefills, table
+from duetto.serve.programs.shapes import Sizes, can_share, prefills, table
 from duetto.serve.roofline.presets import PRESETS
 
 sys.path.insert(0, str(ROOT))

@@ -32,7 +32,8 @@ from ..host.memory import keep_freed
 from ..loading.origin import Origin
 from ..loading.start import compute_dtype, keep_compiled, read_folder
 from ..options.engine import EngineOptions
-from ..programs.compile import Arguments, Programs, Shape, Sizes
+from ..programs.compile import Arguments, Programs
+from ..programs.shapes import Shape, Sizes
 from ..roofline.floor import work
 from ..roofline.measured import awake, full_batch
 from ..roofline.presets import PRESETS

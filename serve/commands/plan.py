@@ -21,8 +21,8 @@ from ...model.tree import abstract, is_spec
 from ..loading.origin import Origin, stored_form
 from ..loading.start import DEMO, compute_dtype, keep_compiled, read_shapes
 from ..options.engine import EngineOptions
-from ..programs.compile import Arguments, Programs, Shape, Sizes, arguments_like, lower
-from ..programs.shapes import can_share, table
+from ..programs.compile import Arguments, Programs, arguments_like, lower
+from ..programs.shapes import Shape, Sizes, can_share, table
 from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes
 from ..roofline.facts import Facts, facts
 from ..roofline.floor import Work, pools, work

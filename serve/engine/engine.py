@@ -17,7 +17,8 @@ from ...sampling.sample import Sampled, Scores
 from ...sampling.state import dense_bias, needs_history
 from ..outputs import Pass
 from ..programs.classes import Classes
-from ..programs.compile import Arguments, Programs, Shape, fill
+from ..programs.compile import Arguments, Programs, fill
+from ..programs.shapes import Shape
 from ..programs.step import Output, Seat
 from ..speculation.chain import target_of, with_target
 from .guessing import Speculation

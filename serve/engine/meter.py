@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ...kvcache.tables import PageTables
-from ..programs.compile import Shape
+from ..programs.shapes import Shape
 from .distributions import Finished
 from .request import Request
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..programs.compile import Shape
-from ..programs.shapes import row_tokens, smallest
+from ..programs.shapes import Shape, row_tokens, smallest
 from .scheduler import Work
 
 

@@ -18,8 +18,8 @@ from ..host import progress
 from ..options.engine import SMALLEST_CHUNK
 from ..speculation.chain import target_of
 from . import kept
-from .compile import Arguments, Programs, Shape, fill
-from .shapes import doublings, smallest
+from .compile import Arguments, Programs, fill
+from .shapes import Shape, doublings, smallest
 from .step import Output, Seat
 
 CANONICAL_DECODE = Shape("decode", 8, 1)

@@ -5,67 +5,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ...kvcache.pages import BLOCK, Batch, KVCache, empty_cache, pool_dtype
+from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
-from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.state import load_history
 from ..host import progress
 from . import kept
+from .shapes import Shape, Sizes
 from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
 
-Phase = Literal["prefill", "decode", "verify"]
 PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
-
-
-class Shape(NamedTuple):
-    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
-
-    A prefill's rows may be consecutive parts of one prompt, or of several.
-    """
-
-    phase: Phase
-    rows: int
-    tokens: int
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a full call, where the rows of a prefill are one prompt's."""
-        return 1 if self.phase == "prefill" else self.rows
-
-    @property
-    def area(self) -> int:
-        """Tokens that it computes, padding among them."""
-        return self.rows * self.tokens
-
-    def __str__(self) -> str:
-        return f"{self.phase}[{self.rows},{self.tokens}]"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a page."""
-
-    max_model_len: int
-    max_num_seqs: int
-    pages: tuple[int, ...]
-    page_size: int
-    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
-    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
-
-    @property
-    def table_width(self) -> int:
-        """Pages of a row, M, rounded up to whole blocks of attention."""
-        tokens = -(-self.max_model_len // BLOCK) * BLOCK
-        return -(-tokens // self.page_size)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,62 @@
 """Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a piece of work."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from ...kvcache.pages import BLOCK
 from ...model.config import Latent, ModelConfig
+from ...sampling.checks import MAX_LOGPROBS
 from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
-from .compile import Shape, Sizes
 
 SMALLEST_WIDTH = 8
 TILE = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
 WIDEST = 4  # tokens of a verification for each seat
+
+Phase = Literal["prefill", "decode", "verify"]
+
+
+class Shape(NamedTuple):
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
+
+    A prefill's rows may be consecutive parts of one prompt, or of several.
+    """
+
+    phase: Phase
+    rows: int
+    tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a full call, where the rows of a prefill are one prompt's."""
+        return 1 if self.phase == "prefill" else self.rows
+
+    @property
+    def area(self) -> int:
+        """Tokens that it computes, padding among them."""
+        return self.rows * self.tokens
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{self.rows},{self.tokens}]"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a page."""
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: tuple[int, ...]
+    page_size: int
+    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
+    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        return -(-tokens // self.page_size)
 
 
 def doublings(first: int, last: int) -> list[int]:

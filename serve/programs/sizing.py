@@ -18,8 +18,7 @@ from ...model.sharding import device_bytes
 from ...model.transformer import Decoder
 from ...model.tree import nbytes
 from ..options.engine import EngineOptions
-from .compile import Sizes
-from .shapes import TILE
+from .shapes import TILE, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 
 HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and

@@ -1,7 +1,7 @@
 """What an engine's programs did while serving, beside what they cannot be faster than."""
 
 from ..engine.engine import Engine
-from ..programs.compile import Shape
+from ..programs.shapes import Shape
 from .facts import facts
 from .floor import Work, pools, starts, work
 from .table import Cost, floored, render_table

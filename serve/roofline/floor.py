@@ -18,7 +18,7 @@ from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, nbytes, paths
-from ..programs.compile import Shape
+from ..programs.shapes import Shape
 from ..programs.sizing import head_sizes
 from .hlo import Pool
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...kvcache.pages import Batch
-from ..programs.compile import Arguments, Programs, Shape
+from ..programs.compile import Arguments, Programs
+from ..programs.shapes import Shape
 from .floor import starts
 
 REPEATS = 5

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..programs.compile import Shape
+from ..programs.shapes import Shape
 from .facts import Facts
 from .floor import Work
 from .targets import Target

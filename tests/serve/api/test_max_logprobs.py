@@ -11,7 +11,8 @@ from duetto import LLM, SamplingParams
 from duetto.serve.batch.answers import likeliest
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import kept
-from duetto.serve.programs.compile import Shape, arguments_like, operands
+from duetto.serve.programs.compile import arguments_like, operands
+from duetto.serve.programs.shapes import Shape
 from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
 from duetto.serve.programs.step import decode
 

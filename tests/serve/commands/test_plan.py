@@ -27,7 +27,7 @@ from duetto.serve.commands.plan import (
 from duetto.serve.commands.report import render
 from duetto.serve.host.devices import memory_limit
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Shape, Sizes
+from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.programs.sizing import choose_sizes
 from duetto.serve.roofline.floor import Work, work
 from duetto.serve.roofline.measured import STATUS

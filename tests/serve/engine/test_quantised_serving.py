@@ -27,7 +27,7 @@ from duetto.serve.commands.convert import convert
 from duetto.serve.commands.plan import Job, abstract_arguments, compile_for
 from duetto.serve.loading.start import read_folder, read_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
-from duetto.serve.programs.compile import Shape, Sizes
+from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.roofline.facts import facts
 from duetto.serve.roofline.floor import work
 from duetto.serve.roofline.presets import PRESETS

@@ -27,7 +27,8 @@ from duetto.serve.engine.guessing import Speculation
 from duetto.serve.engine.request import Request
 from duetto.serve.engine.scheduler import Limits
 from duetto.serve.programs.classes import Classes
-from duetto.serve.programs.compile import Arguments, Shape, Sizes
+from duetto.serve.programs.compile import Arguments
+from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.programs.step import Output, Seat
 from duetto.serve.speculation.controller import Controller
 

@@ -26,7 +26,8 @@ from duetto.serve.commands.bench import Bench
 from duetto.serve.commands.bench import Model as Measured
 from duetto.serve.commands.convert import convert
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Shape, arguments_like
+from duetto.serve.programs.compile import arguments_like
+from duetto.serve.programs.shapes import Shape
 from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
 from duetto.serve.programs.step import empty_slots
 

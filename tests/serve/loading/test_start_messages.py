@@ -21,7 +21,7 @@ from duetto.serve.loading.start import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs
-from duetto.serve.programs.compile import Shape, Sizes
+from duetto.serve.programs.shapes import Shape, Sizes
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ import pytest
 
 from duetto.kvcache.pages import KVCache
 from duetto.serve.programs.classes import TEXTS, Probe, Written
-from duetto.serve.programs.compile import Shape
+from duetto.serve.programs.shapes import Shape
 
 CANONICAL, OTHER = Shape("prefill", 1, 64), Shape("prefill", 4, 32)
 

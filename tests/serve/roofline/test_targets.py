@@ -10,7 +10,8 @@ import pytest
 from duetto.model.tree import nbytes
 from duetto.serve.commands.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Arguments, Shape, Sizes
+from duetto.serve.programs.compile import Arguments
+from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.roofline import targets
 from duetto.serve.roofline.facts import Facts, facts
 from duetto.serve.roofline.presets import PRESETS
