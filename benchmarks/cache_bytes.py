@@ -33,7 +33,7 @@ def model(mixers: list[GroupedQuery | Latent], D: int = 64) -> ModelConfig:
 
 def bytes_of(config: ModelConfig, pages: list[int]) -> int:
     """Bytes in bfloat16 of a cache with so many pages for each window."""
-    return nbytes(jax.eval_shape(lambda: empty_cache(config, pages, PAGE, jnp.bfloat16)))
+    return nbytes(jax.eval_shape(lambda: empty_cache(config.layers, pages, PAGE, jnp.bfloat16)))
 
 
 def per_token(mixer: GroupedQuery | Latent, layers: int) -> float:

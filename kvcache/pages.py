@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ..model.attention import MASKED, Attend, Reading, grouped
-from ..model.config import ModelConfig
+from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.tree import pytree
 from .groups import by_length
@@ -62,29 +62,29 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> tuple[int, ...]:
+def page_bytes(layers: Sequence[LayerKind], page_size: int, dtype: Any) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together."""
 
     def row(window: int | None) -> int:
-        mixers = [layer.mixer for layer in config.layers if layer.mixer.window == window]
+        mixers = [layer.mixer for layer in layers if layer.mixer.window == window]
         return sum(heads * size for m in mixers for heads, size in filter(None, m.cached))
 
-    return tuple(row(w) * page_size * jnp.dtype(dtype).itemsize for w in config.windows)
+    return tuple(row(w) * page_size * jnp.dtype(dtype).itemsize for w in windows_of(layers))
 
 
-def empty_cache(config: ModelConfig, pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros of a dtype, with so many pages for each window.
+def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
+    """A cache of zeros of a dtype for layers, with so many pages for each of their windows.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
     if page_size < 1 or (BLOCK % page_size and page_size % BLOCK):
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
-    count = dict(zip(config.windows, pages, strict=True))
+    count = dict(zip(windows_of(layers), pages, strict=True))
 
     def pool(window: int | None, row: tuple[int, int] | None) -> jax.Array | None:
         return row and jnp.zeros((row[0], count[window], page_size, row[1]), dtype)
 
-    mixers = [layer.mixer for layer in config.layers]
+    mixers = [layer.mixer for layer in layers]
     return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))  # type: ignore[arg-type]
 
 

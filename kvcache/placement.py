@@ -4,19 +4,20 @@ Pools are split as the heads of their layer's keys are, so that every device kee
 Xu et al., arXiv 2105.04663) derives the rest from the parameters. Rows that all heads share are on every device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..model.config import GroupedQuery, LayerKind, ModelConfig
-from ..model.transformer import Decoder
+from ..model.config import GroupedQuery, LayerKind
+from ..model.pair import Params, layers_of, target_of
 from .pages import KVCache
 
 
-def everywhere(params: Decoder) -> Sharding:
+def everywhere(params: Params) -> Sharding:
     """Whole on each of the parameters' devices."""
-    own = params.embed.sharding
+    own = target_of(params).embed.sharding
     return split(own, PartitionSpec()) if isinstance(own, NamedSharding) else own
 
 
@@ -30,15 +31,16 @@ def split(own: NamedSharding, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec)
 
 
-def cache_shardings(config: ModelConfig, params: Decoder) -> KVCache:
-    """A sharding for each pool [K,P,W,H] of a cache."""
+def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
+    """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters."""
+    own = target_of(params).embed.sharding
 
     def pool(kind: LayerKind, layer: Any) -> Any:
         axes = head_axes(layer.attention.k) if isinstance(kind.mixer, GroupedQuery) else None
-        return split(params.embed.sharding, PartitionSpec(axes)) if axes else everywhere(params)
+        return split(own, PartitionSpec(axes)) if axes else everywhere(params)
 
-    pools = tuple(map(pool, config.layers, params.layers))
-    values = (kind.mixer.cached[1] for kind in config.layers)
+    pools = tuple(map(pool, layers, layers_of(params)))
+    values = (kind.mixer.cached[1] for kind in layers)
     return KVCache(pools, tuple(p if v else None for p, v in zip(pools, values, strict=True)))
 
 
@@ -49,8 +51,8 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
     return spec[1] if len(spec) > 1 else None
 
 
-def parts(config: ModelConfig, params: Decoder) -> int:
+def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """Into how many parts every pool is cut at least; a device keeps one of them."""
-    heads = [kind.mixer.cached[0][0] for kind in config.layers]
-    pools: Any = cache_shardings(config, params).k
+    heads = [kind.mixer.cached[0][0] for kind in layers]
+    pools: Any = cache_shardings(layers, params).k
     return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))

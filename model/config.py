@@ -1,5 +1,6 @@
 """What a decoder is before it has weights: sizes and kinds. Frozen and hashable, so it is static under jit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -207,8 +208,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The layers' different windows, unlimited first: layers of one window keep the same positions."""
-        found = {layer.mixer.window for layer in self.layers}
-        return tuple(sorted(found, key=lambda w: (w is not None, w)))
+        return windows_of(self.layers)
 
     @property
     def boundary(self) -> int | None:
@@ -226,3 +226,9 @@ class ModelConfig:
             return kind
 
         return replace(self, layers=tuple(map(layer, self.layers)))
+
+
+def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
+    """The different windows of layers, unlimited first."""
+    found = {layer.mixer.window for layer in layers}
+    return tuple(sorted(found, key=lambda w: (w is not None, w)))

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .commands.flags import add_flags, given, positive
 from .commands.report import render, save
 from .host.signals import raise_on_interrupt
 from .host.streams import tell
 from .options.engine import EngineOptions
+from .options.flags import add_flags, given, positive
 
 if TYPE_CHECKING:
     from ..sampling.params import SamplingParams

@@ -136,8 +136,8 @@ def test_a_table_has_the_buckets_asked_for():
 
 
 def test_a_latent_models_prompts_never_share():
-    shapes = table(EngineOptions(), Sizes(512, 8, (64,), 64), can_share(random_model("latent").config))
-    assert can_share(PRESETS["135m"]) and {s.rows for s in shapes if s.phase == "prefill"} == {1}
+    shapes = table(EngineOptions(), Sizes(512, 8, (64,), 64), can_share(random_model("latent").config.layers))
+    assert can_share(PRESETS["135m"].layers) and {s.rows for s in shapes if s.phase == "prefill"} == {1}
 
 
 @pytest.mark.parametrize("edges", [(), (64, 190, 512), (192, 64, 512), (64, 64, 512), (0, 512), (64, 256)])

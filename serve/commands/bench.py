@@ -32,13 +32,14 @@ from ..host.memory import keep_freed
 from ..loading.origin import Origin
 from ..loading.start import compute_dtype, keep_compiled, read_folder
 from ..options.engine import EngineOptions
+from ..options.flags import numbers, positive
 from ..programs.compile import Arguments, Programs
+from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
 from ..roofline.floor import work
 from ..roofline.measured import awake, full_batch
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
-from .flags import numbers, positive
 
 GROUPS = 5
 
@@ -112,7 +113,7 @@ class Bench:
         longest = context + shape.area // rows
         pages = rows * -(-longest // W)
         sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
-        self.programs = Programs(model.config, model.params, sizes, [shape])
+        self.programs = Programs(Alone(model.config), model.params, sizes, [shape])
         self.shape, self.model = shape, model
         self.state = awake(self.programs.empty(model.params))
         batch = full_batch(self.programs, shape, context)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ...checkpoints.huggingface import read_config
 from ...model.compress import form_spec
 from ...model.config import ModelConfig
+from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
@@ -22,6 +23,7 @@ from ..loading.origin import Origin, stored_form
 from ..loading.start import DEMO, compute_dtype, keep_compiled, read_shapes
 from ..options.engine import EngineOptions
 from ..programs.compile import Arguments, Programs, arguments_like, lower
+from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes, can_share, table
 from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes
 from ..roofline.facts import Facts, facts
@@ -49,7 +51,7 @@ class Job:
 
     @property
     def shapes(self) -> list[Shape]:
-        return table(self.options, self.sizes, can_share(self.config))
+        return table(self.options, self.sizes, can_share(self.config.layers))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def plan_job(
     else:
         weights = read_shapes(folder, chosen, options.quantization)
     params = abstract_params(config, chosen, target, weights)
-    sizes = choose_sizes(config, options, params, target.memory)
+    sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)
     context = min(1024, sizes.max_model_len) if context is None else context
     if not 0 < context <= sizes.max_model_len:
@@ -111,7 +113,7 @@ def abstract_arguments(job: Job) -> Arguments:
     """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several devices."""
     weights = abstract(form_spec(job.config, job.options.quantization), jnp.dtype(job.dtype))
     params = abstract_params(job.config, job.dtype, job.target, job.params or weights)
-    return arguments_like(job.config, params, job.sizes)
+    return arguments_like(PairConfig(job.config), params, job.sizes)
 
 
 def abstract_params(
@@ -137,7 +139,7 @@ def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Comp
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return lower(shape, job.config, arguments, job.sizes).compile()
+        return lower(Alone(job.config), shape, arguments, job.sizes).compile()
 
 
 def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
@@ -150,7 +152,7 @@ def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True
     """One shape's figures, for one of the target's devices."""
     n = len(job.target.devices)
     context = 0 if shape.phase == "prefill" else job.context
-    whole = work(shape, job.config, job.dtype, context, arguments.params)
+    whole = work(shape, job.config, job.dtype, context, target_of(arguments.params))
     found = facts_of(job, arguments, shape, context) if compiled else None
     return floored(
         Cost(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
@@ -159,7 +161,7 @@ def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True
 
 def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Facts:
     """What XLA makes of a shape whose rows have so many tokens in the cache."""
-    read = pools(shape, job.config, arguments.cache, context)
+    read = pools(shape, job.config.layers, arguments.cache, context)
     return facts(compile_for(job, shape, arguments), read, steps=shape.tokens)
 
 
@@ -171,7 +173,7 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
 
 def memory_of(job: Job, arguments: Arguments, rows: list[Cost]) -> Memory:
     found = [row.facts.temporaries for row in rows if row.facts]
-    estimate = scratch_bytes(job.config, job.options, job.dtype) + widened_bytes(arguments.params)
+    estimate = scratch_bytes(PairConfig(job.config), job.options, job.dtype) + widened_bytes(arguments.params)
     return Memory(
         weights=device_bytes(arguments.params),
         cache=device_bytes(arguments.cache),
@@ -186,7 +188,7 @@ def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Cost]) -
     shapes = [row.shape for row in rows if row.facts]
     if not shapes:
         return memory, rows
-    programs = Programs(job.config, arguments.params, job.sizes, shapes)
+    programs = Programs(Alone(job.config), arguments.params, job.sizes, shapes)
     longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
     found = measure(programs, arguments, min(job.context, job.sizes.max_model_len - longest))
     timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]

@@ -10,6 +10,7 @@ import numpy as np
 from ...kvcache.names import root
 from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
+from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...sampling.params import knobs_row
@@ -20,7 +21,6 @@ from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape
 from ..programs.step import Output, Seat
-from ..speculation.chain import target_of, with_target
 from .guessing import Speculation
 from .meter import Compilations, Meter
 from .request import Request
@@ -77,6 +77,11 @@ class Engine:
     @property
     def params(self) -> Decoder:
         return target_of(self._state.params)
+
+    @property
+    def everything(self) -> Params:
+        """The parameters of all that its programs run: the model's, and those of what guesses for it."""
+        return self._state.params
 
     @property
     def cache(self) -> KVCache:
@@ -259,7 +264,7 @@ class Engine:
         if needs_history(request.params):
             tokens = np.zeros(self.sizes.max_model_len, np.int32)
             tokens[: len(request.tokens)] = request.tokens
-            bias = dense_bias(request.params, self.config.vocab_size, request.bad_words)
+            bias = dense_bias(request.params, self.config.target.vocab_size, request.bad_words)
             lengths = np.int32(prompt_len), np.int32(len(request.tokens))
             slots = self.programs.load_history(slots, slot, tokens, *lengths, bias)
         self._state = replace(self._state, slots=slots)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..speculation.chain import with_target
+from ...model.pair import with_target
 
 TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
 

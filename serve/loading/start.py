@@ -18,6 +18,7 @@ from ...checkpoints.huggingface import read_config
 from ...checkpoints.tensors import CheckpointError
 from ...model.compress import in_form
 from ...model.config import ModelConfig
+from ...model.pair import PairConfig
 from ...model.sharding import shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, init, paths
@@ -181,14 +182,13 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     if device.platform == "cpu":
         keep_freed()
     beside = read_beside(options.speculation, config, params)
-    params = beside.join(params)
-    sizes = choose_sizes(beside.served(config), options, params, memory_limit(device))
+    pair, everything = PairConfig(config, beside.config), beside.join(params)
+    sizes = choose_sizes(pair, options, everything, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
-    shapes = table(options, sizes, can_share(beside.served(config)))
-    config, beside = config.within(sizes.max_model_len), beside.within(sizes.max_model_len)
-    steps = beside.phases(config, options.speculation)
-    programs = Programs(beside.served(config), params, sizes, shapes, steps)
-    classes, state = choose_classes(programs, programs.empty(params), options.reproducible)
+    shapes = table(options, sizes, can_share(pair.layers))
+    phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
+    programs = Programs(phases, everything, sizes, shapes)
+    classes, state = choose_classes(programs, programs.empty(everything), options.reproducible)
     speculation, state = start_speculation(programs, classes, state, options)
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from ...kvcache.pages import Batch, KVCache
+from ...model.pair import target_of
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import progress
 from ..options.engine import SMALLEST_CHUNK
-from ..speculation.chain import target_of
 from . import kept
 from .compile import Arguments, Programs, fill
 from .shapes import Shape, doublings, smallest

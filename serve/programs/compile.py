@@ -1,10 +1,9 @@
 """The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,22 +13,20 @@ from jax.sharding import Sharding
 
 from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
-from ...model.config import ModelConfig
-from ...model.transformer import Decoder
+from ...model.pair import PairConfig, Params, target_of
 from ...sampling.state import load_history
 from ..host import progress
 from . import kept
+from .phases import Phases
 from .shapes import Shape, Sizes
-from .step import Output, Seat, Slots, decode, empty_slots, prefill, seat, verify
-
-PHASES = {"prefill": prefill, "decode": decode, "verify": verify}
+from .step import Output, Seat, Slots, empty_slots, seat
 
 
 @dataclass(frozen=True)
 class Arguments:
     """What every step takes besides its batch, as arrays or as shapes without numbers."""
 
-    params: Decoder
+    params: Params
     cache: KVCache
     slots: Slots
 
@@ -46,23 +43,23 @@ def like(tree: Any) -> Any:
     )
 
 
-def empty_state(config: ModelConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
+def empty_state(config: PairConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
     """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
-    cache = empty_cache(config, sizes.pages, sizes.page_size, stored)
+    cache = empty_cache(config.layers, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return cache, empty_slots(sizes.max_num_seqs, config.vocab_size, hidden, sizes.n_top)
+    return cache, empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
 
 
-def arguments_like(config: ModelConfig, params: Decoder, sizes: Sizes) -> Arguments:
+def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
     """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too, ask for them."""
 
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    whole, dtype = everywhere(params), params.embed.dtype
+    whole, dtype = everywhere(params), target_of(params).embed.dtype
     (device, *_) = whole.device_set
     cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, dtype, pool_dtype(dtype, device)))
-    cache = jax.tree.map(at, cache, cache_shardings(config, params))
+    cache = jax.tree.map(at, cache, cache_shardings(config.layers, params))
     return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
 
 
@@ -77,17 +74,11 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
     return Batch(ints(B, T), ints(B), ints(B), tables, ints(B))
 
 
-def lower(
-    shape: Shape,
-    config: ModelConfig,
-    arguments: Arguments,
-    sizes: Sizes,
-    phases: Mapping[str, Callable] = PHASES,
-) -> jax.stages.Lowered:
+def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
     """One step's program. The cache and the slots are donated, and stay where and how they are."""
-    step, whole = partial(phases[shape.phase], config=config), arguments.everywhere
+    whole = arguments.everywhere
     out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
-    jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out)
+    jitted = jax.jit(getattr(phases, shape.phase), donate_argnums=(1, 2), out_shardings=out)
     return jitted.lower(*operands(shape, arguments, sizes))
 
 
@@ -120,26 +111,16 @@ def compiling(count: int) -> str:
 class Programs:
     """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Decoder,
-        sizes: Sizes,
-        shapes: Iterable[Shape],
-        phases: Mapping[str, Callable] = PHASES,
-    ):
+    def __init__(self, phases: Phases, params: Params, sizes: Sizes, shapes: Iterable[Shape]):
         started = time.perf_counter()
-        self.config, self.sizes = config, sizes
-        arguments = arguments_like(config, params, sizes)
-        keys = {
-            s: kept.key(partial(phases[s.phase], config=config), operands(s, arguments, sizes))
-            for s in shapes
-        }
+        self.config, self.sizes = phases.config, sizes
+        arguments = arguments_like(phases.config, params, sizes)
+        keys = {s: kept.key(phases, s.phase, operands(s, arguments, sizes)) for s in shapes}
         with ThreadPoolExecutor(2) as pool:
             self.steps = load_kept(pool, keys, arguments.everywhere)
             missing = [s for s, program in self.steps.items() if program is None]
             with progress.stage(compiling(len(missing)), len(missing)) as done:
-                jobs = (lower(s, config, arguments, sizes, phases) for s in missing)
+                jobs = (lower(phases, s, arguments, sizes) for s in missing)
                 compiled = pool.map(lambda s, job: done(kept.compile(keys[s], job)), missing, jobs)
                 self.steps |= zip(missing, compiled, strict=True)
         self.key, self.loaded = kept.combined(keys.values()), not missing
@@ -149,12 +130,12 @@ class Programs:
         self.count = len(self.steps) + 3
         self.seconds = time.perf_counter() - started
 
-    def empty(self, params: Decoder) -> Arguments:
+    def empty(self, params: Params) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""
         return Arguments(params, *self.fresh())
 
     def _compile_fresh(self, arguments: Arguments):
-        dtypes = arguments.params.embed.dtype, arguments.cache.k[0].dtype
+        dtypes = target_of(arguments.params).embed.dtype, arguments.cache.k[0].dtype
         out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
         fresh = jax.jit(lambda: empty_state(self.config, self.sizes, *dtypes), out_shardings=out)
         return fresh.lower().compile()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ import msgspec
 from jax.experimental import serialize_executable
 
 from ..host import store
+from .phases import Phases
 
 PACKAGES = ("model", "kvcache", "sampling", "serve")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -41,8 +42,8 @@ def folder() -> Path | None:
     return own if store.usable(own) else None
 
 
-def key(step: partial, arguments: Any) -> str | None:
-    """What a program of this step and these abstract arguments is kept under; None on several devices, whose order matters."""
+def key(phases: Phases, phase: str, arguments: Any) -> str | None:
+    """What the program of a phase with these abstract arguments is kept under; None on several devices, whose order matters."""
     leaves, structure = jax.tree.flatten(arguments)
     devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
     if len(devices) > 1:
@@ -52,15 +53,8 @@ def key(step: partial, arguments: Any) -> str | None:
     versions = jax.__version__, version("jaxlib"), device.client.platform_version
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
-    facts = source(), versions, machine, settings, described(step), str(structure), shapes
+    facts = source(), versions, machine, settings, phase, repr(phases), str(structure), shapes
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def described(step: partial) -> str:
-    """A step by its function's name and what is bound to it."""
-    own = getattr(step.func, "__self__", None)
-    bound = [(name, getattr(value, "__qualname__", value)) for name, value in step.keywords.items()]
-    return f"{step.func.__module__}.{step.func.__qualname__} of {own!r} {step.args} {bound}"
 
 
 @cache

@@ -3,6 +3,7 @@
 import math
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ...kvcache.pages import BLOCK, page_bytes
-from ...kvcache.placement import parts
+from ...kvcache.placement import everywhere, parts
 from ...kvcache.tables import window_pages
-from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
+from ...model.config import Dense, GroupedQuery, LayerKind, windows_of
+from ...model.pair import PairConfig, Params, target_of
 from ...model.quant import Quantised
 from ...model.sharding import device_bytes
-from ...model.transformer import Decoder
 from ...model.tree import nbytes
 from ..options.engine import EngineOptions
 from .shapes import TILE, Sizes
@@ -25,22 +26,23 @@ HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part i
 HOST_MOST = 4 << 30  # at most so many bytes
 
 
-def scratch_bytes(config: ModelConfig, options: EngineOptions, dtype: Any) -> int:
+def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
     """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in float32."""
-    size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.hidden_size
+    size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(head_sizes(kind)) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
     sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // TILE)
-    reported = options.alternatives(config.vocab_size) * max(rows, sampled * options.decode_steps)
-    return activations + attention + 16 * (sampled * config.vocab_size + reported)
+    V = config.target.vocab_size
+    reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
+    return activations + attention + 16 * (sampled * V + reported)
 
 
-def widened_bytes(params: Decoder) -> int:
+def widened_bytes(params: Params) -> int:
     """Temporaries of a product with a quantised weight, generously: the largest one widened, twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
-    return 2 * max(sizes, default=0) * params.embed.dtype.itemsize
+    return 2 * max(sizes, default=0) * target_of(params).embed.dtype.itemsize
 
 
 def head_sizes(kind: LayerKind) -> tuple[int, int]:
@@ -59,22 +61,26 @@ def widths(kind: LayerKind) -> int:
     return 2 * (m.num_heads + 2 * keys) * max(head_sizes(kind)) + inner
 
 
-def cache_budget(config: ModelConfig, options: EngineOptions, params: Decoder, memory: int | None) -> int:
+def cache_budget(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> int:
     """Bytes that the KV cache may take of each accelerator's memory: what is left beside weights, slots and temporaries.
 
     Without an accelerator (None) it is a share of the host's, which the host's devices share.
     """
     if memory is None:
-        return min(HOST_MOST, host_memory() // HOST_SHARE) // len(params.embed.sharding.device_set)
-    slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
-    scratch = scratch_bytes(config, options, params.embed.dtype) + widened_bytes(params)
+        return min(HOST_MOST, host_memory() // HOST_SHARE) // len(everywhere(params).device_set)
+    slots, dtype = slot_bytes(config, options), target_of(params).embed.dtype
+    scratch = scratch_bytes(config, options, dtype) + widened_bytes(params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
 
-def check_slots(config: ModelConfig, options: EngineOptions, memory: int | None) -> None:
+def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
+    return nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.target.vocab_size)))
+
+
+def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:
     """Raises ValueError where the sampling state of all slots alone would take more than the cache may of a host."""
     most = host_memory() // HOST_SHARE if memory is None else memory
-    slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
+    slots = slot_bytes(config, options)
     if slots > most:
         raise ValueError(
             f"max_num_seqs {options.max_num_seqs} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
@@ -86,26 +92,27 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def choose_sizes(config: ModelConfig, options: EngineOptions, params: Decoder, memory: int | None) -> Sizes:
+def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> Sizes:
     """Fixed shapes for a model, whose parameters may be shapes, in bytes of memory of each of their accelerators, or in a host's (None).
 
     Raises ValueError, saying which knob to turn, where they do not fit.
     """
     check_slots(config, options, memory)
     W, budget = options.page_size, cache_budget(config, options, params, memory)
-    dtype, ways = params.embed.dtype, parts(config, params)
-    longest = options.max_model_len or config.max_position
-    if longest > config.max_position:
-        raise ValueError(f"max_model_len {longest} is beyond the model's {config.max_position} positions")
+    dtype, ways = target_of(params).embed.dtype, parts(config.layers, params)
+    most = config.target.max_position
+    longest = options.max_model_len or most
+    if longest > most:
+        raise ValueError(f"max_model_len {longest} is beyond the model's {most} positions")
     if longest < 2:
         raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
-    served = config.within(longest)
+    layers = config.within(longest).layers
     wanted = options.max_batched_token_mem or options.max_num_seqs * longest
     pages = -(-wanted // W)
 
     def cost(pages: int) -> int:
-        counts = group_pages(served, options, longest, pages)
-        return sum(n * size for n, size in zip(counts, page_bytes(served, W, dtype), strict=True)) // ways
+        counts = group_pages(layers, options, longest, pages)
+        return sum(n * size for n, size in zip(counts, page_bytes(layers, W, dtype), strict=True)) // ways
 
     if options.max_batched_token_mem is None:
         pages = bisect_right(range(1, pages + 1), budget, key=cost)
@@ -121,12 +128,14 @@ def choose_sizes(config: ModelConfig, options: EngineOptions, params: Decoder, m
             f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: lower max_model_len, "
             "or raise max_batched_token_mem or gpu_memory_utilization"
         )
-    n_top = options.alternatives(config.vocab_size)
-    return Sizes(longest, options.max_num_seqs, group_pages(served, options, longest, pages), W, n_top=n_top)
+    n_top = options.alternatives(config.target.vocab_size)
+    return Sizes(longest, options.max_num_seqs, group_pages(layers, options, longest, pages), W, n_top=n_top)
 
 
-def group_pages(config: ModelConfig, options: EngineOptions, longest: int, pages: int) -> tuple[int, ...]:
-    """Pages for each window of a model, of which layers without one have `pages`: all that its requests can own, at most so many.
+def group_pages(
+    layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int
+) -> tuple[int, ...]:
+    """Pages for each window of layers, of which those without one have `pages`: all that its requests can own, at most so many.
 
     One request of `longest` tokens always fits.
     """
@@ -139,4 +148,4 @@ def group_pages(config: ModelConfig, options: EngineOptions, longest: int, pages
         )
         return max(one, min(pages, one * options.max_num_seqs))
 
-    return tuple(map(count, config.windows))
+    return tuple(map(count, windows_of(layers)))

@@ -1,9 +1,10 @@
 """What an engine's programs did while serving, beside what they cannot be faster than."""
 
+from ...kvcache.placement import everywhere
 from ..engine.engine import Engine
 from ..programs.shapes import Shape
 from .facts import facts
-from .floor import Work, pools, starts, work
+from .floor import Work, pair_work, pools, starts
 from .table import Cost, floored, render_table
 from .targets import Target, here
 
@@ -21,13 +22,12 @@ def explain(engine: Engine) -> str:
 
 
 def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
-    meter, config, params = engine.meter, engine.config, engine.params
-    name, devices = str(shape), len(params.embed.sharding.device_set)
+    meter, config, params = engine.meter, engine.config, engine.everything
+    name, devices, dtype = str(shape), len(everywhere(params).device_set), engine.params.embed.dtype
     mean = meter.cached[name] / meter.steps[name] / shape.rows
     context = max(round(mean - starts(shape, 0).mean()), 0)
-    whole = work(shape, config, params.embed.dtype, context, params)
-    found = facts(engine.programs.steps[shape], pools(shape, config, engine.cache, context), shape.tokens)
-    row = Cost(
-        shape, Work(whole.flops / devices, whole.bytes / devices), None, None, found, meter.seconds_of(shape)
-    )
-    return floored(row, target, params.embed.dtype)
+    whole = pair_work(shape, config, dtype, context, params)
+    read = pools(shape, config.layers, engine.cache, context)
+    found = facts(engine.programs.steps[shape], read, shape.tokens)
+    each = Work(whole.flops / devices, whole.bytes / devices)
+    return floored(Cost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)

@@ -6,6 +6,7 @@ floor. Padding counts as work, since the shapes do not know what is in them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache
 from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
+from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, nbytes, paths
@@ -59,13 +61,30 @@ def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: De
     return step_work(config, params, rows=B, tokens=T, context=context, sampled=T)
 
 
+def pair_work(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Work:
+    """`work` of a model and of the draft model beside it, which guesses one token after the other, and else only writes its keys.
+
+    What a head computes is left out: it is one product or two.
+    """
+    own = work(shape, config.target, dtype, context, target_of(params))
+    if config.draft is None:
+        return own
+    B, T = shape.rows, shape.tokens
+    rows, tokens, times, sampled = (B, 1, T, 1) if shape.phase == "verify" else (1, B * T, 1, 0)
+    if shape.phase == "decode":
+        rows, tokens, times = B, 1, T
+    draft = params.draft if isinstance(params, Pair) else params
+    one = step_work(config.draft, draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
+    return Work(own.flops + times * one.flops, own.bytes + times * one.bytes)
+
+
 def starts(shape: Shape, context: int) -> np.ndarray:
     """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill follow one another."""
     apart = shape.tokens if shape.phase == "prefill" else 0
     return context + apart * np.arange(shape.rows)
 
 
-def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tuple[Pool, ...]:
+def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: int) -> tuple[Pool, ...]:
     """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
@@ -81,7 +100,7 @@ def pools(shape: Shape, config: ModelConfig, cache: KVCache, context: int) -> tu
     return tuple(
         pool(kind, buffer)
         for buffers in (cache.k, cache.v)
-        for kind, buffer in zip(config.layers, buffers, strict=True)
+        for kind, buffer in zip(layers, buffers, strict=True)
         if buffer is not None
     )
 
@@ -97,7 +116,8 @@ def step_work(
         sum(pair_flops(kind) * seen(kind, context + (tokens + 1) / 2) for kind in config.layers) * queries
     )
     output = params.embed if params.head is None else params.head
-    weights = inner_bytes(config, params, queries) + nbytes(output) + queries * config.hidden_size * size
+    head_bytes = nbytes(output) if sampled else 0
+    weights = inner_bytes(config, params, queries) + head_bytes + queries * config.hidden_size * size
     # read what is there, write and read what is new
     cache = sum((seen(kind, context) + 2 * tokens) * row_size(kind) for kind in config.layers) * rows * size
     return Work(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))

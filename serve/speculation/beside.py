@@ -1,7 +1,5 @@
 """What stands beside a model to guess for it: read from its folder, checked against the model, and joined with its steps."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +9,14 @@ from ...checkpoints import heads, huggingface
 from ...checkpoints.hub import resolve
 from ...kvcache.placement import everywhere
 from ...model.config import ModelConfig
+from ...model.heads import Head
+from ...model.pair import Pair, PairConfig, Params
 from ...model.transformer import Decoder
-from ...sampling.accept import RULES
-from ...sampling.token_tree import TokenTree
 from ..options.speculation import SpeculativeConfig
-from ..programs.compile import PHASES
-from ..programs.step import verify
-from .chain import DraftModel, Guide, Guided, Heads, served
-from .tree import DraftTree, HeadTree
+from ..programs.phases import Alone, Phases
+from .chain import ChainPhases
+from .guessers import DraftModel, HeadGuesser
+from .tree import TreePhases
 
 SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
 
@@ -26,36 +24,25 @@ SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called
 class Beside(NamedTuple):
     """A head's parameters (then there is no config), or a draft model's; neither where the host guesses."""
 
-    params: Any = None
+    params: Decoder | Head | None = None
     config: ModelConfig | None = None
 
     @property
     def is_head(self) -> bool:
         return self.params is not None and self.config is None
 
-    def join(self, params: Decoder) -> Any:
-        return params if self.params is None else Guided(params, self.params)
+    def join(self, params: Decoder) -> Params:
+        return params if self.params is None else Pair(params, self.params)
 
-    def served(self, config: ModelConfig) -> ModelConfig:
-        """What the cache sees of the model and of this."""
-        return served(config, self.config)
-
-    def within(self, length: int) -> "Beside":
-        return self._replace(config=self.config and self.config.within(length))
-
-    def phases(self, config: ModelConfig, chosen: SpeculativeConfig) -> Mapping[str, Callable]:
+    def phases(self, config: PairConfig, chosen: SpeculativeConfig) -> Phases:
         """What an engine's shapes run."""
         if self.params is None:
-            return PHASES | {"verify": partial(verify, rule=RULES[chosen.acceptance])}
-        guide = self._guide(config, chosen.acceptance, chosen.tree)
-        return {"prefill": guide.prefill, "decode": guide.decode, "verify": guide.verify}
-
-    def _guide(self, config: ModelConfig, acceptance: str, tree: TokenTree | None) -> Guide:
-        if self.config is None:
-            return Heads(config, acceptance) if tree is None else HeadTree(config, acceptance, tree)
-        if tree is None:
-            return DraftModel(config, acceptance, self.config)
-        return DraftTree(config, acceptance, tree, self.config)
+            return Alone(config.target, chosen.acceptance)
+        draft = config.draft
+        guesser = DraftModel(draft, chosen.acceptance) if draft else HeadGuesser(config.target)
+        if chosen.tree is None:
+            return ChainPhases(config, guesser, chosen.acceptance)
+        return TreePhases(config, guesser, chosen.acceptance, chosen.tree)
 
 
 def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> Beside:

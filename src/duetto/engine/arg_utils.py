@@ -6,8 +6,8 @@ from copy import copy
 from dataclasses import field, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from ..serve.commands.flags import or_none, reading
 from ..serve.options.engine import EngineOptions
+from ..serve.options.flags import or_none, reading
 from ..serve.options.keywords import OTHER_NAMES, OWN, check_keyword
 from ..serve.options.neutral import EFFECTLESS, VALUES
 

@@ -2,19 +2,19 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
+from duetto.model.pair import PairConfig
 from duetto.serve.batch.answers import likeliest
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import kept
 from duetto.serve.programs.compile import arguments_like, operands
+from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape
 from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
-from duetto.serve.programs.step import decode
 
 SIZES = {"max_model_len": 96, "max_num_seqs": 2, "max_prefill_tokens": 64}
 PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
@@ -87,14 +87,14 @@ def test_fewer_than_usual_are_the_usual_programs():
 
 
 def test_the_number_is_in_the_programs_key_and_in_the_plan(tiny):
-    config, params = tiny.config, tiny.params
+    config, params = PairConfig(tiny.config), tiny.params
     keys, scratch = set(), []
     for most in (20, 100, -1):
         options = EngineOptions(**SIZES, max_logprobs=most)
         sizes = choose_sizes(config, options, params, None)
         arguments = arguments_like(config, params, sizes)
         given = operands(Shape("decode", 8, 1), arguments, sizes)
-        keys.add(kept.key(partial(decode, config=config), given))
+        keys.add(kept.key(Alone(tiny.config), "decode", given))
         scratch.append(scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))

@@ -14,9 +14,9 @@ from duetto import LLM, SamplingParams
 from duetto.serve import cli
 from duetto.serve.batch.fingerprint import contents
 from duetto.serve.cli import main, parse
-from duetto.serve.commands.flags import add_flags, given
 from duetto.serve.commands.report import render
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.flags import add_flags, given
 
 SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]

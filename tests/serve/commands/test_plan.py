@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from duetto.model.config import ModelConfig
+from duetto.model.pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, nbytes
 from duetto.sampling.params import SamplingParams
@@ -112,7 +113,8 @@ def test_a_plan_chooses_what_a_start_would():
 def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(options, memory, message):
     config = dataclasses.replace(SMALL, max_position=256)
     with pytest.raises(ValueError, match=message):
-        choose_sizes(config, EngineOptions(**options), abstract_params(config, "float32", here()), memory)
+        params = abstract_params(config, "float32", here())
+        choose_sizes(PairConfig(config), EngineOptions(**options), params, memory)
 
 
 def test_steps_of_a_dispatch_are_bounded():

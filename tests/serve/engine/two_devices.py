@@ -18,6 +18,7 @@ from duetto.model.attention import causal
 from duetto.model.compress import quantize_params
 from duetto.model.config import GroupedQuery, ModelConfig
 from duetto.model.lowrank import LowRank
+from duetto.model.pair import PairConfig
 from duetto.model.quant import Quantised
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
@@ -107,9 +108,9 @@ def test_the_cache_follows_the_axes_of_the_keys(tiny):
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2), ("rows", "columns"))
     rules = {"kv_heads": "columns", "heads": "columns", "model": "rows"}
     params = jax.device_put(tiny.params, shardings(decoder_spec(tiny.config), mesh, rules))
-    pools: Any = cache_shardings(tiny.config, params)
+    pools: Any = cache_shardings(tiny.config.layers, params)
     assert {pool.spec for pool in (*pools.k, *pools.v)} == {PartitionSpec("columns")}
-    assert parts(tiny.config, params) == 2
+    assert parts(tiny.config.layers, params) == 2
     keys = {path: x for path, x in paths(params).items() if path.endswith(("attention.k", "attention.v"))}
     whole = NamedSharding(mesh, PartitionSpec())
     layers = [
@@ -117,20 +118,20 @@ def test_the_cache_follows_the_axes_of_the_keys(tiny):
         for layer in params.layers
     ]
     assert len(keys) == 2 * tiny.config.num_layers
-    assert parts(tiny.config, replace(params, layers=tuple(layers))) == 1
+    assert parts(tiny.config.layers, replace(params, layers=tuple(layers))) == 1
 
 
 def test_each_device_is_filled(tiny, mesh):
     """With its part of the weights and of the cache, and whole slots and temporaries."""
     config, options = tiny.config, EngineOptions()
     slots = nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.vocab_size)))
-    beside = slots + scratch_bytes(config, options, jnp.float32)
+    beside = slots + scratch_bytes(PairConfig(config), options, jnp.float32)
     memory = int((beside + nbytes(tiny.params) + (1 << 20)) / options.gpu_memory_utilization) + 1
-    (page,) = page_bytes(config, options.page_size, jnp.float32)
+    (page,) = page_bytes(config.layers, options.page_size, jnp.float32)
     pages = []
     for params, ways in ((tiny.params, 1), (spread(tiny, mesh), 2)):
-        sizes = choose_sizes(config, options, params, memory)
-        held = arguments_like(config, params, sizes)
+        sizes = choose_sizes(PairConfig(config), options, params, memory)
+        held = arguments_like(PairConfig(config), params, sizes)
         left = int(memory * options.gpu_memory_utilization) - beside - device_bytes((held.params, held.cache))
         assert 0 <= left < page // ways and device_bytes(held.slots) == slots
         pages += sizes.pages
@@ -186,7 +187,7 @@ def test_compressed_weights_are_split_too(tiny, mesh, oracle, how, record):
     placed = jax.tree_util.tree_map_with_path(
         lambda key, x: jax.device_put(x, fitted(own(where, key), x.shape)), small.params
     )
-    assert parts(tiny.config, placed) == 2
+    assert parts(tiny.config.layers, placed) == 2
     with LLM.from_params(tiny.config, placed, **SMALL) as llm:
         assert generated(llm, PROMPTS[:1]) == [oracle(small)(PROMPTS[0], GREEDY)]
 

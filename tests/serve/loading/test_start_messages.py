@@ -21,6 +21,7 @@ from duetto.serve.loading.start import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs
+from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape, Sizes
 
 
@@ -121,7 +122,7 @@ SHAPES = Shape("prefill", 1, 64), Shape("decode", 8, 1), Shape("verify", 8, 4)
 
 def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
     there: set[str] = set()
-    monkeypatch.setattr(programs.kept, "key", lambda step, arguments: str(step.func.__name__))
+    monkeypatch.setattr(programs.kept, "key", lambda phases, phase, arguments: phase)
     monkeypatch.setattr(programs.kept, "load", lambda key, device: key if key in there else None)
     monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key)
     monkeypatch.setattr(programs, "lower", lambda *_: None)
@@ -131,7 +132,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
     def start() -> list[str]:
-        made: Any = programs.Programs(tiny.config, tiny.params, SIZES, SHAPES)
+        made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES)
         assert list(made.steps.values()) == ["prefill", "decode", "verify"]
         return capfd.readouterr().err.splitlines()
 

@@ -1,7 +1,6 @@
 """Programs kept on disk: a second start finds them, and nothing else is taken for them."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from duetto import LLM, SamplingParams
 from duetto.serve.programs import classes, kept
 from duetto.serve.programs import compile as programs
-from duetto.serve.programs.step import decode, prefill
+from duetto.serve.programs.phases import Alone
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
@@ -79,15 +78,15 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tiny, folder):
 def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatch):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def key(step=decode, size: int = 8, dtype=jnp.float32, **bound) -> str | None:
+    def key(phase: str = "decode", size: int = 8, dtype=jnp.float32, config=tiny.config) -> str | None:
         arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
-        return kept.key(partial(step, **({"config": tiny.config} | bound)), arguments)
+        return kept.key(Alone(config), phase, arguments)
 
     plain = key()
     assert plain == key()
     found = [
         plain,
-        key(prefill),
+        key("prefill"),
         key(size=9),
         key(dtype=jnp.bfloat16),
         key(config=replace(tiny.config, vocab_size=7)),

@@ -25,7 +25,7 @@ class Device:
 
     def __init__(self, model, params: SamplingParams, stop_ids=(), end=100):
         self.config, self.params = model.config, model.params
-        self.cache = empty_cache(model.config, (16,), 64, jnp.float32)
+        self.cache = empty_cache(model.config.layers, (16,), 64, jnp.float32)
         knobs = knobs_row(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
         new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.bool_(False), knobs)
         self.slots = seat(empty_slots(3, model.config.vocab_size), jnp.int32(SLOT), new)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
 from duetto.serve.commands.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.options.engine import EngineOptions
@@ -44,7 +45,7 @@ MOST = {
 }
 
 
-def target_of(name: str) -> Target:
+def found_target(name: str) -> Target:
     try:
         return here() if name == "cpu" else find_target(name)
     except MissingCompiler as error:
@@ -60,7 +61,7 @@ def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> Job
 
 def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
     """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of a layer."""
-    donated, layer = (arguments.cache, arguments.slots), arguments.params.layers[0]
+    donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
     assert found.aliased >= device_bytes(donated)
     assert found.temporaries < 0.06 * device_bytes(arguments.cache)
@@ -74,7 +75,7 @@ def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
 @pytest.mark.parametrize("target, model, shape", MOST, ids=str)
 @pytest.mark.extras
 def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape: Shape):
-    job = job_for(target_of(target), model)
+    job = job_for(found_target(target), model)
     arguments, (ratio, temporaries) = abstract_arguments(job), MOST[target, model, shape]
     row = make_row(job, arguments, shape)
     assert row.facts is not None and row.excess is not None
@@ -102,7 +103,7 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
 
 @pytest.mark.extras
 def test_eight_gpus_share_the_heads():
-    job = job_for(target_of("8xh200"))
+    job = job_for(found_target("8xh200"))
     arguments = abstract_arguments(job)
     assert device_bytes(arguments.cache) * 8 == nbytes(arguments.cache)
     found = facts(compile_for(job, Shape("decode", 8, 1), arguments))
@@ -115,7 +116,7 @@ def test_eight_gpus_share_the_heads():
 
 @pytest.mark.extras
 def test_heads_that_do_not_divide_are_refused():
-    job = dataclasses.replace(job_for(target_of("8xh200")), config=PRESETS["135m"])
+    job = dataclasses.replace(job_for(found_target("8xh200")), config=PRESETS["135m"])
     with pytest.raises(ValueError, match="9 heads cannot be split over 8 devices"):
         abstract_arguments(job)
 

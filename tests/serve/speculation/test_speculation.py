@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,14 +16,16 @@ from duetto.kvcache.pages import BLOCK, Batch, empty_cache
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
 from duetto.model.heads import head_spec
+from duetto.model.pair import Pair, PairConfig
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
 from duetto.serve.options.keywords import engine_options
 from duetto.serve.programs.step import Seat, empty_slots, seat
-from duetto.serve.speculation.chain import DraftModel, Guide, Guided, Heads, served
-from duetto.serve.speculation.tree import DraftTree, HeadTree, Tree
+from duetto.serve.speculation.chain import ChainPhases
+from duetto.serve.speculation.guessers import DraftModel, HeadGuesser
+from duetto.serve.speculation.tree import TreePhases
 
 pytestmark = pytest.mark.as_served
 
@@ -123,13 +124,11 @@ def exact(params, first: int, temperature: float) -> np.ndarray:
 class Device:
     """Rows of one page each, all seated with seeds of their own, stepped by hand."""
 
-    def __init__(self, guide: Guide, params: Guided, first_seed: int, temperature: float):
-        self.config = served(SMALL, getattr(guide, "draft", None))
+    def __init__(self, guide: ChainPhases | TreePhases, params: Pair, first_seed: int, temperature: float):
         self.params, self.first = params, 1
-        self.prefill, self.verify = (
-            jax.jit(partial(phase, config=self.config)) for phase in (guide.prefill, guide.verify)
-        )
-        self.columns = guide.tree.depth + 1 if isinstance(guide, Tree) else 3
+        self.prefill, self.verify = jax.jit(guide.prefill), jax.jit(guide.verify)
+        self.columns = guide.tree.depth + 1 if isinstance(guide, TreePhases) else 3
+        self.layers = guide.config.layers
         self.seats(first_seed, temperature)
 
     def seats(self, first_seed: int, temperature: float) -> None:
@@ -142,7 +141,7 @@ class Device:
         ones = jnp.ones(ROWS, jnp.int32)
         new = Seat(ones, ones * (1 + TOKENS), jnp.zeros(ROWS, bool), replace(knobs, seed=seeds))
         self.slots = seat(slots, jnp.arange(ROWS, dtype=jnp.int32), new)
-        self.cache = empty_cache(self.config, (ROWS,), W, jnp.float32)
+        self.cache = empty_cache(self.layers, (ROWS,), W, jnp.float32)
 
     def batch(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray) -> Batch:
         table = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, BLOCK // W))
@@ -168,27 +167,27 @@ class Device:
         return found
 
 
-def guide_of(name: str, temperature: float) -> tuple[Guide, Guided]:
+def guide_of(name: str) -> tuple[ChainPhases | TreePhases, Pair]:
     target, draft = random_params(SMALL, 1), random_params(SMALL, 2)
     tree = TokenTree.of_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
-    head = init(jax.random.key(3), head_spec(SMALL.hidden_size, 8))
-    return {
-        "draft model": (DraftModel(SMALL, "rejection", SMALL), Guided(target, draft)),
-        "heads": (Heads(SMALL, "rejection"), Guided(target, head)),
-        "tree of heads": (HeadTree(SMALL, "rejection", tree), Guided(target, head)),
-        "wide tree of heads": (
-            HeadTree(SMALL, "rejection", TokenTree.of_widths((2, 2))),
-            Guided(target, head),
-        ),
-        "tree of a draft model": (DraftTree(SMALL, "rejection", tree, SMALL), Guided(target, draft)),
-    }[name]
+    if "draft" in name:
+        pair, params = PairConfig(SMALL, SMALL), Pair(target, draft)
+        guesser = DraftModel(SMALL, "rejection")
+    else:
+        head = init(jax.random.key(3), head_spec(SMALL.hidden_size, 8))
+        pair, params = PairConfig(SMALL), Pair(target, head)
+        guesser = HeadGuesser(SMALL)
+    if "tree" not in name:
+        return ChainPhases(pair, guesser, "rejection"), params
+    tree = TokenTree.of_widths((2, 2)) if "wide" in name else tree
+    return TreePhases(pair, guesser, "rejection", tree), params
 
 
 @pytest.mark.parametrize("name", [*GUIDES, "wide tree of heads"])
 def test_rejection_keeps_the_distribution(name):
     """Pearson's test of 1e5 continuations of three tokens against the target's own probabilities."""
     temperature = 0.9
-    guide, params = guide_of(name, temperature)
+    guide, params = guide_of(name)
     wanted, counts = exact(params.target, 1, temperature), np.zeros(125)
     device = Device(guide, params, 0, temperature)
     for i in range(ROUNDS):

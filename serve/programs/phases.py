@@ -1,0 +1,49 @@
+"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are in `speculation`."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...kvcache.pages import Batch, KVCache
+from ...model.config import ModelConfig
+from ...model.pair import PairConfig
+from ...model.transformer import Decoder
+from ...sampling.accept import RULES
+from . import step
+from .step import Output, Slots
+
+Result = tuple[KVCache, Slots, Output]
+
+
+class Phases(Protocol):
+    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are found by it."""
+
+    @property
+    def config(self) -> PairConfig: ...
+
+    def prefill(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+
+    def decode(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+
+    def verify(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's guesses."""
+
+    target: ModelConfig
+    acceptance: str = "coupled"
+
+    @property
+    def config(self) -> PairConfig:
+        return PairConfig(self.target)
+
+    def prefill(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
+        return step.prefill(params, cache, slots, batch, config=self.target)
+
+    def decode(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
+        return step.decode(params, cache, slots, batch, config=self.target)
+
+    def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
+        rule = RULES[self.acceptance]
+        return step.verify(params, cache, slots, batch, config=self.target, rule=rule)
