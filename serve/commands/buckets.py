@@ -160,7 +160,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
 def main() -> None:
     from ...checkpoints.hub import resolve
     from ..loading.start import DEMO
-    from .flags import positive
+    from ..options.flags import positive
 
     parser = argparse.ArgumentParser(
         "python -m duetto.serve.commands.buckets", description="Edges for --prefill-buckets."
