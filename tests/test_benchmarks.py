@@ -15,6 +15,7 @@ from conftest import ROOT, random_model
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.huggingface import save as save_model
+from duetto.serve.cli import main
 from duetto.serve.commands.buckets import Step, best_edges, lengths_of, padding, rehearse
 from duetto.serve.commands.buckets import alone as alone_of
 from duetto.serve.options.engine import EngineOptions
@@ -116,6 +117,17 @@ def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: i
     assert len(set(names)) == kinds
     names += [f"decode[{1 if step.rows == 1 else 8},1]" for step in steps if step.rows]
     assert taken == Counter(names)
+
+
+def test_the_command_prints_edges_that_the_flag_takes(tmp_path, capsys):
+    (file := tmp_path / "in.jsonl").write_text('{"prompt": "def add(a, b):", "max_tokens": 4}\n' * 5)
+    assert main(["buckets", str(file), "--programs", "3", "--max-prefill-tokens", "128"]) == 0
+    powers, best = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert powers[-2:] == ["--prefill-buckets", "64,128"] and best[-2] == "--prefill-buckets"
+    EngineOptions(max_prefill_tokens=128, prefill_buckets=tuple(map(int, best[-1].split(","))))
+    (empty := tmp_path / "empty.jsonl").touch()
+    assert main(["buckets", str(empty)]) == 1
+    assert "there is no request in it" in capsys.readouterr().err
 
 
 def test_buckets_change_no_token(plain: LLM):

@@ -29,6 +29,7 @@ from ...sampling.params import SamplingParams
 from ..api.llm import LLM
 from ..host.devices import default_device
 from ..host.memory import keep_freed
+from ..host.signals import raise_on_interrupt
 from ..loading.origin import Origin
 from ..loading.start import compute_dtype, keep_compiled, read_folder
 from ..options.engine import EngineOptions
@@ -42,6 +43,7 @@ from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
 
 GROUPS = 5
+from .command import engine_flags, engine_options, model_flags
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "startup": bench_s
 # ---------------------------------------------------------------- the command
 
 
-def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    model_flags(parser)
     group = parser.add_argument_group("what to measure")
     group.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
     group.add_argument(
@@ -240,10 +243,13 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         help="run the engine too, at the first context",
     )
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    engine_flags(parser)
 
 
-def run_bench(args: argparse.Namespace, options: EngineOptions) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints each figure as it is measured. Raises ValueError for a model that cannot be loaded."""
+    raise_on_interrupt()
+    options = engine_options(args)
     if default_device().platform == "cpu":
         keep_freed()  # as an engine does: programs alone would pay for their temporaries' pages in every call
     model, target, rows = load_model(args, options), here(measure=True), []

@@ -1,6 +1,6 @@
-"""Padding buckets made for a workload: the edges with the least padding that a number of compiled programs allows.
+"""`duetto buckets`: padding buckets made for a workload: the edges with the least padding that a number of compiled programs allows.
 
-    python -m duetto.serve.commands.buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
+    duetto buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 
 Prompts are read in chunks, and a chunk that is alone in its step is computed by the smallest prefill program that holds it. Which
 chunks a workload is cut into is known before anything runs: the scheduler decides, and it needs no device.
@@ -12,12 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.hub import resolve
 from ...kvcache.tables import PageTables
 from ...sampling.params import SamplingParams
 from ..engine.request import Request
 from ..engine.rows import calls, prompt_rows
 from ..engine.scheduler import Limits, Scheduler, Work
+from ..host.signals import raise_on_interrupt
+from ..loading.start import DEMO
 from ..options.engine import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
+from ..options.flags import positive
 from ..programs.shapes import Shape, doublings, least_row, prefills
 
 CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits of all larger ones
@@ -157,14 +161,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-def main() -> None:
-    from ...checkpoints.hub import resolve
-    from ..loading.start import DEMO
-    from ..options.flags import positive
-
-    parser = argparse.ArgumentParser(
-        "python -m duetto.serve.commands.buckets", description="Edges for --prefill-buckets."
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="JSON lines as `duetto batch` takes them")
     parser.add_argument("--model", default=str(DEMO), help="the tokenizer's folder, or an id on the hub")
     parser.add_argument("--programs", type=positive, default=6, help="prefill programs at most (default: 6)")
@@ -172,28 +169,24 @@ def main() -> None:
         "--smallest",
         type=positive,
         default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have the same bits from 3 rows on",
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have "
+        "the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints edges and their padding. Raises ValueError for an input without requests."""
+    raise_on_interrupt()
     options = EngineOptions(max_prefill_tokens=args.max_prefill_tokens, max_num_seqs=args.max_num_seqs)
-    try:
-        work = lengths_of(args.input, resolve(args.model, weights=False))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    work = lengths_of(args.input, resolve(args.model, weights=False))
     if not work:
-        parser.error(f"{args.input}: there is no request in it")
+        raise ValueError(f"{args.input}: there is no request in it")
     steps = list(rehearse(work, options))
     last = round_up(args.max_prefill_tokens, SMALLEST_CHUNK)
-    for name, edges in {
-        "powers of two": doublings(SMALLEST_CHUNK, last),
-        "best": best_edges(alone(steps), args.programs, last, args.smallest),
-    }.items():
-        print(
-            f"{name:<14}{padding(steps, edges):>7.1%} padding  --prefill-buckets {','.join(map(str, edges))}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    best = best_edges(alone(steps), args.programs, last, args.smallest)
+    for name, edges in {"powers of two": doublings(SMALLEST_CHUNK, last), "best": best}.items():
+        flag = f"--prefill-buckets {','.join(map(str, edges))}"
+        print(f"{name:<14}{padding(steps, edges):>7.1%} padding  {flag}")
+    return 0

@@ -11,6 +11,7 @@ from ...checkpoints.folders import copy_description, fresh, require_free
 from ...checkpoints.hub import resolve
 from ...model.compress import FORMS
 from ...model.transformer import Decoder
+from ..host.signals import raise_on_interrupt
 from ..loading.origin import stored_form
 from ..loading.start import dtype_name, read_folder
 from ..options.engine import STORED
@@ -69,7 +70,7 @@ def forget_quantization(file: Path) -> None:
         file.write_text(json.dumps(raw, indent=2) + "\n")
 
 
-def add_convert_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a Hugging Face or an Orbax folder, or an id on the hub")
     parser.add_argument("target", help="a folder that does not exist yet, or is empty")
     parser.add_argument("--revision", help="branch, tag or commit of an id")
@@ -81,7 +82,8 @@ def add_convert_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_convert(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    raise_on_interrupt()
     names = "source", "target", "format", "dtype", "quantization", "revision", "download_dir"
     convert(*(vars(args)[name] for name in names))
     return 0

@@ -19,6 +19,7 @@ from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
+from ..host.signals import raise_on_interrupt
 from ..loading.origin import Origin, stored_form
 from ..loading.start import DEMO, compute_dtype, keep_compiled, read_shapes
 from ..options.engine import EngineOptions
@@ -32,6 +33,7 @@ from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
 from ..roofline.table import Cost, floored, render_table
 from ..roofline.targets import Target, described, find_target, here
+from .command import engine_flags, engine_options, model_flags
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,8 @@ def as_json(job: Job, memory: Memory, rows: list[Cost]) -> str:
 # ---------------------------------------------------------------- the command
 
 
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    model_flags(parser)
     parser.add_argument(
         "--shape", choices=sorted(PRESETS), help="a well-known model's sizes instead of --model"
     )
@@ -305,10 +308,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="run the compiled programs on this machine: its peaks, their times and memory",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    engine_flags(parser)
 
 
-def run_plan(args: argparse.Namespace, options: EngineOptions) -> int:
+def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises ValueError for what cannot be planned."""
+    raise_on_interrupt()
+    options = engine_options(args)
     if args.target and args.measure:
         raise ValueError("--measure is for this machine: it cannot go with --target")
     if not args.target:

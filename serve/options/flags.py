@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 
-def add_flags(
+def add_fields(
     parser: argparse.ArgumentParser, record: type, title: str, leave_out: Collection[str] = ()
 ) -> None:
     """A flag for each field; only those that are given appear in the namespace, under the field's name."""

@@ -14,9 +14,10 @@ from duetto import LLM, SamplingParams
 from duetto.serve import cli
 from duetto.serve.batch.fingerprint import contents
 from duetto.serve.cli import main, parse
+from duetto.serve.commands import plan
 from duetto.serve.commands.report import render
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.options.flags import add_flags, given
+from duetto.serve.options.flags import add_fields, given
 
 SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -33,7 +34,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_field_has_a_flag_that_is_read_as_its_type():
     parser = argparse.ArgumentParser()
-    add_flags(parser, SamplingParams, "sampling")
+    add_fields(parser, SamplingParams, "sampling")
     line = [
         *("--n", "2", "--temperature", "0.5", "--seed", "none", "--max-tokens", "none", "--logprobs", "3"),
         *("--stop", "a", "--stop", "b c", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos"),
@@ -66,7 +67,7 @@ def test_every_field_has_a_flag_that_is_read_as_its_type():
 
 def test_what_is_not_given_stays_the_models_default():
     parser = argparse.ArgumentParser()
-    add_flags(parser, EngineOptions, "engine")
+    add_fields(parser, EngineOptions, "engine")
     assert given(EngineOptions, parser.parse_args([])) == {}
     assert given(EngineOptions, parser.parse_args(["--no-reproducible"])) == {"reproducible": False}
 
@@ -179,16 +180,16 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch):
     def interrupted(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "plan", dataclasses.replace(cli.COMMANDS["plan"], run=interrupted))
+    monkeypatch.setattr(plan, "run", interrupted)
     assert main(["plan"]) == 130
 
 
 def test_a_reader_who_leaves_is_no_error():
     code = (
-        "import sys, dataclasses; from duetto.serve import cli\n"
+        "import sys; from duetto.serve import cli; from duetto.serve.commands import plan\n"
         "def talk(args):\n    while True: print('text ' * 1000, flush=True)\n"
-        "cli.COMMANDS['generate'] = cli.Command('', '', lambda parser: None, talk)\n"
-        "sys.exit(cli.main(['generate']))"
+        "plan.run = talk\n"
+        "sys.exit(cli.main(['plan']))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE

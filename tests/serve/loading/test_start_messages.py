@@ -15,6 +15,7 @@ from duetto import LLM
 from duetto.serve import cli
 from duetto.serve.api import llm
 from duetto.serve.batch.fingerprint import fingerprint
+from duetto.serve.commands import command
 from duetto.serve.host import progress
 from duetto.serve.loading import start as loading
 from duetto.serve.loading.start import DEMO, load_folder
@@ -229,7 +230,7 @@ def test_use_tqdm_on_load_silences_a_start(tiny, monkeypatch, capfd, shown):
 def test_the_flags_that_silence_a_command_silence_its_start(monkeypatch, flags, shown):
     given: dict[str, Any] = {}
     monkeypatch.setattr(llm, "LLM", lambda model, **options: given.update(options))
-    cli.start(cli.parse(["batch", "in", "out", *flags]), EngineOptions())
+    command.start(cli.parse(["batch", "in", "out", *flags]), EngineOptions())
     assert given["use_tqdm_on_load"] == shown
 
 

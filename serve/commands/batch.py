@@ -1,0 +1,79 @@
+"""`duetto batch`: a file of prompts answered; a killed job goes on where it stopped."""
+
+import argparse
+from pathlib import Path
+
+from ...sampling.params import SamplingParams
+from ..batch.fingerprint import fingerprint
+from ..batch.job import BatchOptions
+from ..batch.run import run_batch
+from ..loading.start import checked_defaults
+from ..options.flags import given, positive
+from .command import (
+    checked,
+    engine_flags,
+    engine_options,
+    finish,
+    model_flags,
+    report_flags,
+    resolve_once,
+    sampling_flags,
+    start,
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", help='JSON lines in OpenAI\'s batch format or plain; "-" is standard input')
+    parser.add_argument(
+        "output", help='where the answers go, in the order of the input; "-" is standard output'
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seeds lines that bring no seed (default: 0)")
+    parser.add_argument(
+        "--in-flight", type=positive, metavar="INT", help="lines in the engine (default: 4 max-num-seqs)"
+    )
+    parser.add_argument(
+        "--model-name",
+        default="duetto",
+        help="the model's name in answers to lines that name none (default: duetto)",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="say what the start is doing, and show a bar",
+    )
+    model_flags(parser)
+    report_flags(parser)
+    sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
+    engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    if options.speculation.acceptance == "rejection":
+        args.usage_error(
+            "--speculative-config: acceptance=rejection is not allowed in a batch: which tokens are drawn depends "
+            "on what runs beside a line, so that a resumed job would not write the same answers; leave it out"
+        )
+    sampling = given(SamplingParams, args, leave_out=("seed",))
+    checked(args, lambda: SamplingParams.from_dict(sampling))
+    folder, options = resolve_once(args, options)
+    sampling = options.recommended(checked_defaults(folder).sampling) | sampling
+    job = BatchOptions(
+        in_flight=args.in_flight or 4 * options.max_num_seqs,
+        seed=args.seed,
+        sampling=sampling,
+        model_name=args.model_name,
+        progress=args.progress,
+        explain=args.explain,
+    )
+    tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
+    return run_batch(
+        lambda: start(args, options),
+        args.input,
+        args.output,
+        job,
+        fingerprint(folder, tokenizer, args.dtype, options),
+        lambda report: finish(report, args),
+        args.report,
+    )
