@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..model.config import GroupedQuery, LayerKind
+from ..model.config import LayerKind
 from ..model.pair import Params, layers_of, target_of
 from .pages import KVCache
 
@@ -36,7 +36,8 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
     own = target_of(params).embed.sharding
 
     def pool(kind: LayerKind, layer: Any) -> Any:
-        axes = head_axes(layer.attention.k) if isinstance(kind.mixer, GroupedQuery) else None
+        weight = kind.mixer.cached_by
+        axes = head_axes(getattr(layer.attention, weight)) if weight else None
         return split(own, PartitionSpec(axes)) if axes else everywhere(params)
 
     pools = tuple(map(pool, layers, layers_of(params)))

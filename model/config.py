@@ -59,6 +59,31 @@ class GroupedQuery:
         """Heads and size of the keys and of the values that a token leaves in the cache."""
         return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
 
+    @property
+    def cached_by(self) -> str | None:
+        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with it."""
+        return "k"
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a prompt may be cut into rows that share a call with those of other prompts."""
+        return True
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys as attention reads them."""
+        return self.num_kv_heads
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values as attention reads them."""
+        return self.head_size, self.head_size
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations for one query and one key in all heads: a score, and a weighted value."""
+        return 4 * self.num_heads * self.head_size
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -92,6 +117,31 @@ class Latent:
         """One row for all heads; values are made from the keys."""
         return (1, self.rank + self.rope_size), None
 
+    @property
+    def cached_by(self) -> str | None:
+        """None: the row that all heads share is whole on every device."""
+        return None
+
+    @property
+    def can_share(self) -> bool:
+        """False: a prefill makes the keys of each of its rows anew."""
+        return False
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys as a prefill makes them of latents."""
+        return self.num_heads
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values as a prefill makes them of latents."""
+        return self.nope_size + self.rope_size, self.value_size
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations for one query and one key in all heads, where latents are read as they are."""
+        return 2 * self.num_heads * (2 * self.rank + self.rope_size)
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -102,6 +152,15 @@ class Dense:
     gated: bool = True
     bias: bool = False
     clamp: float | None = None  # of clamped_silu
+
+    @property
+    def inner(self) -> int:
+        """Inner dimensions that a token goes through."""
+        return self.size
+
+    def met(self, tokens: int) -> float:
+        """The share of the layer's weights that so many tokens go through."""
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +186,15 @@ class Experts:
     group_score: Literal["best", "top2"] = "best"
     shared: int = 0  # F of the expert that every token goes to; 0 is none
     clamp: float | None = None  # of clamped_silu
+
+    @property
+    def inner(self) -> int:
+        """Inner dimensions that a token goes through."""
+        return self.active * self.size + self.shared
+
+    def met(self, tokens: int) -> float:
+        """The share of the experts' weights that so many tokens go through, if they choose evenly."""
+        return min(1.0, tokens * self.active / self.count)
 
     @property
     def each(self) -> Dense:

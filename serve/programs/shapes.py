@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...kvcache.pages import BLOCK
-from ...model.config import Latent, LayerKind
+from ...model.config import LayerKind
 from ...sampling.checks import MAX_LOGPROBS
 from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
 
@@ -95,8 +95,8 @@ def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
-    """Whether prompts may be cut into rows of a tile: not where a layer makes the keys of each row anew."""
-    return not any(isinstance(layer.mixer, Latent) for layer in layers)
+    """Whether prompts may be cut into rows of a tile."""
+    return all(layer.mixer.can_share for layer in layers)
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:

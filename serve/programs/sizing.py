@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ...kvcache.pages import BLOCK, page_bytes
 from ...kvcache.placement import everywhere, parts
 from ...kvcache.tables import window_pages
-from ...model.config import Dense, GroupedQuery, LayerKind, windows_of
+from ...model.config import LayerKind, windows_of
 from ...model.pair import PairConfig, Params, target_of
 from ...model.quant import Quantised
 from ...model.sharding import device_bytes
@@ -30,7 +30,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in float32."""
     size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
-    heads = max(kind.mixer.num_heads * sum(head_sizes(kind)) for kind in config.layers)
+    heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
     sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // TILE)
     V = config.target.vocab_size
@@ -45,20 +45,10 @@ def widened_bytes(params: Params) -> int:
     return 2 * max(sizes, default=0) * target_of(params).embed.dtype.itemsize
 
 
-def head_sizes(kind: LayerKind) -> tuple[int, int]:
-    """Sizes of a head's keys and values as attention reads them, when it makes them of latents."""
-    m = kind.mixer
-    if isinstance(m, GroupedQuery):
-        return m.head_size, m.head_size
-    return m.nope_size + m.rope_size, m.value_size
-
-
 def widths(kind: LayerKind) -> int:
     """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward layer's."""
-    m, f = kind.mixer, kind.ffn
-    keys = m.num_kv_heads if isinstance(m, GroupedQuery) else m.num_heads
-    inner = 2 * f.size if isinstance(f, Dense) else f.active * (2 * f.size) + 2 * f.shared
-    return 2 * (m.num_heads + 2 * keys) * max(head_sizes(kind)) + inner
+    m = kind.mixer
+    return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.ffn.inner
 
 
 def cache_budget(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> int:

@@ -15,13 +15,12 @@ import numpy as np
 
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache
-from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
+from ...model.config import LayerKind, ModelConfig
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, nbytes, paths
 from ..programs.shapes import Shape
-from ..programs.sizing import head_sizes
 from .hlo import Pool
 
 
@@ -113,7 +112,8 @@ def step_work(
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
     flops += (
-        sum(pair_flops(kind) * seen(kind, context + (tokens + 1) / 2) for kind in config.layers) * queries
+        sum(kind.mixer.pair_flops * seen(kind, context + (tokens + 1) / 2) for kind in config.layers)
+        * queries
     )
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
@@ -141,17 +141,7 @@ def share(config: ModelConfig, path: str, tokens: int) -> float:
         return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
-    experts = config.layers[int(rest[0])].ffn
-    assert isinstance(experts, Experts)
-    return min(1.0, tokens * experts.active / experts.count)
-
-
-def pair_flops(kind: LayerKind) -> int:
-    """Operations for one query and one key in all heads: a score, and a weighted value; latents are read as they are."""
-    m = kind.mixer
-    if isinstance(m, GroupedQuery):
-        return 4 * m.num_heads * m.head_size
-    return 2 * m.num_heads * (2 * m.rank + m.rope_size)
+    return config.layers[int(rest[0])].ffn.met(tokens)
 
 
 def seen(kind: LayerKind, keys: float) -> float:
@@ -168,12 +158,7 @@ def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int)
     """Results of each product, written and read once, and the logits in 32 bits."""
 
     def layer(kind: LayerKind) -> int:
-        heads = kind.mixer.num_heads * sum(head_sizes(kind)) + 2 * row_size(kind)
-        inner = (
-            kind.ffn.size
-            if isinstance(kind.ffn, Dense)
-            else kind.ffn.active * kind.ffn.size + kind.ffn.shared
-        )
-        return 3 * config.hidden_size + 2 * inner + heads
+        heads = kind.mixer.num_heads * sum(kind.mixer.head_sizes) + 2 * row_size(kind)
+        return 3 * config.hidden_size + 2 * kind.ffn.inner + heads
 
     return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size
