@@ -34,8 +34,8 @@ from duetto.model.tree import init
 from duetto.serve.commands.bench import Model, measure, median_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import kept
-from duetto.serve.programs.shapes import TILE, Shape
-from duetto.serve.roofline.floor import work
+from duetto.serve.programs.shapes import ROW_TOKENS, Shape
+from duetto.serve.roofline.floor import demand
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import Peaks
 
@@ -268,7 +268,7 @@ def bench_decode(run: Run) -> Iterator[Row]:
 def bench_prefill(run: Run) -> Iterator[Row]:
     """A prompt in one row, and in the short rows in which several prompts share a call."""
     yield program(run, Shape("prefill", 1, run.prompt), 0)
-    yield program(run, Shape("prefill", run.prompt // TILE, TILE), 0)
+    yield program(run, Shape("prefill", run.prompt // ROW_TOKENS, ROW_TOKENS), 0)
 
 
 def bench_steps(run: Run) -> Iterator[Row]:
@@ -356,7 +356,7 @@ def continuous_step(model: Any, prompts: list[list[int]], tokens: int) -> float:
 
 
 def floor_of(run: Run, shape: Shape) -> float:
-    least = work(shape, PRESETS[run.shape], run.dtype, run.context)
+    least = demand(shape, PRESETS[run.shape], run.dtype, run.context)
     return least.floor(run.peaks.flops16, run.peaks.bandwidth)
 
 

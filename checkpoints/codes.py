@@ -17,7 +17,7 @@ from ..model.compress import CONTRACTED
 from ..model.quant import Quantised, Scheme
 from ..model.tree import Spec
 from .joined import Joined
-from .placement import Group, Parameter
+from .layout import Group, Parameter
 from .tensors import Source, aligned, read
 
 Index = tuple[np.ndarray, ...]

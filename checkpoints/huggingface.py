@@ -25,7 +25,7 @@ from .codes import keep
 from .families import FAMILIES, UNSUPPORTED, llama
 from .families.family import Family
 from .folders import read_config_json
-from .placement import Group, groups
+from .layout import Group, groups
 from .quantised import check_config, sources
 from .tensors import FLOATS, CheckpointError, Source, aligned, read, same_numbers, write
 from .weights import find_tensors

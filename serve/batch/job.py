@@ -20,7 +20,7 @@ from ..text.chat import ChatTemplateError, apply_chat
 from ..text.tokenizer import Tokenizer
 from .answers import Answers, usage
 from .lines import INTERNAL, Address, LineError, RawLine, Task, address_of, decode, encodable, task_of
-from .source import Source
+from .source import Input
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -119,7 +119,7 @@ class Job:
     def __init__(
         self,
         start_engine: Callable[[], BatchEngine],
-        source: Source,
+        source: Input,
         sink: Sink,
         options: BatchOptions,
         interrupts: Interrupts,

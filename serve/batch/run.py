@@ -25,7 +25,7 @@ from ..host.streams import tell
 from .job import BatchEngine, BatchOptions, Job, OrderedStream
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
-from .source import Source, hash_of
+from .source import Input, hash_of
 
 Report = dict[str, Any]
 
@@ -53,7 +53,7 @@ def run_batch(
     """
     try:
         check_defaults(options.sampling)
-        with Interrupts() as interrupts, Source.open(input, options.max_line_bytes) as source:
+        with Interrupts() as interrupts, Input.open(input, options.max_line_bytes) as source:
             call = Call(start_engine, source, options, interrupts, summary)
             if output == "-":
                 return call.to_stdout()
@@ -93,7 +93,7 @@ class Call:
     """One call of the command, with its input at hand."""
 
     start_engine: Callable[[], BatchEngine]
-    source: Source
+    source: Input
     options: BatchOptions
     interrupts: Interrupts
     summary: Callable[[Report], None] | None
@@ -266,7 +266,7 @@ def check_ours(report: Path) -> None:
         raise JobError(reason)
 
 
-def check_distinct(source: Source, place: Place, summary_file: str | None) -> None:
+def check_distinct(source: Input, place: Place, summary_file: str | None) -> None:
     """No file is written that is read, and none twice, by whatever name. Raises JobError."""
     named = {"the output": place.output, "the job's journal": place.journal, "the job's report": place.report}
     summary = None if summary_file is None else Path(os.path.realpath(summary_file))

@@ -37,7 +37,7 @@ from ..options.flags import numbers, positive
 from ..programs.compile import Arguments, Programs
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
-from ..roofline.floor import work
+from ..roofline.floor import demand
 from ..roofline.measured import awake, full_batch
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
@@ -61,7 +61,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the engine's step."""
 
     part: str
@@ -128,18 +128,18 @@ class Bench:
         return output
 
 
-def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Row:
+def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
     """A row for one program whose every row has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
-    least = work(shape, model.config, model.dtype, context, model.params)
+    least = demand(shape, model.config, model.dtype, context, model.params)
     floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
-    return Row(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
+    return Figure(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
 
 
 # ---------------------------------------------------------------- the parts
 
 
-def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Steps of one token for each width and context, and the engine's time for such steps at the first context."""
     for width in args.widths:
         for i, context in enumerate(args.contexts):
@@ -190,13 +190,13 @@ def prefills(llm: LLM) -> int:
     return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
 
 
-def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """One prompt in one call, for each length."""
     for length in args.lengths:
         yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
 
 
-def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Row]:
+def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what that left."""
     with tempfile.TemporaryDirectory() as folder:
         keep_compiled(folder)
@@ -207,7 +207,7 @@ def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
                 model.config, model.params, compilation_cache=None, **asdict(model.options)
             ) as llm:
                 seconds, programs = time.perf_counter() - begin, llm.report()["programs"]
-            yield Row("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
+            yield Figure("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
         jax.config.update("jax_compilation_cache_dir", None)
 
 
@@ -272,7 +272,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def shown(row: Row) -> str:
+def shown(row: Figure) -> str:
     floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
     gap = "-" if row.host_gap is None else f"{row.host_gap:.1%}"
     return f"{row.what:<22}{row.context:>8}{row.seconds * 1e3:>10.2f}{row.tokens_per_second:>10.1f}{floor:>10}{gap:>10}"

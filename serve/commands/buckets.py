@@ -141,12 +141,12 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     """Prompt and output tokens of the lines of a batch. Raises ValueError for one that is not allowed, OSError."""
     from ..batch.job import BatchOptions
     from ..batch.lines import decode, task_of
-    from ..batch.source import Source
+    from ..batch.source import Input
     from ..text.chat import apply_chat
     from ..text.tokenizer import Tokenizer
 
     limit, tokenizer, found = BatchOptions().max_line_bytes, Tokenizer.from_folder(folder), []
-    with Source.open(file, limit) as source:
+    with Input.open(file, limit) as source:
         for line in source.lines():
             task = task_of(decode(line, limit), {}, seed=0)
             if isinstance(task.prompt, list):

@@ -28,7 +28,7 @@ from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes, can_share, table
 from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes
 from ..roofline.facts import Facts, facts
-from ..roofline.floor import Work, pools, work
+from ..roofline.floor import Demand, demand, pools
 from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
 from ..roofline.table import Cost, floored, render_table
@@ -37,7 +37,7 @@ from .command import engine_flags, engine_options, model_flags
 
 
 @dataclass(frozen=True)
-class Job:
+class EnginePlan:
     """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache of each row."""
 
     name: str
@@ -86,7 +86,7 @@ def plan_job(
     target: Target,
     context: int | None,
     **where: Any,
-) -> Job:
+) -> EnginePlan:
     """Chooses an engine's sizes as a start would; `where` are options of `Origin.of`.
 
     Raises ValueError where they do not fit, or the target cannot hold them.
@@ -108,14 +108,16 @@ def plan_job(
     context = min(1024, sizes.max_model_len) if context is None else context
     if not 0 < context <= sizes.max_model_len:
         raise ValueError(f"context {context} is not allowed: 1 to max_model_len {sizes.max_model_len}")
-    return Job(shape or model or "the demo model", config, chosen, options, target, sizes, context, params)
+    return EnginePlan(
+        shape or model or "the demo model", config, chosen, options, target, sizes, context, params
+    )
 
 
-def abstract_arguments(job: Job) -> Arguments:
+def abstract_arguments(plan: EnginePlan) -> Arguments:
     """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several devices."""
-    weights = abstract(form_spec(job.config, job.options.quantization), jnp.dtype(job.dtype))
-    params = abstract_params(job.config, job.dtype, job.target, job.params or weights)
-    return arguments_like(PairConfig(job.config), params, job.sizes)
+    weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
+    params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
+    return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 
 def abstract_params(
@@ -135,36 +137,36 @@ def abstract_params(
     return jax.tree.map(placed, where, abstract(specs, jnp.dtype(dtype)) if weights is None else weights)
 
 
-def compile_for(job: Job, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
-    """One program, ahead of time, for the job's target."""
-    with warnings.catch_warnings(), described(job.target):
+def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
+    """One program, ahead of time, for the plan's target."""
+    with warnings.catch_warnings(), described(plan.target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return lower(Alone(job.config), shape, arguments, job.sizes).compile()
+        return lower(Alone(plan.config), shape, arguments, plan.sizes).compile()
 
 
-def make_rows(job: Job, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
+def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
     """A row for each shape of the table; those of `compiled` with what XLA made of them."""
     chosen = set(compiled)
-    return [make_row(job, arguments, shape, shape in chosen) for shape in job.shapes]
+    return [make_row(plan, arguments, shape, shape in chosen) for shape in plan.shapes]
 
 
-def make_row(job: Job, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
+def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
     """One shape's figures, for one of the target's devices."""
-    n = len(job.target.devices)
-    context = 0 if shape.phase == "prefill" else job.context
-    whole = work(shape, job.config, job.dtype, context, target_of(arguments.params))
-    found = facts_of(job, arguments, shape, context) if compiled else None
+    n = len(plan.target.devices)
+    context = 0 if shape.phase == "prefill" else plan.context
+    whole = demand(shape, plan.config, plan.dtype, context, target_of(arguments.params))
+    found = facts_of(plan, arguments, shape, context) if compiled else None
     return floored(
-        Cost(shape, Work(whole.flops / n, whole.bytes / n), None, None, found), job.target, job.dtype
+        Cost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
     )
 
 
-def facts_of(job: Job, arguments: Arguments, shape: Shape, context: int) -> Facts:
+def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
     """What XLA makes of a shape whose rows have so many tokens in the cache."""
-    read = pools(shape, job.config.layers, arguments.cache, context)
-    return facts(compile_for(job, shape, arguments), read, steps=shape.tokens)
+    read = pools(shape, plan.config.layers, arguments.cache, context)
+    return facts(compile_for(plan, shape, arguments), read, steps=shape.tokens)
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
@@ -173,26 +175,30 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
 
 
-def memory_of(job: Job, arguments: Arguments, rows: list[Cost]) -> Memory:
+def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memory:
     found = [row.facts.temporaries for row in rows if row.facts]
-    estimate = scratch_bytes(PairConfig(job.config), job.options, job.dtype) + widened_bytes(arguments.params)
+    estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype) + widened_bytes(
+        arguments.params
+    )
     return Memory(
         weights=device_bytes(arguments.params),
         cache=device_bytes(arguments.cache),
         slots=device_bytes(arguments.slots),
         temporaries=max(found) if found else estimate,
-        limit=job.target.memory,
+        limit=plan.target.memory,
     )
 
 
-def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Cost]) -> tuple[Memory, list[Cost]]:
+def measured(
+    plan: EnginePlan, arguments: Arguments, memory: Memory, rows: list[Cost]
+) -> tuple[Memory, list[Cost]]:
     """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all alike."""
     shapes = [row.shape for row in rows if row.facts]
     if not shapes:
         return memory, rows
-    programs = Programs(Alone(job.config), arguments.params, job.sizes, shapes)
+    programs = Programs(Alone(plan.config), arguments.params, plan.sizes, shapes)
     longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
-    found = measure(programs, arguments, min(job.context, job.sizes.max_model_len - longest))
+    found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
     timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
     return replace(memory, peak=found.peak), timed
 
@@ -200,54 +206,54 @@ def measured(job: Job, arguments: Arguments, memory: Memory, rows: list[Cost]) -
 # ---------------------------------------------------------------- showing
 
 
-def render(job: Job, memory: Memory, rows: list[Cost]) -> str:
+def render(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan as text."""
     return "\n\n".join(
-        [head(job), render_memory(job, memory), render_rows(job, rows), *render_facts(job, rows)]
+        [head(plan), render_memory(plan, memory), render_rows(plan, rows), *render_facts(plan, rows)]
     )
 
 
-def head(job: Job) -> str:
-    s, n = job.sizes, len(job.target.devices)
+def head(plan: EnginePlan) -> str:
+    s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
     return (
-        f"{job.name} in {job.dtype} on {job.target.name}{each}\n"
+        f"{plan.name} in {plan.dtype} on {plan.target.name}{each}\n"
         f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens"
     )
 
 
-def render_memory(job: Job, memory: Memory) -> str:
+def render_memory(plan: EnginePlan, memory: Memory) -> str:
     parts = {k: v for k, v in asdict(memory).items() if k not in ("limit", "peak")} | {"total": memory.total}
     if memory.peak is not None:
         parts["measured"] = memory.peak
     lines = [f"{name:<12}{size / 2**20:>12.1f} MiB" for name, size in parts.items()]
     if memory.limit is not None:
-        allowed = memory.limit * job.options.gpu_memory_utilization
+        allowed = memory.limit * plan.options.gpu_memory_utilization
         verdict = "fits" if memory.total <= allowed else "DOES NOT FIT"
         lines.append(
-            f"{verdict} in {allowed / 2**20:.1f} MiB, {job.options.gpu_memory_utilization:.0%} of the device's memory"
+            f"{verdict} in {allowed / 2**20:.1f} MiB, {plan.options.gpu_memory_utilization:.0%} of the device's memory"
         )
     return "\n".join(lines)
 
 
-def render_rows(job: Job, rows: list[Cost]) -> str:
+def render_rows(plan: EnginePlan, rows: list[Cost]) -> str:
     """The roofline, and what it was made from."""
     lines = render_table(rows)
-    lines.append(f"each row of a decode has {job.context} tokens in the cache, a prefill none")
+    lines.append(f"each row of a decode has {plan.context} tokens in the cache, a prefill none")
     lines.append("touched: by XLA's optimised program for greedy requests, loops as often as they run")
-    if len(job.target.devices) > 1:
+    if len(plan.target.devices) > 1:
         lines.append("what goes over the links between devices is not in the floors")
-    if peaks := job.target.peaks:
+    if peaks := plan.target.peaks:
         rates = (
-            f"{peaks.flops(job.dtype) / 1e12:.4g} TFLOP/s in {job.dtype}, {peaks.bandwidth / 1e9:.5g} GB/s"
+            f"{peaks.flops(plan.dtype) / 1e12:.4g} TFLOP/s in {plan.dtype}, {peaks.bandwidth / 1e9:.5g} GB/s"
         )
         lines.append(f"floors from peaks: {rates}")
     return "\n".join(lines)
 
 
-def render_facts(job: Job, rows: list[Cost]) -> list[str]:
-    link = job.target.peaks.link if job.target.peaks else 0.0
+def render_facts(plan: EnginePlan, rows: list[Cost]) -> list[str]:
+    link = plan.target.peaks.link if plan.target.peaks else 0.0
     return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
 
 
@@ -264,20 +270,20 @@ def render_fact(f: Facts, link: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(job: Job, memory: Memory, rows: list[Cost]) -> str:
+def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
     top = {
-        "model": job.name,
-        "dtype": job.dtype,
-        "target": job.target.name,
-        "devices": len(job.target.devices),
+        "model": plan.name,
+        "dtype": plan.dtype,
+        "target": plan.target.name,
+        "devices": len(plan.target.devices),
     }
     return json.dumps(
         {
             **top,
-            "context": job.context,
-            "sizes": asdict(job.sizes),
+            "context": plan.context,
+            "sizes": asdict(plan.sizes),
             "memory": asdict(memory),
             "programs": shown,
         }
@@ -321,16 +327,18 @@ def run(args: argparse.Namespace) -> int:
         keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
     target = find_target(args.target) if args.target else here()
     where = {"revision": args.revision, "download_dir": args.download_dir}
-    job = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
+    plan = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
     arguments, choices = (
-        abstract_arguments(job),
-        {"main": main_shapes(job.shapes), "all": job.shapes, "none": []},
+        abstract_arguments(plan),
+        {"main": main_shapes(plan.shapes), "all": plan.shapes, "none": []},
     )
-    rows = make_rows(job, arguments, choices[args.compile])
-    memory = memory_of(job, arguments, rows)
+    rows = make_rows(plan, arguments, choices[args.compile])
+    memory = memory_of(plan, arguments, rows)
     if args.measure:
-        memory, rows = measured(job, arguments, memory, rows)
-        job = replace(job, target=here(measure=True))  # last: its arrays must not count as the plan's memory
-        rows = [floored(row, job.target, job.dtype) for row in rows]
-    print(as_json(job, memory, rows) if args.json else render(job, memory, rows))
+        memory, rows = measured(plan, arguments, memory, rows)
+        plan = replace(
+            plan, target=here(measure=True)
+        )  # last: its arrays must not count as the plan's memory
+        rows = [floored(row, plan.target, plan.dtype) for row in rows]
+    print(as_json(plan, memory, rows) if args.json else render(plan, memory, rows))
     return 0

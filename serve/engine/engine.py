@@ -25,7 +25,7 @@ from .guessing import Speculation
 from .meter import Compilations, Meter
 from .request import Request
 from .rows import calls, prompt_rows
-from .scheduler import Limits, Plan, Scheduler, Work
+from .scheduler import Limits, Scheduler, StepPlan, Work
 from .sleep import Sleep, on_device, on_host, shapes_of
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -65,7 +65,7 @@ class Engine:
             limits,
             self.tables,
             root(*salt) if prefix_caching else None,
-            recompute_outputs=classes.joined,
+            recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
         )
         self._flight: list[Ran] = []
@@ -104,7 +104,7 @@ class Engine:
             self._ended(request)
 
     def step(self) -> list[Request]:
-        """Plan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
+        """StepPlan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
 
         A step that fails on the device, or is interrupted, costs its cache: every running request is put back into the
         queue, and its pages are computed again. Raises the device's error when that does not help either, and
@@ -220,7 +220,7 @@ class Engine:
         flight, self._flight = self._flight, []
         return self._commit(flight, waited=True)
 
-    def _dispatch(self, plan: Plan) -> list[Ran]:
+    def _dispatch(self, plan: StepPlan) -> list[Ran]:
         for request in plan.seats:
             self._seat(request)
         classes = self.classes
@@ -308,7 +308,7 @@ class Engine:
             request.passes.append(Pass(work.guesses, len(request.tokens) - known))
             if ran.shape.phase != "prefill":
                 self.speculation.judged(len(work.guesses), len(emitted))
-        if self.classes.joined and len(request.tokens) <= request.reach:
+        if self.classes.same_bits and len(request.tokens) <= request.reach:
             self.scheduler.name_pages(request, known - 1, len(request.tokens) - 1)
         if request.finished:
             self.scheduler.release(request)

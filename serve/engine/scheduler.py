@@ -31,7 +31,7 @@ Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row 
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has guesses."""
 
     seats: list[Request] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Scheduler:
         """Running requests whose prompts are computed, or on their way."""
         return sum(not self._prompt_left(r) for r in self.running.values())
 
-    def plan(self, settled: bool, guess: Guess | None = None) -> Plan | None:
+    def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
         """The next step, or None where decode lacks a page: then the step in flight must be `settled` before others give way.
 
         It must be settled too where `guess` is given.
@@ -112,9 +112,9 @@ class Scheduler:
         if guess is not None:
             rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
-        return Plan(seats, chunks, verify=rows) if verify else Plan(seats, chunks, decode=rows)
+        return StepPlan(seats, chunks, verify=rows) if verify else StepPlan(seats, chunks, decode=rows)
 
-    def dispatched(self, plan: Plan) -> None:
+    def dispatched(self, plan: StepPlan) -> None:
         """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from now on.
 
         How many of its tokens a verified row has computed is known when it is committed.

@@ -35,7 +35,7 @@ class Classes:
 
     prefill: tuple[Shape, ...]
     decode: tuple[Shape, ...]
-    joined: bool
+    same_bits: bool
     verify: tuple[Shape, ...] = ()
 
 
@@ -221,13 +221,13 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
         decode = tuple(
             s for s in widths if done(s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
         )
-        joined = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
+        same_bits = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
         verify: tuple[Shape, ...] = ()
         if guessed:
             probe.write(few)
             rows = probe.decode(CANONICAL_DECODE, few)
             verify = tuple(s for s in guessed if done(same_rows(probe.decode(s, few), rows)))
-    return Classes(prefill, decode, joined, verify), probe.arguments
+    return Classes(prefill, decode, same_bits, verify), probe.arguments
 
 
 def step_seconds(

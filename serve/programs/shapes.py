@@ -10,7 +10,7 @@ from ...sampling.checks import MAX_LOGPROBS
 from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
 
 SMALLEST_WIDTH = 8
-TILE = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+ROW_TOKENS = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
 WIDEST = 4  # tokens of a verification for each seat
 
@@ -88,10 +88,10 @@ def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
     """
     last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
     edges = doublings(SMALLEST_CHUNK, last)
-    rows = [edge // TILE for edge in edges[1:][-SHARED:]] if shared else []
+    rows = [edge // ROW_TOKENS for edge in edges[1:][-SHARED:]] if shared else []
     if options.prefill_buckets is not None:
         edges = sorted({SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)})
-    return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, TILE) for n in rows]
+    return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, ROW_TOKENS) for n in rows]
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:

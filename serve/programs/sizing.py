@@ -19,7 +19,7 @@ from ...model.quant import Quantised
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes
 from ..options.engine import EngineOptions
-from .shapes import TILE, Sizes
+from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 
 HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
@@ -32,7 +32,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
-    sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // TILE)
+    sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
     return activations + attention + 16 * (sampled * V + reported)

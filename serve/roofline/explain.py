@@ -4,7 +4,7 @@ from ...kvcache.placement import everywhere
 from ..engine.engine import Engine
 from ..programs.shapes import Shape
 from .facts import facts
-from .floor import Work, pair_work, pools, starts
+from .floor import Demand, pair_demand, pools, starts
 from .table import Cost, floored, render_table
 from .targets import Target, here
 
@@ -26,8 +26,8 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     name, devices, dtype = str(shape), len(everywhere(params).device_set), engine.params.embed.dtype
     mean = meter.cached[name] / meter.steps[name] / shape.rows
     context = max(round(mean - starts(shape, 0).mean()), 0)
-    whole = pair_work(shape, config, dtype, context, params)
+    whole = pair_demand(shape, config, dtype, context, params)
     read = pools(shape, config.layers, engine.cache, context)
     found = facts(engine.programs.steps[shape], read, shape.tokens)
-    each = Work(whole.flops / devices, whole.bytes / devices)
+    each = Demand(whole.flops / devices, whole.bytes / devices)
     return floored(Cost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)

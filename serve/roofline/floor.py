@@ -25,7 +25,7 @@ from .hlo import Pool
 
 
 @dataclass(frozen=True)
-class Work:
+class Demand:
     """Operations (a multiply-add is two) and bytes from and to memory."""
 
     flops: float
@@ -45,7 +45,9 @@ class Work:
         return "compute" if self.flops / flops > self.bytes / bandwidth else "memory"
 
 
-def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None) -> Work:
+def demand(
+    shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None
+) -> Demand:
     """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts of one prompt.
 
     `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
@@ -53,19 +55,19 @@ def work(shape: Shape, config: ModelConfig, dtype: Any, context: int, params: De
     B, T = shape.rows, shape.tokens
     params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
     if shape.phase == "decode":
-        one = step_work(config, params, rows=B, tokens=1, context=context, sampled=1)
-        return Work(T * one.flops, T * one.bytes)
+        one = step_demand(config, params, rows=B, tokens=1, context=context, sampled=1)
+        return Demand(T * one.flops, T * one.bytes)
     if shape.phase == "prefill":
-        return step_work(config, params, rows=1, tokens=B * T, context=context, sampled=1)
-    return step_work(config, params, rows=B, tokens=T, context=context, sampled=T)
+        return step_demand(config, params, rows=1, tokens=B * T, context=context, sampled=1)
+    return step_demand(config, params, rows=B, tokens=T, context=context, sampled=T)
 
 
-def pair_work(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Work:
-    """`work` of a model and of the draft model beside it, which guesses one token after the other, and else only writes its keys.
+def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Demand:
+    """`demand` of a model and of the draft model beside it, which guesses one token after the other, and else only writes its keys.
 
     What a head computes is left out: it is one product or two.
     """
-    own = work(shape, config.target, dtype, context, target_of(params))
+    own = demand(shape, config.target, dtype, context, target_of(params))
     if config.draft is None:
         return own
     B, T = shape.rows, shape.tokens
@@ -73,8 +75,8 @@ def pair_work(shape: Shape, config: PairConfig, dtype: Any, context: int, params
     if shape.phase == "decode":
         rows, tokens, times = B, 1, T
     draft = params.draft if isinstance(params, Pair) else params
-    one = step_work(config.draft, draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
-    return Work(own.flops + times * one.flops, own.bytes + times * one.bytes)
+    one = step_demand(config.draft, draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
+    return Demand(own.flops + times * one.flops, own.bytes + times * one.bytes)
 
 
 def starts(shape: Shape, context: int) -> np.ndarray:
@@ -104,9 +106,9 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     )
 
 
-def step_work(
+def step_demand(
     config: ModelConfig, params: Decoder, *, rows: int, tokens: int, context: int, sampled: int
-) -> Work:
+) -> Demand:
     """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal."""
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
@@ -120,7 +122,7 @@ def step_work(
     weights = inner_bytes(config, params, queries) + head_bytes + queries * config.hidden_size * size
     # read what is there, write and read what is new
     cache = sum((seen(kind, context) + 2 * tokens) * row_size(kind) for kind in config.layers) * rows * size
-    return Work(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
+    return Demand(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
 
 
 def inner_numbers(config: ModelConfig) -> float:

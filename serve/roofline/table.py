@@ -5,7 +5,7 @@ from typing import Any
 
 from ..programs.shapes import Shape
 from .facts import Facts
-from .floor import Work
+from .floor import Demand
 from .targets import Target
 
 
@@ -14,7 +14,7 @@ class Cost:
     """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and measured seconds."""
 
     shape: Shape
-    work: Work
+    work: Demand
     floor: float | None
     bound: str | None
     facts: Facts | None

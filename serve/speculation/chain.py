@@ -33,7 +33,7 @@ class ChainPhases:
         )
         batch, rule = replace(of_target(self.config, batch), tokens=tokens), RULES[self.acceptance]
         mine, slots, out = judge(params.target, mine, slots, batch, offers, config=target, rule=rule)
-        return joined(mine, rest), slots, out
+        return together(mine, rest), slots, out
 
 
 def both(
@@ -44,7 +44,7 @@ def both(
     own = of_target(config, batch)
     mine, slots, out = step(params.target, mine, slots, own, config=config.target)
     rest = guesser.follow(params, rest, slots, of_draft(config, seen))
-    return joined(mine, rest), slots, out
+    return together(mine, rest), slots, out
 
 
 # ---------------------------------------------------------------- two models in one cache
@@ -56,7 +56,7 @@ def split(config: PairConfig, cache: KVCache) -> tuple[KVCache, KVCache]:
     return KVCache(cache.k[:L], cache.v[:L]), KVCache(cache.k[L:], cache.v[L:])
 
 
-def joined(a: KVCache, b: KVCache) -> KVCache:
+def together(a: KVCache, b: KVCache) -> KVCache:
     return KVCache((*a.k, *b.k), (*a.v, *b.v))
 
 

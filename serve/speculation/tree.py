@@ -19,7 +19,7 @@ from ...sampling.sample import Sampled
 from ...sampling.token_tree import TokenTree
 from ..programs.phases import Result
 from ..programs.step import Output, Slots, awake, emit, in_turn
-from .chain import both, joined, of_draft, of_target, split
+from .chain import both, of_draft, of_target, split, together
 from .guessers import Asked, Guesser
 
 
@@ -50,7 +50,7 @@ class TreePhases:
         mine = keep(state, replace(own, count=steps), target.windows, windows, taken)
         path = replace(batch, tokens=jnp.take_along_axis(tokens, taken, axis=1), count=steps)
         rest = self.guesser.follow(params, rest, slots, of_draft(self.config, path))
-        return joined(mine, rest), slots, Output(sampled, None)
+        return together(mine, rest), slots, Output(sampled, None)
 
     def _run(
         self, params: Pair, cache: KVCache, slots: Slots, batch: Batch, tokens: Int[Array, "B n"]

@@ -10,7 +10,7 @@ import numpy as np
 from cases.families import hub_config
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.placement import groups
+from duetto.checkpoints.layout import groups
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 Parts = dict[str, np.ndarray]

@@ -20,7 +20,7 @@ from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.generation import GenerationDefaults, generation_defaults
 from duetto.checkpoints.huggingface import load, read_config, save
 from duetto.checkpoints.joined import Joined
-from duetto.checkpoints.placement import groups
+from duetto.checkpoints.layout import groups
 from duetto.checkpoints.tensors import CheckpointError, contents, read
 from duetto.model.config import ModelConfig
 from duetto.model.layers import Norm

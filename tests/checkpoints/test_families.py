@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import load, read_config, save
-from duetto.checkpoints.placement import groups
+from duetto.checkpoints.layout import groups
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery

@@ -16,7 +16,7 @@ from duetto.sampling.params import SamplingParams
 from duetto.serve.api.llm import LLM
 from duetto.serve.cli import main
 from duetto.serve.commands.plan import (
-    Job,
+    EnginePlan,
     abstract_arguments,
     abstract_params,
     compile_for,
@@ -30,7 +30,7 @@ from duetto.serve.host.devices import memory_limit
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.programs.sizing import choose_sizes
-from duetto.serve.roofline.floor import Work, work
+from duetto.serve.roofline.floor import Demand, demand
 from duetto.serve.roofline.measured import STATUS
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import here
@@ -41,8 +41,8 @@ SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
 SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
 
 
-def small_job(context: int) -> Job:
-    return Job("small", SMALL, "float32", EngineOptions(), here(), SIZES, context)
+def small_job(context: int) -> EnginePlan:
+    return EnginePlan("small", SMALL, "float32", EngineOptions(), here(), SIZES, context)
 
 
 # XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts as many.
@@ -53,7 +53,7 @@ def test_operations_agree_with_xla(shape: Shape, context: int):
     job = small_job(max(context, 1))
     analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
     assert analysed is not None
-    assert work(shape, SMALL, "float32", context).flops == pytest.approx(analysed["flops"], rel=0.1)
+    assert demand(shape, SMALL, "float32", context).flops == pytest.approx(analysed["flops"], rel=0.1)
 
 
 def test_the_bytes_of_a_step_are_a_floor_of_those_xla_counts():
@@ -61,24 +61,24 @@ def test_the_bytes_of_a_step_are_a_floor_of_those_xla_counts():
     analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
     assert analysed is not None
     weights = nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
-    assert weights < work(shape, SMALL, "float32", 127).bytes < analysed["bytes accessed"]
+    assert weights < demand(shape, SMALL, "float32", 127).bytes < analysed["bytes accessed"]
 
 
 def test_work_grows_as_it_should():
-    def decode(rows: int, steps: int, context: int) -> Work:
-        return work(Shape("decode", rows, steps), SMALL, "float32", context)
+    def decode(rows: int, steps: int, context: int) -> Demand:
+        return demand(Shape("decode", rows, steps), SMALL, "float32", context)
 
     assert decode(8, 4, 100).flops == 4 * decode(8, 1, 100).flops
     assert decode(16, 1, 100).flops == 2 * decode(8, 1, 100).flops
     keys = 2 * SMALL.num_layers * 4 * 32 * 4
     assert decode(8, 1, 200).bytes - decode(8, 1, 100).bytes == 8 * 100 * keys
-    verify, prefill = (work(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
+    verify, prefill = (demand(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
     assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
 
 
 def test_a_floor_is_the_slower_of_two():
-    assert Work(10, 2).floor(5, 4) == 2.0 and Work(10, 2).bound(5, 4) == "compute"
-    assert Work(10, 20).floor(5, 4) == 5.0 and Work(10, 20).bound(5, 4) == "memory"
+    assert Demand(10, 2).floor(5, 4) == 2.0 and Demand(10, 2).bound(5, 4) == "compute"
+    assert Demand(10, 20).floor(5, 4) == 5.0 and Demand(10, 20).bound(5, 4) == "memory"
 
 
 def test_memory_is_what_the_arrays_take():
@@ -159,7 +159,7 @@ PEAK = """
 from duetto.model.config import ModelConfig
 from duetto.serve.commands.plan import *
 config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
-job = Job("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
+job = EnginePlan("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
 arguments = abstract_arguments(job)
 rows = [make_row(job, arguments, Shape("decode", 8, 1))]
 memory, rows = measured(job, arguments, memory_of(job, arguments, rows), rows)

@@ -24,12 +24,12 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes, paths
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
-from duetto.serve.commands.plan import Job, abstract_arguments, compile_for
+from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for
 from duetto.serve.loading.start import read_folder, read_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.roofline.facts import facts
-from duetto.serve.roofline.floor import work
+from duetto.serve.roofline.floor import demand
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import MissingCompiler, find_target
 
@@ -182,7 +182,7 @@ def test_an_8b_model_in_four_bits_is_planned_without_it(capsys):
 
 def test_a_steps_bytes_are_those_of_the_codes_that_it_meets(params):
     step, small = Shape("decode", 1, 1), quantize_params(params, "int8")
-    saved = work(step, CONFIG, jnp.float32, 9).bytes - work(step, CONFIG, jnp.float32, 9, small).bytes
+    saved = demand(step, CONFIG, jnp.float32, 9).bytes - demand(step, CONFIG, jnp.float32, 9, small).bytes
     assert saved == nbytes(params) - nbytes(small)
 
 
@@ -196,7 +196,9 @@ def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(
         pytest.skip(str(error))
     config = replace(PRESETS["8b"], layers=PRESETS["8b"].layers[:2], vocab_size=2048)
     sizes = Sizes(max_model_len=2048, max_num_seqs=32, pages=(1024,), page_size=64)
-    job = Job("test", config, "bfloat16", EngineOptions(quantization=scheme), target, sizes, context=1024)
+    job = EnginePlan(
+        "test", config, "bfloat16", EngineOptions(quantization=scheme), target, sizes, context=1024
+    )
     arguments = abstract_arguments(job)
     found = facts(compile_for(job, Shape("decode", 32, 1), arguments))
     largest = 2 * 4096 * 14336  # bytes of one projection in bfloat16

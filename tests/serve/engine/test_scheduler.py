@@ -336,7 +336,7 @@ def start(
     decode_steps: int = 1,
     rows: int = 1,
     width: int = 4,
-    joined: bool = True,
+    same_bits: bool = True,
     caching: bool = True,
     max_model_len: int = 48,
     windows: tuple[int | None, ...] = (None,),
@@ -358,7 +358,7 @@ def start(
     prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, chunk), Shape("prefill", rows, 2)}
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
-    classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), joined, tuple(sorted(verify)))
+    classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
     limits = Limits(seats, budget, 2, decode_steps, guesses)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
@@ -428,7 +428,7 @@ class Serving(RuleBasedStateMachine):
         decode_steps=st.integers(1, 4),
         rows=st.sampled_from([1, 3]),
         width=st.sampled_from([2, 4]),
-        joined=st.booleans(),
+        same_bits=st.booleans(),
         caching=st.booleans(),
         windows=st.sampled_from([(None,), (None, 3), (5,), (None, 2, 7)]),
         boundary=st.sampled_from([None, None, 9]),
@@ -577,7 +577,7 @@ class Serving(RuleBasedStateMachine):
                 cell = self.programs.pages.cells[g, pages[position // W], position % W]
                 assert (cell.position, cell.token) == (position, request.tokens[position])
                 phase = "prefill" if position < len(request.prompt) else "decode"
-                assert self.options["joined"] or cell.phase == phase
+                assert self.options["same_bits"] or cell.phase == phase
 
     def _check_shared(self, g: int, page: int, owners: list[tuple[Request, int]]) -> None:
         """Two requests own a page only where it is full, named, and after the same tokens for both."""
@@ -596,7 +596,7 @@ class Serving(RuleBasedStateMachine):
             for offset, token in enumerate(tokens[-W:]):
                 cell = self.programs.pages.cells[g, page, offset]
                 assert (cell.position, cell.token, cell.long) == (len(tokens) - W + offset, token, long)
-                assert self.options["joined"] or cell.phase == "prefill"
+                assert self.options["same_bits"] or cell.phase == "prefill"
 
     def _check_result(self, request: Request, outputs: list[int], reason: str) -> None:
         assert request.outputs == outputs[: len(request.outputs)]
@@ -693,9 +693,9 @@ def test_preempted_request_returns_to_its_place():
     assert all((r.outputs, r.finish_reason) == expected(r) for r in requests)
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_preempted_request_computes_nothing_that_is_still_there(joined):
-    engine, programs = start(pages=8, page_size=4, seats=2, joined=joined)
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_preempted_request_computes_nothing_that_is_still_there(same_bits):
+    engine, programs = start(pages=8, page_size=4, seats=2, same_bits=same_bits)
     first, second = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 8), 16, 1)
     for request in (first, second):
         engine.submit(request)
@@ -710,18 +710,20 @@ def test_preempted_request_computes_nothing_that_is_still_there(joined):
     assert second.outputs == expected(second)[0]
 
 
-@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("same_bits", [True, False])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("decode_steps", [1, 3])
-def test_outputs_are_found_by_name_where_bits_agree(joined, page_size, decode_steps):
-    engine, _ = start(page_size=page_size, decode_steps=decode_steps, joined=joined)
+def test_outputs_are_found_by_name_where_bits_agree(same_bits, page_size, decode_steps):
+    engine, _ = start(page_size=page_size, decode_steps=decode_steps, same_bits=same_bits)
     first = ask(prompt_of(0, 5), 14, 0)
     engine.submit(first)
     run(engine)
     again = ask([*first.tokens, 1], 2, 1)
     engine.submit(again)
     run(engine)
-    written = len(first.tokens) - 1 if joined else len(first.prompt)  # the last token is sampled, never fed
+    written = (
+        len(first.tokens) - 1 if same_bits else len(first.prompt)
+    )  # the last token is sampled, never fed
     assert again.cached == written // page_size * page_size
     assert again.outputs == expected(again)[0]
 

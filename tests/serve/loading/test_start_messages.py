@@ -168,7 +168,7 @@ def test_probing_is_told(monkeypatch, capfd):
 
     monkeypatch.setattr(classes, "Probe", Probe)
     found, _ = classes.find_classes(SimpleNamespace(steps=dict.fromkeys(SHAPES)), None)
-    assert (*found.prefill, *found.decode, *found.verify) == SHAPES and found.joined
+    assert (*found.prefill, *found.decode, *found.verify) == SHAPES and found.same_bits
     line = "duetto: probing which programs give the same bits: "
     assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
 

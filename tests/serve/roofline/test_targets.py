@@ -9,7 +9,7 @@ import pytest
 
 from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
-from duetto.serve.commands.plan import Job, abstract_arguments, compile_for, device_bytes, make_row
+from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.compile import Arguments
 from duetto.serve.programs.shapes import Shape, Sizes
@@ -52,21 +52,21 @@ def found_target(name: str) -> Target:
         pytest.skip(str(error))
 
 
-def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> Job:
+def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:
     platform, config = target.devices[0].platform, PRESETS[model]
     words = config.vocab_size if platform == "gpu" else WORDS
     config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
-    return Job("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
+    return EnginePlan("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
 
 
-def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
+def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
     """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of a layer."""
     donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
     assert found.aliased >= device_bytes(donated)
     assert found.temporaries < 0.06 * device_bytes(arguments.cache)
     assert not [m for m in found.moved if m.bytes >= device_bytes(arguments.cache.k[0]) / 4]
-    if job.target.devices[0].platform != "cpu":  # there XLA turns one of them at each step
+    if plan.target.devices[0].platform != "cpu":  # there XLA turns one of them at each step
         assert not {m.bytes for m in found.moved} & {
             device_bytes(weight) for weight in jax.tree.leaves(layer)
         }
@@ -75,11 +75,11 @@ def check_in_place(found: Facts, job: Job, arguments: Arguments) -> None:
 @pytest.mark.parametrize("target, model, shape", MOST, ids=str)
 @pytest.mark.extras
 def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape: Shape):
-    job = job_for(found_target(target), model)
-    arguments, (ratio, temporaries) = abstract_arguments(job), MOST[target, model, shape]
-    row = make_row(job, arguments, shape)
+    plan = job_for(found_target(target), model)
+    arguments, (ratio, temporaries) = abstract_arguments(plan), MOST[target, model, shape]
+    row = make_row(plan, arguments, shape)
     assert row.facts is not None and row.excess is not None
-    check_in_place(row.facts, job, arguments)
+    check_in_place(row.facts, plan, arguments)
     assert row.excess <= ratio
     assert row.facts.temporaries <= temporaries * 2**20
 
@@ -96,19 +96,19 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
     ids=str,
 )
 def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
-    job = job_for(here(), dtype=dtype)
-    arguments = abstract_arguments(job)
-    check_in_place(facts(compile_for(job, shape, arguments)), job, arguments)
+    plan = job_for(here(), dtype=dtype)
+    arguments = abstract_arguments(plan)
+    check_in_place(facts(compile_for(plan, shape, arguments)), plan, arguments)
 
 
 @pytest.mark.extras
 def test_eight_gpus_share_the_heads():
-    job = job_for(found_target("8xh200"))
-    arguments = abstract_arguments(job)
+    plan = job_for(found_target("8xh200"))
+    arguments = abstract_arguments(plan)
     assert device_bytes(arguments.cache) * 8 == nbytes(arguments.cache)
-    found = facts(compile_for(job, Shape("decode", 8, 1), arguments))
-    check_in_place(found, job, arguments)
-    hidden = 8 * job.config.hidden_size * 2
+    found = facts(compile_for(plan, Shape("decode", 8, 1), arguments))
+    check_in_place(found, plan, arguments)
+    hidden = 8 * plan.config.hidden_size * 2
     reduced = found.collectives["all-reduce"]
     assert reduced.calls >= 2 * LAYERS and reduced.bytes >= 2 * LAYERS * hidden
     assert reduced.sent == pytest.approx(2 * 7 / 8 * reduced.bytes, abs=reduced.calls)
@@ -116,9 +116,9 @@ def test_eight_gpus_share_the_heads():
 
 @pytest.mark.extras
 def test_heads_that_do_not_divide_are_refused():
-    job = dataclasses.replace(job_for(found_target("8xh200")), config=PRESETS["135m"])
+    plan = dataclasses.replace(job_for(found_target("8xh200")), config=PRESETS["135m"])
     with pytest.raises(ValueError, match="9 heads cannot be split over 8 devices"):
-        abstract_arguments(job)
+        abstract_arguments(plan)
 
 
 def test_facts_see_what_is_copied():
