@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
+
+from ..fields import converted
 
 MAX_LOGPROBS = 20  # alternatives reported beside a token, unless an engine is started with more
 MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its own
@@ -27,19 +28,10 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     """The value as its field's type (an int becomes a float, a list a tuple); TypeError names the field."""
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1  # as in vLLM
-    found = converted(name, value, kind)
+    found = value if type(value) is kind else converted(name, plain(value), kind)
     if name == "stop" and isinstance(found, str):
         return (found,)
     return tuple(found) if isinstance(found, list) else found
-
-
-def converted(name: str, value: Any, kind: Any) -> Any:
-    if type(value) is kind:
-        return value
-    try:
-        return msgspec.convert(plain(value), kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise TypeError(f"{name}={value!r}: {str(error).replace('Expected', 'expected', 1)}") from None
 
 
 def require(ok: bool, name: str, value: Any, allowed: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
+from ..fields import knob
 from ..model.tree import pytree
 from ..refusals import check_neutral, unknown
 from .checks import MAX_INT32, MAX_N, MAX_TEMPERATURE, checked, converted, require
@@ -21,10 +22,6 @@ MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence id
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
 MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
-
-
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 class RequestOutputKind(Enum):
@@ -45,46 +42,42 @@ class SamplingParams:
     checked at construction and by `clone`, which whoever submits calls. Sequences are kept as tuples. Positions are vLLM's.
     """
 
-    n: int = option(1, "number of completions of the prompt, each with its own random numbers")
-    presence_penalty: float = option(
-        0.0, "subtracted from the logit of every token already generated (-2..2)"
-    )
-    frequency_penalty: float = option(0.0, "subtracted once for each time a token was generated (-2..2)")
-    repetition_penalty: float = option(
+    n: int = knob(1, "number of completions of the prompt, each with its own random numbers")
+    presence_penalty: float = knob(0.0, "subtracted from the logit of every token already generated (-2..2)")
+    frequency_penalty: float = knob(0.0, "subtracted once for each time a token was generated (-2..2)")
+    repetition_penalty: float = knob(
         1.0, "divides positive, multiplies negative logits of tokens seen in prompt or output"
     )
-    temperature: float = option(1.0, "divides the logits; 0 is greedy")
-    top_p: float = option(1.0, "draw from the fewest tokens whose probabilities sum to p; 1 is off")
-    top_k: int = option(0, "draw from the k most likely tokens only; 0 or -1 is off")
-    min_p: float = option(
+    temperature: float = knob(1.0, "divides the logits; 0 is greedy")
+    top_p: float = knob(1.0, "draw from the fewest tokens whose probabilities sum to p; 1 is off")
+    top_k: int = knob(0, "draw from the k most likely tokens only; 0 or -1 is off")
+    min_p: float = knob(
         0.0, "draw from tokens at least this share of the most likely one's probability; 0 is off"
     )
-    seed: int | None = option(
+    seed: int | None = knob(
         None, "64-bit integer; the same request with the same seed gives the same tokens; -1 is none"
     )
-    stop: str | Sequence[str] | None = option(
+    stop: str | Sequence[str] | None = knob(
         None, "a string or strings that end the output when they appear in the text"
     )
-    stop_token_ids: Sequence[int] | None = option(
-        None, "token ids that end the output, beside the model's own"
-    )
-    ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
-    max_tokens: int | None = option(16, "most tokens generated; null is up to the model's length")
-    min_tokens: int = option(0, "neither stop ids nor stop strings end the output before this many tokens")
-    logprobs: int | None = option(
+    stop_token_ids: Sequence[int] | None = knob(None, "token ids that end the output, beside the model's own")
+    ignore_eos: bool = knob(False, "go on after the model's end-of-sequence token")
+    max_tokens: int | None = knob(16, "most tokens generated; null is up to the model's length")
+    min_tokens: int = knob(0, "neither stop ids nor stop strings end the output before this many tokens")
+    logprobs: int | None = knob(
         None,
         "report each token's log-probability and this many alternatives, at most the engine's max_logprobs; "
         "-1 is the whole vocabulary",
     )
-    prompt_logprobs: int | None = option(None, "the same of each prompt token")
+    prompt_logprobs: int | None = knob(None, "the same of each prompt token")
     _: KW_ONLY
-    bad_words: Sequence[str] | None = option(None, "strings that are never generated")
-    logit_bias: Mapping[int, float] | None = option(None, "added to the logits of the given token ids")
-    allowed_token_ids: Sequence[int] | None = option(None, "the only token ids that may be generated")
-    include_stop_str_in_output: bool = option(False, "keep the stop string that ended the text")
-    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
-    spaces_between_special_tokens: bool = option(True, "only true is supported")
-    detokenize: bool = option(True, "give text, not only token ids")
+    bad_words: Sequence[str] | None = knob(None, "strings that are never generated")
+    logit_bias: Mapping[int, float] | None = knob(None, "added to the logits of the given token ids")
+    allowed_token_ids: Sequence[int] | None = knob(None, "the only token ids that may be generated")
+    include_stop_str_in_output: bool = knob(False, "keep the stop string that ended the text")
+    skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = knob(True, "only true is supported")
+    detokenize: bool = knob(True, "give text, not only token ids")
     output_kind: RequestOutputKind = field(
         default=RequestOutputKind.CUMULATIVE,
         metadata={"help": "what LLMEngine and AsyncLLM report of a request on its way", "flag": False},

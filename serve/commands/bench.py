@@ -27,6 +27,7 @@ from ...model.transformer import Decoder
 from ...model.tree import init
 from ...sampling.params import SamplingParams
 from ..api.llm import LLM
+from ..host import clock
 from ..host.devices import default_device
 from ..host.memory import keep_freed
 from ..host.signals import raise_on_interrupt
@@ -91,11 +92,13 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
     """Seconds of a call among `repeats` back to back, where only the last is waited for."""
-    begin = time.perf_counter()
-    for _ in range(repeats - 1):
-        call()
-    jax.block_until_ready(call())
-    return (time.perf_counter() - begin) / repeats
+
+    def group() -> Any:
+        for _ in range(repeats - 1):
+            call()
+        return call()
+
+    return clock.seconds(group, 1)[0] / repeats
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:

@@ -288,7 +288,7 @@ class Engine:
         if self.speculation is not None and flight:
             prompts = any(ran.shape.phase == "prefill" for ran in flight)
             works = None if prompts else [work for ran in flight for work in ran.rows]
-            self.speculation.committed(works, waited)
+            self.speculation.committed(works, self.meter.arrived, waited)
         return touched
 
     def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> bool:

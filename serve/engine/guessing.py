@@ -1,6 +1,5 @@
 """The host's side of speculative decoding: guesses of the running requests, how many a step verifies, and what came of them."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,13 +85,13 @@ class Speculation:
             self.following.remove(request)
             self.drafter.end(request)
 
-    def committed(self, works: Sequence[Work] | None, waited: bool = False) -> None:
-        """The results of a step with these rows are here; None where it did something else too, or nothing.
+    def committed(self, works: Sequence[Work] | None, now: float = 0.0, waited: bool = False) -> None:
+        """The results of a step with these rows came `now`; None where it did something else too, or nothing.
 
         `waited` says that the next step is planned after them. A step planned so is timed from there to its own results; of
         others those between two that overlapped.
         """
-        now, before = time.perf_counter(), self.last
+        before = self.last
         self.last = (now, waited) if works is not None else None
         if works and before is not None and self.controller is not None and (before[1] or not waited):
             k = max(len(work.guesses) for work in works)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
-from ..options.engine import round_up
+from ..options.engine import most_tokens, round_up
 from .request import Request
 
 
@@ -55,8 +55,8 @@ class Limits(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
-        return max(self.max_prefill_tokens, self.decode_steps, self.guesses) + 1
+        """Tokens of one sequence that a step computes at most."""
+        return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)
 
 
 class Scheduler:

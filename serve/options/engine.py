@@ -1,10 +1,11 @@
 """How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from ...fields import knob
 from ...sampling.checks import MAX_LOGPROBS
 from .speculation import SpeculativeConfig
 
@@ -23,11 +24,6 @@ CHOICES = {"load_format": ("auto", "safetensors", "dummy"), "generation_config":
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def knob(default: Any, help: str, flag: bool = True) -> Any:
-    """`flag` says whether the command line has it too."""
-    return field(default=default, metadata={"help": help, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -159,5 +155,10 @@ class EngineOptions:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
-        return max(self.max_prefill_tokens, self.decode_steps, self.guesses) + 1
+        """Tokens of one sequence that a step computes at most."""
+        return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)
+
+
+def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:
+    """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
+    return max(max_prefill_tokens, decode_steps, guesses) + 1

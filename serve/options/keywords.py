@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
-import msgspec
-
+from ...fields import converted
 from ...refusals import check_neutral, unknown
 from .engine import EngineOptions
 from .neutral import EFFECTLESS, VALUES
@@ -39,7 +38,7 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
         elif ours in options:
             raise TypeError(f"{ours} is given under two names: {name} is the second")
         else:
-            options[ours] = typed(name, value, types[ours])
+            options[ours] = converted(name, value, types[ours])
     return EngineOptions(**options)
 
 
@@ -56,10 +55,3 @@ def check_keyword(name: str, value: Any, options: Iterable[str]) -> None:
         )
     if value is not None and name in VALUES:
         check_neutral(name, value, VALUES)
-
-
-def typed(name: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise TypeError(f"{name}={value!r}: {str(error).replace('Expected', 'expected', 1)}") from None

@@ -1,12 +1,12 @@
 """How an engine guesses tokens ahead: the choices of `speculative_config`, under vLLM's names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
-import msgspec
-
+from ...fields import converted, knob
+from ...refusals import unknown
 from ...sampling.token_tree import TokenTree
 
 MAX_GUESSES = 64
@@ -22,7 +22,8 @@ WITH_MODEL = ("draft_model", "heads", "tree")
 
 
 def choice(default: Any, methods: tuple[str, ...], help: str) -> Any:
-    return field(default=default, metadata={"methods": methods, "help": help})
+    """`methods` are those that the field means something to, all if there is none."""
+    return knob(default, help, methods=methods)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,11 @@ class SpeculativeConfig:
         if isinstance(values, SpeculativeConfig):
             return values
         types = get_type_hints(cls)
-        if unknown := [key for key in values or {} if key not in types]:
-            raise TypeError(f"speculative_config: unknown key {unknown[0]!r}; known are {', '.join(types)}")
-        given = {key: typed(key, value, types[key]) for key, value in (values or {}).items()}
+        for key in values or {}:
+            if key not in types:
+                raise TypeError(f"speculative_config: {unknown('key', key, types)}")
+        items = (values or {}).items()
+        given = {key: converted(f"speculative_config: {key}", value, types[key]) for key, value in items}
         if given.get("method") is None:
             if given and given.get("model") is None:
                 raise ValueError(f"speculative_config: method is missing; allowed are {', '.join(METHODS)}")
@@ -97,14 +100,6 @@ class SpeculativeConfig:
         if given["method"] == "ngram":
             given |= lookup(given.get("prompt_lookup_min"), given.get("prompt_lookup_max"))
         return cls(**given)
-
-
-def typed(key: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        reason = str(error).replace("Expected", "expected", 1)
-        raise TypeError(f"speculative_config: {key}={value!r}: {reason}") from None
 
 
 def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:

@@ -5,7 +5,6 @@ into classes; within one, a request's bits do not depend on the shapes that its 
 """
 
 import hashlib
-import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 from ...kvcache.pages import Batch, KVCache
 from ...model.pair import target_of
 from ...sampling.params import SamplingParams, knobs_row
-from ..host import progress
+from ..host import clock, progress
 from ..options.engine import SMALLEST_CHUNK
 from . import kept
 from .compile import Arguments, Programs, fill
@@ -156,12 +155,7 @@ class Probe:
     def seconds(self, shape: Shape) -> float:
         """The best time of a step of full rows whose guesses are right."""
         batch = self._batch(shape, 0, min(shape.tokens, self.page_size))
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            self._run(shape, batch)
-            times.append(time.perf_counter() - began)
-        return min(times)
+        return min(clock.seconds(lambda: self._run(shape, batch), REPEATS))
 
 
 def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:

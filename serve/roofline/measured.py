@@ -1,7 +1,6 @@
 """A plan put to the test on this machine: how long its programs take, and the memory that they need."""
 
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...kvcache.pages import Batch
+from ..host import clock
 from ..programs.compile import Arguments, Programs
 from ..programs.shapes import Shape
+from ..programs.step import Output
 from .floor import starts
 
 REPEATS = 5
@@ -67,14 +68,14 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
 
 def timed(programs: Programs, shape: Shape, state: Arguments, batch: Batch) -> tuple[float, Arguments]:
     """Seconds of a call, the first one aside, and the state it leaves."""
-    spans = []
-    for _ in range(REPEATS + 1):
-        begin = time.perf_counter()
+
+    def call() -> Output:
+        nonlocal state
         cache, slots, output = programs.run(shape, state, batch)
-        jax.block_until_ready(output)
-        spans.append(time.perf_counter() - begin)
         state = replace(state, cache=cache, slots=slots)
-    return statistics.median(spans[1:]), state
+        return output
+
+    return statistics.median(clock.seconds(call, REPEATS + 1)[1:]), state
 
 
 def memory(reset: bool = False) -> int | None:

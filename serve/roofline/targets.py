@@ -5,7 +5,6 @@ What it cannot say is how long a program takes; the peaks are the vendors' (dens
 
 import os
 import re
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from ..host import clock
 from ..host.devices import default_device, has_accelerator, memory_limit
 
 
@@ -167,9 +167,4 @@ def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
     """Seconds of a product at its best."""
     matmul = partial(jax.numpy.matmul, preferred_element_type=jax.numpy.float32)
     product = jax.jit(matmul).lower(a, b).compile()
-    spans = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        jax.block_until_ready(product(a, b))
-        spans.append(time.perf_counter() - begin)
-    return min(spans)
+    return min(clock.seconds(lambda: product(a, b), times))

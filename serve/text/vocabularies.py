@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...checkpoints.folders import read_json
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -227,7 +229,8 @@ def added_beside(
     special = {content(token) for token in named(config)}
     found = {i: AddedToken(token, special=True, normalized=False) for i, token in known.items()}
     try:
-        for token, i in read_json(folder / "added_tokens.json").items():
+        file = folder / "added_tokens.json"
+        for token, i in (read_json(file) if file.exists() else {}).items():
             found[int(i)] = AddedToken(token, special=token in special, normalized=False)
         for i, entry in config.get("added_tokens_decoder", {}).items():
             flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "special")}
@@ -253,7 +256,7 @@ def add_tokens(
 
 def read_tokens(file: Path) -> dict[str, Any]:
     """The JSON object of a file that names special tokens. Raises ValueError for a token or a list of them that is none."""
-    config = read_json(file)
+    config = read_json(file) if file.exists() else {}
     expected = dict.fromkeys(NAMED, Token | None) | {"additional_special_tokens": list[Token] | None}
     for name, kind in expected.items():
         try:
@@ -261,18 +264,3 @@ def read_tokens(file: Path) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise ValueError(f"{file}: {name} is {config[name]!r:.80}, which is no token: {error}") from error
     return config
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; an empty one for a file that is not there. Raises ValueError for anything else."""
-    if not file.exists():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read as a file: {error.strerror}") from error
-    except (
-        msgspec.DecodeError,
-        RecursionError,
-    ) as error:  # the latter where arrays or objects are nested too deeply
-        raise ValueError(f"{file} is not a JSON object: {error}") from error

@@ -86,7 +86,7 @@ def test_weights_that_are_a_folder(model, changed):
 
 def test_a_tokenizer_configuration_that_is_a_folder(model, changed):
     file = changed("tokenizer_config.json", None)
-    with pytest.raises(ValueError, match=f"{file} cannot be read as a file"):
+    with pytest.raises(ValueError, match=f"{file}: cannot be read"):
         Tokenizer.from_folder(model)
 
 

@@ -222,7 +222,7 @@ REFUSED = {
     "a token that is a number": (
         None, {"special_tokens_map": {"unk_token": 5}}, r"special_tokens_map\.json: unk_token is 5, which is no token",
     ),
-    "no object": (None, {"special_tokens_map": [1]}, r"special_tokens_map\.json is not a JSON object"),
+    "no object": (None, {"special_tokens_map": [1]}, r"special_tokens_map\.json: holds a JSON list, expected an object"),
 }  # fmt: skip
 
 

@@ -253,7 +253,7 @@ def test_special_tokens_equal_transformers_with_a_post_processor(tmp_path):
 
 def test_a_folder_without_tokenizer_is_none_and_broken_files_are_named(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not a JSON object"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: (not valid JSON|holds a JSON)"):
         Tokenizer.from_folder(folder(tmp_path, "[1]"))
     (folder(tmp_path, {}) / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read as a tokenizer"):
