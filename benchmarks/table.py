@@ -1,6 +1,6 @@
 """Markdown tables from a run's JSON file, printed, or put into documents between their marks.
 
-    python -m benchmarks.table benchmarks/results/2026-11-22-cpu-135m.json [--into README.md docs/performance.md]
+    python -m benchmarks.table benchmarks/results/2026-11-22-cpu-135m.json [--into README.md docs/results.md]
 
 A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names are those of the parts,
 `summary`, and `machine`.
@@ -8,6 +8,7 @@ A document says which table it wants, and where: `<!-- benchmarks: decode -->` .
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from benchmarks.harness import Row
 from benchmarks.report import Result, load
 
 MARKS = re.compile(r"(<!-- benchmarks: ([\w ]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-SUMMARY = ("throughput", "decode", "prefill")
+SUMMARY = {
+    "throughput": (0,),
+    "decode": (0, -1),
+    "prefill": (-1,),
+}  # which figures of a part, by their places
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -60,13 +65,21 @@ def block(result: Result, name: str) -> str:
     """The text of a name. Raises ValueError where the run has nothing under it."""
     if name == "machine":
         return machine(result)
-    parts = SUMMARY if name == "summary" else (name,)
-    rows = [row for part in parts for row in result.rows if row.part == part]
+    rows = summary(result) if name == "summary" else [row for row in result.rows if row.part == name]
     if not rows:
         raise ValueError(f"benchmarks: {name}: this run has no such part")
-    if name == "summary":
-        rows = [row for row in rows if row.unit != "%"]
     return table(rows)
+
+
+def summary(result: Result) -> list[Row]:
+    """A few figures of the main parts, of the engines that have all of them."""
+    chosen: list[tuple[str, str]] = []
+    for part, places in SUMMARY.items():
+        figures = dict.fromkeys(row.what for row in result.rows if row.part == part and row.unit != "%")
+        chosen += [(part, list(figures)[place]) for place in places if figures]
+    rows = [row for figure in chosen for row in result.rows if (row.part, row.what) == figure]
+    counts = Counter(row.engine for row in rows)
+    return [row for row in rows if counts[row.engine] == len(chosen)]
 
 
 def fill(text: str, result: Result) -> str:

@@ -322,6 +322,27 @@ def test_results_come_back_from_their_file_and_fill_documents(tmp_path: Path):
         load(tmp_path / "other.json")
 
 
+def test_a_summary_has_a_few_figures_of_the_engines_that_have_all_of_them():
+    figures = [
+        *(("throughput", "at once", "tokens/s"), ("throughput", "at once: equal", "%")),
+        *(("decode", f"{n} rows", "ms") for n in (1, 8, 32)),
+        *(("prefill", f"{n} tokens", "tokens/s") for n in (64, 512)),
+    ]
+    rows = [Row(part, what, OURS, unit, [1.0]) for part, what, unit in figures]
+    rows += [Row(part, what, "peer", unit, [2.0], {OURS: 2.0}) for part, what, unit in figures if unit != "%"]
+    rows.append(Row("decode", "1 rows", "decodes only", "ms", [3.0], {OURS: 3.0}))
+    found = block(Result({}, [], rows), "summary").splitlines()
+    assert found[0] == f"| | unit | {OURS} | peer |"
+    assert [line.split(" | ")[0] for line in found[2:]] == [
+        "| at once",
+        "| 1 rows",
+        "| 32 rows",
+        "| 512 tokens",
+    ]
+    with pytest.raises(ValueError, match="summary: this run has no such part"):
+        block(Result({}, [], []), "summary")
+
+
 def test_unknown_parts_and_engines_are_refused(capsys: pytest.CaptureFixture[str]):
     assert run_benchmarks(["nonsense"]) == 2
     assert "part 'nonsense' is unknown: programs, decode" in capsys.readouterr().err
