@@ -35,7 +35,8 @@ from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_h
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-OLDER = {"xla_cpu_use_fusion_emitters": False}  # the emitters before these compile a step in half the time
+# The emitters before today's compile a step in half the time, and so small a program gains nothing from two threads.
+OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 COMPILE = jax.stages.Lowered.compile
 
 
@@ -86,6 +87,13 @@ RANDOM = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="session")
+def processes() -> None:
+    """Those that tests start compile quickly too; this one has read its flags by now."""
+    if jax.devices() and jax.stages.Lowered.compile is compile_quickly:
+        os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}={int(x)}" for name, x in OLDER.items()))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles the programs of a module that is marked `as_served` as users' are."""
@@ -114,7 +122,12 @@ def random_model(name: str) -> Model:
         decoder_spec(RANDOM[name]),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
-    return Model(name, RANDOM[name], jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
+    return Model(name, RANDOM[name], quickly(lambda key: init(key, spec), jax.random.key(1)))
+
+
+def quickly(function: Callable, *arguments):
+    """What a jitted function gives, compiled as an engine's program is."""
+    return jax.jit(function).lower(*arguments).compile()(*arguments)
 
 
 OTHERWISE = {  # parameters of the model "tiny", kept in another way
@@ -128,7 +141,7 @@ def make_model(name: str) -> Model:
         return random_model(name)
     if name in OTHERWISE:
         whole = random_model("tiny")
-        return Model(name, whole.config, jax.jit(OTHERWISE[name])(whole.params))
+        return Model(name, whole.config, quickly(OTHERWISE[name], whole.params))
     assert name == "demo"
     return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 
@@ -153,18 +166,19 @@ def oracle() -> Callable[[Model], Oracle]:
 
 
 def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
-    tokens, V = list(prompt), model.config.vocab_size
+    tokens, V, wanted = list(prompt), model.config.vocab_size, params.max_tokens or 16
+    width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
     state = admit(
         empty_state(1, V),
         jnp.int32(0),
         knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
     )
     if needs_history(params):
-        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), 512))
+        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), width))
         lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
         state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
-    for _ in range(params.max_tokens or 16):
-        padded = np.zeros((1, 512), np.int32)
+    for _ in range(wanted):
+        padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         position = jnp.full(1, len(tokens), jnp.int32)
         token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)
