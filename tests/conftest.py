@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,18 +39,19 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The emitters before today's compile a step in half the time, and so small a program gains nothing from two threads.
 OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-COMPILE = jax.stages.Lowered.compile
+COMPILER: Any = import_module("jax._src.compiler")  # nothing public reaches a jitted function's options
+OPTIONS = COMPILER.get_compile_options
 
 
-def compile_quickly(lowered: jax.stages.Lowered, compiler_options: dict | None = None) -> jax.stages.Compiled:
-    """Compile an engine's program with the older emitters, unless it is to be as users' are."""
+def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **others: Any) -> Any:
+    """Options to compile with the older emitters, unless a program is to be as users' are."""
     quickly = OLDER if jax.config.values["jax_disable_most_optimizations"] else None
-    return COMPILE(lowered, compiler_options or quickly)
+    return OPTIONS(*arguments, env_options_overrides=env_options_overrides or quickly, **others)
 
 
 with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
-    COMPILE(jax.jit(lambda: 0).lower(), OLDER)
-    setattr(jax.stages.Lowered, "compile", compile_quickly)  # noqa: B010 (its type is narrower)
+    jax.jit(lambda: 0).lower().compile(OLDER)
+    COMPILER.get_compile_options = quick_options
 
 TINY = ModelConfig.uniform(
     vocab_size=300,
@@ -90,7 +93,7 @@ RANDOM = {
 @pytest.fixture(autouse=True, scope="session")
 def processes() -> None:
     """Those that tests start compile quickly too; this one has read its flags by now."""
-    if jax.devices() and jax.stages.Lowered.compile is compile_quickly:
+    if jax.devices() and COMPILER.get_compile_options is quick_options:
         os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}={int(x)}" for name, x in OLDER.items()))
 
 
@@ -122,12 +125,7 @@ def random_model(name: str) -> Model:
         decoder_spec(RANDOM[name]),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
-    return Model(name, RANDOM[name], quickly(lambda key: init(key, spec), jax.random.key(1)))
-
-
-def quickly(function: Callable, *arguments):
-    """What a jitted function gives, compiled as an engine's program is."""
-    return jax.jit(function).lower(*arguments).compile()(*arguments)
+    return Model(name, RANDOM[name], jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
 
 
 OTHERWISE = {  # parameters of the model "tiny", kept in another way
@@ -141,7 +139,7 @@ def make_model(name: str) -> Model:
         return random_model(name)
     if name in OTHERWISE:
         whole = random_model("tiny")
-        return Model(name, whole.config, quickly(OTHERWISE[name], whole.params))
+        return Model(name, whole.config, jax.jit(OTHERWISE[name])(whole.params))
     assert name == "demo"
     return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 
