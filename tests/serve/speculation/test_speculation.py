@@ -184,7 +184,10 @@ def guide_of(name: str, temperature: float) -> tuple[Guide, Guided]:
 
 @pytest.mark.parametrize("name", [*GUIDES, "wide tree of heads"])
 def test_rejection_keeps_the_distribution(name):
-    """Pearson's test of 1e5 continuations of three tokens against the target's own probabilities."""
+    """Pearson's test of 30,000 continuations of three tokens against the target's own probabilities.
+
+    It finds probabilities that are 6 % off (root mean square) in 99 of 100 cases; test_accept.py tests the rule itself more finely.
+    """
     temperature = 0.9
     guide, params = guide_of(name, temperature)
     wanted, counts = exact(params.target, 1, temperature), np.zeros(125)
