@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,19 +37,21 @@ from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_h
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-OLDER = {"xla_cpu_use_fusion_emitters": False}  # the emitters before these compile a step in half the time
-COMPILE = jax.stages.Lowered.compile
+# The emitters before today's compile a step in half the time, and so small a program gains nothing from two threads.
+OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+COMPILER: Any = import_module("jax._src.compiler")  # nothing public reaches a jitted function's options
+OPTIONS = COMPILER.get_compile_options
 
 
-def compile_quickly(lowered: jax.stages.Lowered, compiler_options: dict | None = None) -> jax.stages.Compiled:
-    """Compile an engine's program with the older emitters, unless it is to be as users' are."""
+def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **others: Any) -> Any:
+    """Options to compile with the older emitters, unless a program is to be as users' are."""
     quickly = OLDER if jax.config.values["jax_disable_most_optimizations"] else None
-    return COMPILE(lowered, compiler_options or quickly)
+    return OPTIONS(*arguments, env_options_overrides=env_options_overrides or quickly, **others)
 
 
 with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
-    COMPILE(jax.jit(lambda: 0).lower(), OLDER)
-    setattr(jax.stages.Lowered, "compile", compile_quickly)  # noqa: B010 (its type is narrower)
+    jax.jit(lambda: 0).lower().compile(OLDER)
+    COMPILER.get_compile_options = quick_options
 
 TINY = ModelConfig.uniform(
     vocab_size=300,
@@ -84,6 +88,13 @@ RANDOM = {
         ),
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes() -> None:
+    """Those that tests start compile quickly too; this one has read its flags by now."""
+    if jax.devices() and COMPILER.get_compile_options is quick_options:
+        os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}={int(x)}" for name, x in OLDER.items()))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -153,18 +164,19 @@ def oracle() -> Callable[[Model], Oracle]:
 
 
 def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
-    tokens, V = list(prompt), model.config.vocab_size
+    tokens, V, wanted = list(prompt), model.config.vocab_size, params.max_tokens or 16
+    width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
     state = admit(
         empty_state(1, V),
         jnp.int32(0),
         knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
     )
     if needs_history(params):
-        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), 512))
+        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), width))
         lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
         state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
-    for _ in range(params.max_tokens or 16):
-        padded = np.zeros((1, 512), np.int32)
+    for _ in range(wanted):
+        padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         position = jnp.full(1, len(tokens), jnp.int32)
         token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)

@@ -38,15 +38,18 @@ BASE = {
     "page_size": 64,
     "decode_steps": 4,
 }
-CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "decode_steps": 1}
+CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
+# Each option has another value somewhere, and no more programs than that takes: only the base has prefills of several rows.
 VARIANTS = {
-    "pages of 16 tokens, so few that requests are preempted": {"max_batched_token_mem": 320, "page_size": 16},
-    "chunks of 64 tokens, more seats, one step a dispatch": CHUNKS,
-}
+    "pages of 16 tokens, so few that requests are preempted": {
+        "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64,
+    },
+    "pages of 128 tokens, chunks of 64, more seats, one step a dispatch": CHUNKS,
+}  # fmt: skip
 MORE = {  # of the demo model only, whose programs are compiled as users' are
-    "pages of 256 tokens, whole prompts": {"page_size": 256, "max_prefill_tokens": 256, "decode_steps": 1},
-    "pages of 128 tokens, two seats, no prefix caching, shorter model length": {
-        "page_size": 128, "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 230,
+    "pages of 256 tokens, whole prompts, two seats, no prefix caching, shorter model length": {
+        "page_size": 256, "max_prefill_tokens": 256, "prefill_buckets": (64, 256), "decode_steps": 1, "max_num_seqs": 2,
+        "enable_prefix_caching": False, "max_model_len": 230,
     },
 }  # fmt: skip
 
@@ -222,8 +225,8 @@ OWN = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter(leas
 def guessing(serve, model):
     """An engine that verifies seven guesses a row, with so small a cache that requests are preempted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
-    sizes = {"max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 8, "max_prefill_tokens": 64}
-    with serve(**sizes, decode_steps=1, speculative_config=config) as llm:
+    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
+    with serve(**sizes, max_prefill_tokens=64, decode_steps=1, speculative_config=config) as llm:
         yield llm
 
 

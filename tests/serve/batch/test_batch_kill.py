@@ -36,7 +36,7 @@ LINES = 160
 @pytest.fixture
 def source(tmp_path) -> Path:
     """An input of lines of both formats, greedy and sampled, short and long, some of them wrong; a model stands beside it."""
-    shutil.copytree(ROOT / "checkpoints" / "demo", tmp_path / "model")
+    shutil.copytree(ROOT / "checkpoints" / "demo-draft", tmp_path / "model")
     path = tmp_path / "in.jsonl"
     prompts = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]
     with open(path, "w") as file:

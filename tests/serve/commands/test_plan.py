@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -37,6 +38,7 @@ from duetto.serve.roofline.targets import here
 
 pytestmark = pytest.mark.as_served
 
+DRAFT = str(Path(__file__).resolve().parents[3] / "checkpoints" / "demo-draft")  # the smallest there is
 SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
 SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
 
@@ -147,7 +149,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
         "--decode-steps",
         "1",
     ]
-    assert main(["plan", "--json", *flags]) == 0
+    assert main(["plan", "--json", "--model", DRAFT, *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [p["shape"] for p in plan["programs"]] == ["prefill[1,64]", "decode[8,1]"]
     assert all(p["facts"]["temporaries"] < plan["memory"]["cache"] for p in plan["programs"])
@@ -177,7 +179,7 @@ def test_the_memory_plan_is_what_a_run_takes():
 
 
 def test_a_run_explains_its_programs():
-    with LLM(max_num_seqs=2, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
+    with LLM(DRAFT, max_num_seqs=2, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
         llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
         report = llm.report(explained=True)
         table = report["explained"].splitlines()

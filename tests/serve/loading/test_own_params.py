@@ -179,7 +179,8 @@ def test_parameters_are_served_where_they_lie(theirs):
 
 def plain_greedy(model: Llama, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
-        tokens = [*tokens, int(model(jnp.asarray([tokens]))[0, -1].argmax())]
+        padded = jnp.asarray([np.resize(tokens, 8)])  # of one length: others would compile every layer anew
+        tokens = [*tokens, int(model(padded)[0, len(tokens) - 1].argmax())]
     return tokens[-count:]
 
 
