@@ -1,25 +1,26 @@
-"""Attention for guesses that branch: rows that share pages and differ in a few newest tokens, of which one path will stay.
+"""Attention for guesses that branch: rows that share pages and differ in a few newest tokens, of which one
+path will stay.
 
-The keys of a tree's nodes are not written: each node reads its row's pages with the new keys of its own path laid over them, at the
-places where decode would have written them. So a node's bits are decode's, whatever its tree; when one path is accepted its
-keys are written once, and the rest need no undo.
+The keys of a tree's nodes are not written: each node reads its row's pages with the new keys of its own path
+laid over them, at the places where decode would have written them. So a node's bits are decode's, whatever
+its tree; when one path is accepted its keys are written once, and the rest need no undo.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from ..model.attention import Attend, Reading
+from ..model.attention import Attend, Keys, Reading
 from ..model.tree import pytree
 from .kernels import Pages, attend_with
-from .pages import BLOCK, Batch, KVCache, read_block, replace, running_softmax, stored
+from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, replace, running_softmax, stored
 
 
 @pytree
 class Branches:
-    """`attend`'s state: the cache as it was, and the new keys and values of every node, by layer [B,n,K,H]."""
+    """`attend`'s state: the cache as it was, and every node's new keys and values, by layer [B,n,K,H]."""
 
     cache: KVCache
     k: tuple[Any, ...]
@@ -31,34 +32,47 @@ def branches(cache: KVCache) -> Branches:
     return Branches(cache, nothing, nothing)
 
 
-def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, depths: np.ndarray) -> Attend:
+def branching(
+    batch: Batch,
+    windows: tuple[int | None, ...],
+    path: Int[np.ndarray, "n path"],
+    depths: Int[np.ndarray, " n"],
+) -> Attend:
     """`attend` for rows [B*n,1] that are the n nodes of each row's tree.
 
-    `path` [n, deepest+1] has the nodes from the root to each node (and anything beyond it), `depths` [n] how many lie
-    before it; a node stands at the position `depths` behind the root, which is where its row of the batch starts.
+    `path` has the nodes from the root to each node (and anything beyond it), `depths` how many lie before it;
+    a node stands at the position `depths` behind the root, which is where its row of the batch starts.
     """
     n = len(depths)
     depth = jnp.tile(jnp.asarray(depths, jnp.int32), batch.start.shape[0] // n)
     root = batch.start - depth
 
     def attend(
-        state: Branches, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
-    ) -> tuple[Branches, Array]:
-        table, pools = (
-            batch.page_tables[windows.index(reading.window)],
-            (state.cache.k[layer], state.cache.v[layer]),
-        )
+        state: Branches,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys,
+        v: Float[Array, "B T K H"] | None,
+        reading: Reading,
+    ) -> tuple[Branches, Float[Array, "B T N U"]]:
+        table = batch.page_tables[windows.index(reading.window)]
+        pools = state.cache.k[layer], state.cache.v[layer]
         k = k.reshape(-1, n, *k.shape[2:])
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
 
-        def tail(new: Array) -> Array:
-            """Keys of each node's own path [B*n,D+1,K,H] of all nodes' [B,n,K,H]."""
+        def tail(new: Float[Array, "B n K H"]) -> Float[Array, "B*n path K H"]:
+            """Keys of each node's own path."""
             return new[:, path].reshape(-1, path.shape[1], *new.shape[2:])
 
         tails: Any = tail(k), None if v is None else tail(v)
 
-        def laid_over(pool: Array, own_path: Array, rows: Array, j: Array) -> Array:
-            """Block j [R] of some rows, with their own paths' keys where they would be."""
+        def laid_over(
+            pool: Pool,
+            own_path: Float[Array, "B path K H"],
+            rows: Int[Array, " rows"],
+            j: Int[Array, " rows"],
+        ) -> Float[Array, "K rows S H"]:
+            """Block j of some rows, with their own paths' keys where they would be."""
             at = j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
             place = at - root[rows, None]
             own = (place >= 0) & (place <= depth[rows, None])
@@ -66,7 +80,7 @@ def branching(batch: Batch, windows: tuple[int | None, ...], path: np.ndarray, d
             laid = jnp.take_along_axis(own_path[rows], index, axis=1).transpose(2, 0, 1, 3)
             return jnp.where(own[None, :, :, None], laid, read_block(pool, table[rows], j, own_path.dtype))
 
-        def read(rows: Array, j: Array) -> tuple[Array, Array]:
+        def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
             keys = laid_over(pools[0], tails[0], rows, j)
             if v is not None:
                 assert pools[1] is not None
@@ -91,17 +105,19 @@ def keep(
     layers: tuple[int | None, ...],
     taken: Int[Array, "B T"],
 ) -> KVCache:
-    """The cache with the keys of the nodes that were taken of each row's tree, in order; the batch says where and how many.
+    """The cache with the keys of the nodes that were taken of each row's tree, in order; the batch says where
+    and how many.
 
     `layers` are the layers' windows.
     """
 
     def pool(layer: int, window: int | None) -> tuple[Any, Any]:
-        def path(x: Any) -> Any:
-            return None if x is None else jnp.take_along_axis(x, taken[:, :, None, None], axis=1)
+        def path(x: Float[Array, "B n K H"]) -> Float[Array, "B T K H"]:
+            return jnp.take_along_axis(x, taken[:, :, None, None], axis=1)
 
         pools, table = (state.cache.k[layer], state.cache.v[layer]), batch.page_tables[windows.index(window)]
-        return stored(pools, batch, table, path(state.k[layer]), path(state.v[layer]))
+        k, v = state.k[layer], state.v[layer]
+        return stored(pools, batch, table, path(k), None if v is None else path(v))
 
     found = [pool(layer, window) for layer, window in enumerate(layers)]
     return KVCache(tuple(k for k, _ in found), tuple(v for _, v in found))

@@ -1,10 +1,10 @@
-"""Rows in groups of like length, so that a loop over the rows' blocks takes few steps for rows that have ended."""
+"""Rows in groups of like length: a loop over their blocks takes few steps for rows that have ended."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 FEWEST = 8  # tokens of a group
 MOST = 4  # groups
@@ -19,10 +19,10 @@ class Groups:
 
     size: int
     order: Int[Array, " B"]  # the rows by length
-    blocks: Int[Array, " g"]  # of each group's longest row
-    until: Int[Array, " g"]  # the step after each group's last
+    blocks: Int[Array, " groups"]  # of each group's longest row
+    until: Int[Array, " groups"]  # the step after each group's last
 
-    def step(self, i: Array) -> tuple[Array, Int[Array, " R"], Int[Array, ""]]:
+    def step(self, i: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, " rows"], Int[Array, ""]]:
         """Step i: the group, its rows, and which of their blocks."""
         if self.single:
             return jnp.int32(0), self.order, i
@@ -34,20 +34,22 @@ class Groups:
     def single(self) -> bool:
         return self.size == len(self.order)
 
-    def sorted(self, x: Array) -> Array:
+    def sorted(self, x: Shaped[Array, "K B *rest"]) -> Shaped[Array, "K B *rest"]:
         return x if self.single else x[:, self.order]
 
-    def unsorted(self, x: Array) -> Array:
+    def unsorted(self, x: Shaped[Array, "K B *rest"]) -> Shaped[Array, "K B *rest"]:
         """The rows of a sorted array where they were."""
         return x if self.single else x[:, jnp.argsort(self.order)]
 
-    def own(self, x: Array, group: Array) -> Array:
+    def own(self, x: Shaped[Array, "K B *rest"], group: Int[Array, ""]) -> Shaped[Array, "K rows *rest"]:
         """A group's part of a sorted array."""
         if self.single:
             return x
         return jax.lax.dynamic_slice_in_dim(x, group * self.size, self.size, axis=1)
 
-    def put(self, x: Array, part: Array, group: Array) -> Array:
+    def put(
+        self, x: Shaped[Array, "K B *rest"], part: Shaped[Array, "K rows *rest"], group: Int[Array, ""]
+    ) -> Shaped[Array, "K B *rest"]:
         """A sorted array with another part of a group."""
         if self.single:
             return part

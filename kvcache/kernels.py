@@ -1,14 +1,15 @@
 """Attention over pages on NVIDIA GPUs: Pallas kernels (Triton backend) that read pages where they lie.
 
-A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135); the query heads of a key head are rows of
-one product. A single query's keys are split into parts that a second kernel adds up (flash-decoding, Dao et al., 2023); several
-queries go in tiles of their own. Tiles of keys begin at multiples of TILE and a row's parts follow from its own length, so bits depend
-neither on neighbours, nor on the page size, nor on the widths of table and chunk.
+A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135); the query heads of
+a key head are rows of one product. A single query's keys are split into parts that a second kernel adds up
+(flash-decoding, Dao et al., 2023); several queries go in tiles of their own. Tiles of keys begin at multiples
+of TILE and a row's parts follow from its own length, so bits depend neither on neighbours, nor on the page
+size, nor on the widths of table and chunk.
 
-The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pages`, and nothing else of this module.
+The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pages` alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..model.attention import MASKED, Reading
 from ..model.layers import einsum
@@ -31,12 +32,17 @@ TILE = 64  # keys of one product
 PART = 4  # tiles of a part at least
 PARTS = 32  # parts of a row at most
 SMALL = 16  # rows of a tensor core's product at least
+Given = Array | jax.ShapeDtypeStruct  # arrays or shapes
+# of each query: its highest score, its total, and its weighted values
+Running = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows H"]]
 
 
 class Pages(NamedTuple):
-    """A layer's pools [K,P,W,H], the rows' pages [B,M], where their T tokens begin [B], and how many are real [B].
+    """A layer's pools [K,P,W,H], the rows' pages [B,M], where their T tokens begin [B], and how many are real
+    [B].
 
-    `own` is for single tokens: keys and values [B,n,K,H] that stand for the last of a row's, from a position [B] on.
+    `own` is for single tokens: keys and values [B,n,K,H] that stand for the last of a row's, from a position
+    [B] on.
     """
 
     k: Any
@@ -48,14 +54,14 @@ class Pages(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """R queries of one key head, the rows of a kernel's products; keys in [low, end) are read."""
+    """Queries of one key head, the rows of a kernel's products; keys in [low, end) are read."""
 
     row: Any  # of the batch
     head: Any  # the key head
-    token: Any  # int32 [R]
-    member: Any  # int32 [R], the query head among those of the key head
-    real: Any  # bool [R]
-    pos: Any  # int32 [R]
+    token: Any  # int32 [rows]
+    member: Any  # int32 [rows], the query head among those of the key head
+    real: Any  # bool [rows]
+    pos: Any  # int32 [rows]
     low: Any
     end: Any
 
@@ -66,8 +72,13 @@ def compiles_for_gpus() -> bool:
     return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
-def supported(q: Any, k: Any, v: Any, reading: Reading) -> bool:
-    """Whether the kernels read these queries [B,T,N,H] and pools [K,P,W,H], arrays or shapes."""
+def supported(
+    q: Shaped[Given, "B T N _"],
+    k: Shaped[Given, "K P W H"],
+    v: Shaped[Given, "K P W _"] | None,
+    reading: Reading,
+) -> bool:
+    """Whether the kernels read these queries and pools."""
     return (
         v is not None
         and reading.expand is None
@@ -81,14 +92,14 @@ def supported(q: Any, k: Any, v: Any, reading: Reading) -> bool:
 
 def attend_with(
     q: Float[Array, "B T N H"],
-    pools: tuple[Any, Any],
+    pools: tuple[Shaped[Array, "K P W _"], Shaped[Array, "K P W _"] | None],
     reading: Reading,
     pages: Callable[[], Pages],
-    reference: Callable[[Array], Array],
+    reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
 ) -> Float[Array, "B T N U"]:
     """Attention by the kernels on an NVIDIA GPU that can, elsewhere by the reference, in q's dtype."""
 
-    def plainly(q: Array) -> Array:
+    def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
         return reference(q).astype(q.dtype)
 
     if not (compiles_for_gpus() and supported(q, *pools, reading)):
@@ -109,7 +120,11 @@ def attend_pages(
 
 @partial(custom_partitioning, static_argnums=(3, 4))
 def partitioned_attention(
-    q: Float[Array, "B T K G H"], pages: Pages, sinks: Array | None, reading: Reading, interpret: bool
+    q: Float[Array, "B T K G H"],
+    pages: Pages,
+    sinks: Float[Array, "K G"] | None,
+    reading: Reading,
+    interpret: bool,
 ) -> Float[Array, "B T K G H"]:
     return (many_queries if q.shape[1] > 1 else one_query)(q, pages, sinks, reading, interpret)
 
@@ -126,7 +141,7 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
 
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
-    """Which axes the operands, optional ones among them, have in common: XLA's partitioner is told by letters."""
+    """Which axes the operands, optional ones too, have in common: XLA's partitioner is told by letters."""
     own = ["b n k h", "b n k h", "b"] if len(values) > 8 else []
     sinks = ["k g"] if len(values) % 3 == 1 else []
     return ", ".join(["b t k g h", "k p w h", "k p w h", "b m", "b", "b", *own, *sinks]) + " -> b t k g h"
@@ -136,8 +151,8 @@ partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
 grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # layers share one trace
 
 
-def settings(q: Array, rows: int, interpret: bool) -> dict[str, Any]:
-    """How a kernel whose products have so many rows is compiled. Tiles of wide heads leave room for fewer stages."""
+def settings(q: Float[Array, "B T K G H"], rows: int, interpret: bool) -> dict[str, Any]:
+    """How a kernel with products of so many rows is compiled. Wide heads leave room for fewer stages."""
     stages = 3 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
     params = triton.CompilerParams(num_warps=8 if rows > 64 else 4, num_stages=stages)
     return {"compiler_params": params, "interpret": interpret}
@@ -146,7 +161,13 @@ def settings(q: Array, rows: int, interpret: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------- several queries a row
 
 
-def many_queries(q: Array, pages: Pages, sinks: Array | None, reading: Reading, interpret: bool) -> Array:
+def many_queries(
+    q: Float[Array, "B T K G H"],
+    pages: Pages,
+    sinks: Float[Array, "K G"] | None,
+    reading: Reading,
+    interpret: bool,
+) -> Float[Array, "B T K G H"]:
     """Tiles of queries, each by itself, the last ones first: they read the most."""
     B, T, K, G, H = q.shape
     rows = max(SMALL, pl.next_power_of_2(G), 256 // q.dtype.itemsize // max(1, H // 128))
@@ -171,7 +192,13 @@ def chunk_kernel(q: Any, pages: Pages, sinks: Any, out: Any, *, rows: int, readi
 # ---------------------------------------------------------------- one query a row
 
 
-def one_query(q: Array, pages: Pages, sinks: Array | None, reading: Reading, interpret: bool) -> Array:
+def one_query(
+    q: Float[Array, "B 1 K G H"],
+    pages: Pages,
+    sinks: Float[Array, "K G"] | None,
+    reading: Reading,
+    interpret: bool,
+) -> Float[Array, "B 1 K G H"]:
     """Parts of the keys, then their sum."""
     B, _, K, G, H = q.shape
     parts = min(PARTS, pl.cdiv(most_tiles(pages, reading), PART))
@@ -254,8 +281,8 @@ def queries_of(q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any], win
 
 def over_keys(
     q: Any, pages: Pages, at: Queries, tiles: tuple[Any, Any], before: Any, reading: Reading
-) -> tuple[Array, Array, Array]:
-    """Highest score, total and weighted values [R], [R], [R,H] of the queries over some tiles of keys."""
+) -> Running:
+    """The running softmax of the queries over some tiles of keys."""
     rows = q[
         at.row, jnp.minimum(at.token, q.shape[1] - 1), at.head, jnp.minimum(at.member, q.shape[3] - 1), :
     ]
@@ -274,8 +301,10 @@ def over_keys(
     return jax.lax.fori_loop(*tiles, tile, before)
 
 
-def load_keys(pages: Pages, at: Queries, keys: Any) -> tuple[Array, Array]:
-    """Keys and values [TILE,H] of positions, or of the nearest ones that are seen: others may hold anything."""
+def load_keys(
+    pages: Pages, at: Queries, keys: Int[Array, " S"]
+) -> tuple[Float[Array, "S H"], Float[Array, "S H"]]:
+    """Keys and values of positions, or of the nearest ones that are seen: others may hold anything."""
     W, keys = pages.k.shape[2], jnp.clip(keys, at.low, at.end - 1)
     if pages.own is None:
         page = pages.table[at.row, keys // W]
@@ -291,34 +320,34 @@ def load_keys(pages: Pages, at: Queries, keys: Any) -> tuple[Array, Array]:
     return k, v
 
 
-def no_keys(at: Queries, sinks: Any, H: int) -> tuple[Array, Array, Array]:
+def no_keys(at: Queries, sinks: Any, H: int) -> Running:
     """The running softmax before any key: nothing, or the sinks."""
-    R = at.token.shape[0]
-    out = jnp.zeros((R, H), jnp.float32)
+    rows = at.token.shape[0]
+    out = jnp.zeros((rows, H), jnp.float32)
     if sinks is None:
-        return jnp.full(R, MASKED, jnp.float32), jnp.zeros(R, jnp.float32), out
-    return of_members(sinks, at, at.head), jnp.ones(R, jnp.float32), out
+        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), out
+    return of_members(sinks, at, at.head), jnp.ones(rows, jnp.float32), out
 
 
-def of_members(ref: Any, at: Queries, *place: Any) -> Array:
+def of_members(ref: Any, at: Queries, *place: Any) -> Float[Array, "rows ..."]:
     """What a reference [..., G] or [..., G, H] has at a place for each query."""
     group = ref.shape[len(place)]
     return ref[(*place, jnp.minimum(at.member, group - 1), *(slice(None),) * (ref.ndim - len(place) - 1))]
 
 
-def joined(one: Any, other: Any) -> tuple[Array, Array, Array]:
+def joined(one: Running, other: Sequence[Float[Array, "rows ..."]]) -> Running:
     """The running softmax over the keys of two."""
     top = jnp.maximum(one[0], other[0])
     a, b = jnp.exp(one[0] - top), jnp.exp(other[0] - top)
     return top, one[1] * a + other[1] * b, one[2] * a[:, None] + other[2] * b[:, None]
 
 
-def quotient(out: Array, total: Array) -> Array:
+def quotient(out: Float[Array, "rows H"], total: Float[Array, " rows"]) -> Float[Array, "rows H"]:
     return out / jnp.maximum(total, 1e-30)[:, None]
 
 
-def store(ref: Any, *index: Any, value: Array, mask: Array):
-    """Write numbers [R] or heads [R,H] at vectors of indices, but those masked out."""
+def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
+    """Write numbers or heads of rows at vectors of indices, but those masked out."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
         index = (
             *(i[:, None] if jnp.ndim(i) else i for i in index),
@@ -328,8 +357,8 @@ def store(ref: Any, *index: Any, value: Array, mask: Array):
     triton.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
-def cost(q: Array, pages: Pages, new: float, reading: Reading) -> pl.CostEstimate:
-    """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known to the compiler."""
+def cost(q: Float[Array, "B T K G H"], pages: Pages, new: float, reading: Reading) -> pl.CostEstimate:
+    """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known."""
     B, T, K, G, H = q.shape
     seen = most_tiles(pages, reading) * TILE + (new if reading.window else -new)
     pairs = int(B * T * K * G * max(seen, 1))

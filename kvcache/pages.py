@@ -1,8 +1,10 @@
-"""The paged cache: pools of pages on the device, the batch that a step is told, and attention that reads pages where they lie.
+"""The paged cache: pools of pages on the device, the batch that a step is told, and attention that reads
+pages where they lie.
 
-Paging is PagedAttention's (Kwon et al., arXiv 2309.06180). Keys are read in blocks of a fixed number of positions, in order, with
-a running softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et al., arXiv 2205.14135). A block without visible
-keys changes no bit of the result, so a row's output depends neither on its neighbours' lengths nor on the page size.
+Paging is PagedAttention's (Kwon et al., arXiv 2309.06180). Keys are read in blocks of a fixed number of
+positions, in order, with a running softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, Dao et
+al., arXiv 2205.14135). A block without visible keys changes no bit of the result, so a row's output depends
+neither on its neighbours' lengths nor on the page size.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from ..model.attention import MASKED, Attend, Reading, grouped
+from ..model.attention import MASKED, Attend, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.tree import pytree
@@ -22,20 +24,24 @@ from .kernels import Pages, attend_with
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
 FEW = 16  # queries of a row that share a key head
-Sums = tuple[
-    Array, ...
-]  # a running softmax's highest scores and totals [K,B,T*G], and sums of values [K,B,T*G,U]
+# a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
+Sums = tuple[Float[Array, "K B queries ..."], ...]
+Pool = Shaped[Array, "K P W H"]  # on CPUs 16-bit floats are their bits
+Pools = tuple[Pool, Pool | None]  # a layer's keys and values; a latent layer has keys only
+# of a block of some rows; the heads of a latent layer are more than its pool has
+Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
 
 
 @pytree
 class KVCache:
-    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W. On CPUs pools of 16-bit floats hold their bits.
+    """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
-    Layers of one window have pools of the same number of pages and share a page table. A latent layer has keys only.
+    Layers of one window have pools of the same number of pages and share a page table. A latent layer has
+    keys only.
     """
 
-    k: tuple[jax.Array, ...]  # L of [K,P,W,H]
-    v: tuple[jax.Array | None, ...]  # L of [K,P,W,H]
+    k: tuple[Any, ...]  # L of [K,P,W,H]
+    v: tuple[Any, ...]  # L of [K,P,W,H] or None
 
     @property
     def page_size(self) -> int:
@@ -52,9 +58,8 @@ class Batch:
     tokens: Any  # int32 [B,T], padded on the right
     start: Any  # int32 [B], tokens before them: in the cache, or written by earlier rows of the step
     count: Any  # int32 [B], real tokens among the T; 0 is an empty row
-    page_tables: tuple[
-        Any, ...
-    ]  # int32 [B,M] for each window: the row's pages in order, any number where none is read
+    # int32 [B,M] for each window: the row's pages in order, any number where none is read
+    page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], which slot of the sampling state the row owns
 
 
@@ -81,37 +86,41 @@ def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: in
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
     count = dict(zip(windows_of(layers), pages, strict=True))
 
-    def pool(window: int | None, row: tuple[int, int] | None) -> jax.Array | None:
+    def pool(window: int | None, row: tuple[int, int] | None) -> Pool | None:
         return row and jnp.zeros((row[0], count[window], page_size, row[1]), dtype)
 
     mixers = [layer.mixer for layer in layers]
-    return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))  # type: ignore[arg-type]
+    return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))
 
 
-def write(pool: Array, page: Array, offset: Array, new: Array) -> Array:
-    """Put new [B,T,K,H] into a pool; a page number past the pool drops its token."""
-    head = jnp.arange(pool.shape[0], dtype=jnp.int32)[
-        :, None, None
-    ]  # a slice here costs a TPU a copy of the pool
+def write(
+    pool: Pool, page: Int[Array, "B T"], offset: Int[Array, "B T"], new: Float[Array, "B T K H"]
+) -> Pool:
+    """Put new keys or values into a pool; a page number past the pool drops its token."""
+    # a slice here costs a TPU a copy of the pool
+    head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]
     new = as_dtype(new.transpose(2, 0, 1, 3), pool.dtype)
     return pool.at[head, page[None], offset[None]].set(new, mode="drop")
 
 
 def pool_dtype(dtype: Any, device: Any) -> Any:
-    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, or XLA would widen the pool to write a token."""
+    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, or XLA would widen the pool to
+    write a token."""
     bits = device.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
     return jnp.dtype(jnp.uint16 if bits else dtype)
 
 
-def as_dtype(x: Array, dtype: Any) -> Array:
+def as_dtype(x: Shaped[Array, "*shape"], dtype: Any) -> Shaped[Array, "*shape"]:
     """Numbers as a pool's bits, or a pool's bits as numbers."""
     if x.dtype == dtype or jnp.uint16 not in (x.dtype, dtype):
         return x.astype(dtype)
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def read_block(pool: Array, page_table: Array, j: Array, dtype: Any) -> Array:
-    """Positions [j*BLOCK, (j+1)*BLOCK) of every row, j [B] its own -> [K,B,BLOCK,H]; past the table its last page is read."""
+def read_block(
+    pool: Pool, page_table: Int[Array, "B M"], j: Int[Array, " B"], dtype: Any
+) -> Float[Array, "K B S H"]:
+    """Positions [j*BLOCK, (j+1)*BLOCK) of every row, j its own; past the table its last page is read."""
     K, _, W, H = pool.shape
     per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
     entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
@@ -122,9 +131,14 @@ def read_block(pool: Array, page_table: Array, j: Array, dtype: Any) -> Array:
 
 
 def read_keys(
-    pools: tuple[Array, Array | None], page_table: Array, reading: Reading, dtype: Any, rows: Array, j: Array
-) -> tuple[Array, Array]:
-    """Keys [K,R,BLOCK,H] and values [K,R,BLOCK,U] of block j [R] of some rows; a latent layer's are made here."""
+    pools: Pools,
+    page_table: Int[Array, "B M"],
+    reading: Reading,
+    dtype: Any,
+    rows: Int[Array, " rows"],
+    j: Int[Array, " rows"],
+) -> Block:
+    """Keys and values of block j of some rows; a latent layer's are made here."""
     table = page_table[rows]
     keys = read_block(pools[0], table, j, dtype)
     if pools[1] is not None:
@@ -135,11 +149,15 @@ def read_keys(
 
 
 def running_softmax(
-    q: Array, batch: Batch, read: Callable[[Array, Array], tuple[Array, Array]], reading: Reading
-) -> Array:
-    """Attention of q [B,T,N,H] over the rows' keys, of which `read(rows, j)` gives block j [R] of rows [R] -> [B,T,N,U].
+    q: Float[Array, "B T N H"],
+    batch: Batch,
+    read: Callable[[Int[Array, " rows"], Int[Array, " rows"]], Block],
+    reading: Reading,
+) -> Float[Array, "B T N U"]:
+    """Attention over the rows' keys, of which `read(rows, j)` gives block j of some rows.
 
-    Rows go in groups of like length, longest first, so that few wait for the longest; a group's blocks stay in a CPU's cache.
+    Rows go in groups of like length, longest first, so that few wait for the longest; a group's blocks stay
+    in a CPU's cache.
     """
     B, T, N, _ = q.shape
     k, v = jax.eval_shape(read, batch.start, batch.start)
@@ -152,7 +170,7 @@ def running_softmax(
     q = groups.sorted(grouped(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1))
     pos = jnp.repeat(positions(batch), G, axis=1)  # [B,T*G]
 
-    def block(i: Array, sums: Sums) -> Sums:
+    def block(i: Int[Array, ""], sums: Sums) -> Sums:
         group, rows, j = groups.step(i)
         at = (first[rows] + j)[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]  # [R,BLOCK]
         k, v = read(rows, first[rows] + j)
@@ -174,18 +192,21 @@ def running_softmax(
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
 
 
-def products(q: Array, k: Array) -> Array:
-    """Queries [K,B,Q,H] times keys [K,B,S,H] -> float32 [K,B,Q,S].
+def products(q: Float[Array, "K B queries H"], k: Float[Array, "K B S H"]) -> Float32[Array, "K B queries S"]:
+    """Queries times keys.
 
-    Of few queries a CPU makes keys times queries in half the time; the barrier keeps XLA from turning that round again.
+    Of few queries a CPU makes keys times queries in half the time; the barrier keeps XLA from turning that
+    round again.
     """
     if q.shape[2] > FEW:
         return einsum("kbqh,kbsh->kbqs", q, k, jnp.float32)
     return jax.lax.optimization_barrier(einsum("kbsh,kbqh->kbsq", k, q, jnp.float32)).swapaxes(2, 3)
 
 
-def before_any_key(reading: Reading, shape: tuple[int, int, int, int]) -> tuple[Array, Array]:
-    """The running softmax's highest score and total [K,B,T*G] at the start: nothing, or the sinks."""
+def before_any_key(
+    reading: Reading, shape: tuple[int, int, int, int]
+) -> tuple[Float[Array, "K B queries"], Float[Array, "K B queries"]]:
+    """The running softmax's highest score and total at the start: nothing, or the sinks."""
     K, B, T, G = shape
     if reading.sinks is None:
         return jnp.full((K, B, T * G), MASKED), jnp.zeros((K, B, T * G))
@@ -194,9 +215,13 @@ def before_any_key(reading: Reading, shape: tuple[int, int, int, int]) -> tuple[
 
 
 def stored(
-    pools: tuple[Array, Array | None], batch: Batch, table: Array, k: Array, v: Array | None
-) -> tuple[Array, Array | None]:
-    """A layer's pools with the rows' new keys and values [B,T,K,H] in their pages."""
+    pools: Pools,
+    batch: Batch,
+    table: Int[Array, "B M"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"] | None,
+) -> Pools:
+    """A layer's pools with the rows' new keys and values in their pages."""
     (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
     entry = jnp.minimum(pos // W, table.shape[1] - 1)
     real = jnp.arange(pos.shape[1], dtype=jnp.int32)[None] < batch.count[:, None]
@@ -209,15 +234,20 @@ def stored(
 
 
 def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
-    """`attend` over a KVCache: writes the rows' new keys and values into their pages, then reads the pages."""
+    """`attend` over a KVCache: writes the rows' new keys and values into their pages, and reads these."""
 
     def attend(
-        cache: KVCache, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
-    ) -> tuple[KVCache, Array]:
+        cache: KVCache,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys,
+        v: Float[Array, "B T K H"] | None,
+        reading: Reading,
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
-        def by_blocks(q: Array) -> Array:
+        def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
             return running_softmax(q, batch, partial(read_keys, pools, table, reading, q.dtype), reading)
 
         def pages() -> Pages:

@@ -1,12 +1,12 @@
-"""Grouped-query attention: its parameters, the seam to every cache, and the reference over keys that lie side by side."""
+"""Grouped-query attention: its parameters, the seam to caches, the reference over keys side by side."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .config import GroupedQuery
 from .layers import biased, einsum, rms_norm, softcapped
@@ -14,6 +14,9 @@ from .rope import Turn, rotate
 from .tree import Spec, pytree
 
 MASKED = -1e30
+Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
+Rows = Float[Array, "B S 1 row"]  # of a latent layer's cache
+Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
 
 
 @pytree
@@ -37,36 +40,44 @@ class Attention:
 class Reading:
     """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
 
-    `sinks` [N] are scores of seeing nothing. `expand` makes keys [B,S,K,H] and values [B,S,K,U] of cached rows [B,S,1,R] where
-    a layer caches one kind of row only.
+    `sinks` are scores of seeing nothing. `expand` makes keys and values where a layer caches one kind of row
+    only.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
-    sinks: Array | None = None
-    expand: Callable[[Array], tuple[Array, Array]] | None = None
+    sinks: Float[Array, " N"] | None = None
+    expand: Callable[[Rows], Made] | None = None
 
-    def scores(self, products: Array) -> Array:
+    def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""
         return softcapped(products * self.scale, self.softcap)
 
-    def sees(self, query: Array, key: Array) -> Array:
+    def sees(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
         """Which positions of keys those of queries see."""
         seen = key <= query
         return seen if self.window is None else seen & (query - key < self.window)
 
 
+@runtime_checkable
 class Attend(Protocol):
     """How keys are kept and read, the seam between the model and every cache.
 
-    Takes the state, the layer's number, queries [B,T,N,H], new keys and values [B,T,K,H] and how they are read; gives the new
-    state and [B,T,N,U]. A latent layer's keys are its rows [B,T,1,R], and it has no values.
+    Takes the state, the layer's number, queries, new keys and values and how they are read; gives the new
+    state and what was read. A latent layer has no values.
     """
 
     def __call__(
-        self, state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading, /
-    ) -> tuple[Any, Array]: ...
+        self,
+        state: Any,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys,
+        v: Float[Array, "B T K H"] | None,
+        reading: Reading,
+        /,
+    ) -> tuple[Any, Float[Array, "B T N U"]]: ...
 
 
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
@@ -95,15 +106,15 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
 def mix_heads(
     w: Attention,
     c: GroupedQuery,
-    x: Array,
+    x: Float[Array, "B T D"],
     turn: Turn | None,
     attend: Attend,
     state: Any,
     i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
-    """Attention of layer i: normed x [B,T,D] -> state, [B,T,D]."""
+    """Attention of layer i over normed x, and attend's new state."""
 
-    def head(x: Array, gain: Any) -> Array:
+    def head(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
         x = x if c.qk_norm is None else rms_norm(x, gain, c.qk_norm)
         return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
 
@@ -140,8 +151,13 @@ def attention(
 
 
 def causal(
-    state: Any, layer: int, q: Array, k: Array, v: Array | None, reading: Reading
-) -> tuple[Any, Array]:
+    state: Any,
+    layer: int,
+    q: Float[Array, "B T N _"],
+    k: Keys,
+    v: Float[Array, "B T K H"] | None,
+    reading: Reading,
+) -> tuple[Any, Float[Array, "B T N U"]]:
     """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it."""
     at = jnp.arange(q.shape[1], dtype=jnp.int32)
     if v is None:

@@ -1,6 +1,7 @@
-"""Which weights of a model are quantised or factored: a plan, and its application to parameters or to their specs.
+"""Which weights are quantised or factored: a plan, and its application to parameters or to their specs.
 
-A weight that is quantised already is a weight like others: another scheme widens and quantises it again, its own leaves it.
+A weight that is quantised already is a weight like others: another scheme widens and quantises it again, its
+own leaves it.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import Array, Float
 
 from .config import ModelConfig
 from .lowrank import LowRank, low_rank
@@ -23,12 +25,9 @@ T = TypeVar("T")
 How = Scheme | float
 SCHEMES = tuple(name for name in get_args(Scheme) if name != "fp4")  # fp4 only comes in checkpoints
 WHOLE = "dequantize"
-FORMS: tuple[str | None, ...] = (
-    None,
-    *SCHEMES,
-    WHOLE,
-)  # of a model's weights: as they are, with projections in a scheme, or as arrays
-# Axes over which the product with a weight sums, counted from the last, so that experts may stand before them.
+# of a model's weights: as they are, with projections in a scheme, or as arrays
+FORMS: tuple[str | None, ...] = (None, *SCHEMES, WHOLE)
+# Axes over which the product with a weight sums, counted from the last, so that experts may come first.
 CONTRACTED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k", "v", "q_up", "k_up", "v_up"), (-3,)),
     **dict.fromkeys(("q_down", "kv_down", "gate", "up", "down"), (-2,)),
@@ -39,10 +38,12 @@ CONTRACTED: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Rules (pattern of a weight's path, how): "int8", "int4", "fp8", or the share of numbers that a low rank keeps.
+    """Rules (pattern of a weight's path, how): "int8", "int4", "fp8", or the share of numbers that a low rank
+    keeps.
 
-    Patterns are those of file names, as "layers.*.ffn.*"; a weight's first rule counts, and weights without a rule stay as
-    they are. Routers, norms, biases, embeddings and positions are never compressed. Raises ValueError for an unknown way.
+    Patterns are those of file names, as "layers.*.ffn.*"; a weight's first rule counts, and weights without a
+    rule stay as they are. Routers, norms, biases, embeddings and positions are never compressed. Raises
+    ValueError for an unknown way.
     """
 
     rules: tuple[tuple[str, How], ...]
@@ -50,9 +51,8 @@ class Plan:
     def __post_init__(self):
         for pattern, how in self.rules:
             if how not in SCHEMES and not (isinstance(how, float) and 0 < how < 1):
-                raise ValueError(
-                    f"{how!r} for {pattern!r} is not allowed: {', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
-                )
+                allowed = f"{', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
+                raise ValueError(f"{how!r} for {pattern!r} is not allowed: {allowed}")
 
     def how(self, path: str) -> How | None:
         """What is to be done with the weight at a path."""
@@ -65,10 +65,11 @@ def projections(how: How) -> Plan:
 
 
 def compress(tree: T, plan: Plan, donate: bool = False) -> T:
-    """A tree of parameters, of ShapeDtypeStructs or of specs with the plan's weights compressed, one after the other.
+    """A tree of parameters, of ShapeDtypeStructs or of specs with the plan's weights compressed, one after
+    the other.
 
-    With `donate` each weight is deleted when its compressed form is ready, so that the memory never holds both models.
-    Raises ValueError for a rule that meets no weight.
+    With `donate` each weight is deleted when its compressed form is ready, so that the memory never holds
+    both models. Raises ValueError for a rule that meets no weight.
     """
     met: set[str] = set()
 
@@ -108,7 +109,7 @@ def compressed(weight: Any, contracted: tuple[int, ...], how: How, donate: bool 
 
 
 def replaced(weight: Any, done: T, donate: bool) -> T:
-    """What was made of a weight, on the weight's devices; with `donate` the weight's own arrays are deleted."""
+    """What was made of a weight, on its devices; with `donate` the weight's own arrays are deleted."""
     first = jax.tree.leaves(weight)[0]
     if isinstance(first, jax.Array) and not isinstance(first, Tracer):
         done = jax.tree.map(lambda x: jax.device_put(x, fitted(first.sharding, x.shape)), done)
@@ -121,7 +122,9 @@ def replaced(weight: Any, done: T, donate: bool) -> T:
 
 
 @partial(jax.jit, static_argnames=("contracted", "how"))
-def work(weight: jax.Array | Quantised, contracted: tuple[int, ...], how: How) -> Quantised | LowRank | None:
+def work(
+    weight: Float[Array, "..."] | Quantised, contracted: tuple[int, ...], how: How
+) -> Quantised | LowRank | None:
     if isinstance(weight, Quantised):
         weight = weight.widened(jnp.float32)
     if isinstance(how, str):
@@ -130,20 +133,19 @@ def work(weight: jax.Array | Quantised, contracted: tuple[int, ...], how: How) -
 
 
 def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
-    """The specs of a compressed weight; drawn at random they multiply like the weight that the spec describes."""
+    """The specs of a compressed weight; drawn at random they multiply like the weight of the spec."""
     shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
     form = jax.eval_shape(partial(work, contracted=contracted, how=how), shape)
     if isinstance(form, LowRank):
         first, after = (len(spec.axes) + i for i in (contracted[0], contracted[-1] + 1))
         each = (spec.scale / form.a.shape[-1] ** 0.5) ** 0.5
-        a = Spec(form.a.shape, (*spec.axes[:after], "low_rank"), 0, each, spec.dtype)
+        a = Spec(form.a.shape, (*spec.axes[:after], "low_rank"), 0.0, each, spec.dtype)
         b = (*spec.axes[:first], "low_rank", *spec.axes[after:])
-        return LowRank(a, Spec(form.b.shape, b, 0, each, spec.dtype))
+        return LowRank(a, Spec(form.b.shape, b, 0.0, each, spec.dtype))
     if form is None:
         return spec
-    mean, spread = {"int8": (0, 32), "fp8": (0, 64), "int4": (128, 32)}[
-        form.scheme
-    ]  # of the codes, or of bytes of two
+    # of the codes, or of bytes of two
+    mean, spread = {"int8": (0.0, 32.0), "fp8": (0.0, 64.0), "int4": (128.0, 32.0)}[form.scheme]
     one = spec.scale / (4 if form.scheme == "int4" else spread)
     axes = tuple(
         name if n == size or n > 1 else "group"
@@ -152,7 +154,7 @@ def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
     return replace(
         form,
         values=Spec(form.values.shape, spec.axes, mean, spread, form.values.dtype),
-        scales=Spec(form.scales.shape, axes, one, 0, form.scales.dtype),
+        scales=Spec(form.scales.shape, axes, one, 0.0, form.scales.dtype),
     )
 
 
@@ -162,7 +164,7 @@ def quantize_params(params: T, scheme: How, donate: bool = False) -> T:
 
 
 def quantized_spec(config: ModelConfig, scheme: How) -> Decoder:
-    """The specs of a model of this configuration whose projections are quantised: its structure, before it has numbers."""
+    """The specs of a model whose projections are quantised: its structure, before it has numbers."""
     return compress(decoder_spec(config), projections(scheme))
 
 
@@ -172,7 +174,7 @@ def plan_for(form: str | None) -> Plan:
 
 
 def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
-    """Parameters in one of FORMS; where they are widened, in a dtype. They are the very same where nothing is to be done."""
+    """Parameters in one of FORMS, widened ones in a dtype; the very same where nothing is to be done."""
     if form == WHOLE:
         return dequantize_params(params, dtype, donate)
     return params if form is None else compress(params, plan_for(form), donate)
@@ -190,7 +192,7 @@ def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def widen(weight: Quantised, dtype: Any) -> jax.Array:
+def widen(weight: Quantised, dtype: Any) -> Float[Array, "..."]:
     return weight.widened(dtype)
 
 

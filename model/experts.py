@@ -1,9 +1,10 @@
-"""Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv 1701.06538).
+"""Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv
+1701.06538).
 
-Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`; on CPUs and GPUs, where XLA (of jax 0.10)
-computes all experts there, we go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's
-bits depend on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product knows nothing of
-the others.
+Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`; on CPUs and GPUs,
+where XLA (of jax 0.10) computes all experts there, we go through tiles of rows of one expert (as MegaBlocks
+does, Gale et al., arXiv 2211.15841). A token's bits depend on neither its neighbours nor their number: all
+tiles of a step have one size, and a row of a product knows nothing of the others.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .config import Dense, Experts
 from .ffn import FFN, activate, feed_forward, ffn_spec
@@ -23,7 +24,8 @@ TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and fo
 
 @pytree
 class MoE:
-    """A router, E experts side by side, and the expert that every token goes to; what the family does not have is None."""
+    """A router, E experts side by side, and the expert that every token goes to; what the family does not
+    have is None."""
 
     router: Any  # [D,E]
     experts: FFN  # each leaf with E before its axes
@@ -50,7 +52,7 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
 
 
 def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The chosen experts' outputs, weighted and added in the order of their scores, and the shared expert's."""
+    """The chosen experts' outputs, weighted and added in order of their scores, and the shared one's."""
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = route(w, c, flat)
     tile = TILE if x.shape[1] == 1 else LARGE_TILE
@@ -66,9 +68,11 @@ def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B
     return mixed if w.shared is None else mixed + feed_forward(w.shared, Dense(c.shared, c.activation), x)
 
 
-def route(w: MoE, c: Experts, x: Float[Array, "n D"]) -> tuple[Float[Array, "n A"], Int[Array, "n A"]]:
-    """Weights and numbers of the A active experts of each token, best first."""
-    logits = einsum("nd,de->ne", x.astype(jnp.float32), w.router.astype(jnp.float32))
+def route(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"]
+) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
+    """Weights and numbers of the active experts of each token, best first."""
+    logits = einsum("td,de->te", x.astype(jnp.float32), w.router.astype(jnp.float32))
     logits = biased(logits, None if w.router_bias is None else w.router_bias.astype(jnp.float32))
     scores = jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
     wanted = biased(scores, w.correction)
@@ -81,8 +85,8 @@ def route(w: MoE, c: Experts, x: Float[Array, "n D"]) -> tuple[Float[Array, "n A
     return weights * c.factor, chosen.astype(jnp.int32)
 
 
-def in_best_groups(c: Experts, scores: Float[Array, "n E"]) -> Array:
-    """Which experts are in one of the active groups, [n,E]."""
+def in_best_groups(c: Experts, scores: Float[Array, "tokens E"]) -> Bool[Array, "tokens E"]:
+    """Which experts are in one of the active groups."""
     groups = scores.reshape(scores.shape[0], c.groups, -1)
     of_group = groups.max(-1) if c.group_score == "best" else jax.lax.top_k(groups, 2)[0].sum(-1)
     _, best = jax.lax.top_k(of_group, c.active_groups)
@@ -90,13 +94,17 @@ def in_best_groups(c: Experts, scores: Float[Array, "n E"]) -> Array:
     return jnp.repeat(active, groups.shape[-1], axis=1)
 
 
-def by_ragged_products(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"]) -> Float[Array, "n A D"]:
+def by_ragged_products(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
+) -> Float[Array, "tokens A D"]:
     """Each token through each of its experts, as products of consecutive rows with one expert each."""
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     expert = chosen.reshape(-1)[order]
     sizes = jnp.bincount(expert, length=c.count).astype(jnp.int32)
 
-    def product(rows: Array, weights: Any, bias: Array | None) -> Array:
+    def product(
+        rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
+    ) -> Float[Array, "rows outputs"]:
         out = ragged_product(rows, weights, sizes, expert)
         return out if bias is None else out + bias[expert]
 
@@ -106,8 +114,10 @@ def by_ragged_products(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"]) 
     return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
 
 
-def by_tiles(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"], tile: int) -> Float[Array, "n A D"]:
-    """The same through tiles of `tile` rows of one expert; an expert's last tile is padded, one without tokens has none."""
+def by_tiles(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
+) -> Float[Array, "tokens A D"]:
+    """The same through tiles of rows of one expert; the last is padded, one without tokens has none."""
     assigned = chosen.reshape(-1)
     order = jnp.argsort(assigned, stable=True)
     expert, count = assigned[order], jnp.bincount(assigned, length=c.count).astype(jnp.int32)
@@ -119,7 +129,7 @@ def by_tiles(w: MoE, c: Experts, x: Array, chosen: Int[Array, "n A"], tile: int)
     rows = jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active])
     owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
 
-    def one(i: Array, out: Array) -> Array:
+    def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
         e, start = owner[i], i * tile
         a = jax.lax.dynamic_slice_in_dim(rows, start, tile)
         own = jax.tree.map(lambda leaf: leaf[e], w.experts)

@@ -42,8 +42,10 @@ def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
     )
 
 
-def activate(c: Dense, gate: Array | None, up: Array) -> Array:
-    """The inner values of a feed-forward layer: the activation of `gate` times `up`, or of `up` alone; rounded once."""
+def activate(
+    c: Dense, gate: Float[Array, "*rows F"] | None, up: Float[Array, "*rows F"]
+) -> Float[Array, "*rows F"]:
+    """The inner values: the activation of `gate` times `up`, or of `up` alone; rounded once."""
     kind, dtype = c.activation, up.dtype
     gate, up = None if gate is None else gate.astype(jnp.float32), up.astype(jnp.float32)
     if kind == "clamped_silu":  # gpt-oss

@@ -28,11 +28,16 @@ def norm_spec(kind: NormKind, size: int) -> Norm:
 class Weight(Protocol):
     """A record that stands where a weight stood in the tree of parameters, and multiplies in its place."""
 
-    def einsum(self, equation: str, x: Array, dtype: Any = None) -> Array: ...
-    def ragged(self, rows: Array, sizes: Array, owner: Array) -> Array: ...
+    def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]: ...
+
+    def ragged(
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    ) -> Float[Array, "rows F"]: ...
 
 
-def einsum(equation: str, x: Array, w: Array | Weight, dtype: Any = None) -> Array:
+def einsum(
+    equation: str, x: Float[Array, "..."], w: Float[Array, "..."] | Weight, dtype: Any = None
+) -> Float[Array, "..."]:
     """The one product of x and a weight, in x's dtype or another; float32 stays float32 on every device."""
     if isinstance(w, Weight):
         return w.einsum(equation, x, dtype)
@@ -42,20 +47,22 @@ def einsum(equation: str, x: Array, w: Array | Weight, dtype: Any = None) -> Arr
     return product(equation, x, w, dtype)
 
 
-def product(equation: str, x: Array, w: Array, dtype: Any) -> Array:
+def product(equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(in_order(equation), x, w, precision=precision, preferred_element_type=dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 3), inline=True)  # layers share one trace
-def narrow_product(equation: str, x: Array, w: Array, dtype: Any) -> Array:
+def narrow_product(
+    equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
+) -> Float[Array, "..."]:
     """The product of 16-bit floats.
 
-    A CPU has instructions for it that XLA uses only where there are two rows or more and their sums are float32; otherwise it
-    widens x and w first, which takes up to ten times as long.
+    A CPU has instructions for it that XLA uses only where there are two rows or more and their sums are
+    float32; otherwise it widens x and w first, which takes up to ten times as long.
     """
 
-    def on_cpu(x: Array, w: Array) -> Array:
+    def on_cpu(x: Float[Array, "..."], w: Float[Array, "..."]) -> Float[Array, "..."]:
         if is_row(equation, x):
             return product(equation, jnp.concatenate([x, x]), w, jnp.float32)[:1].astype(dtype)
         return product(equation, x, w, jnp.float32).astype(dtype)
@@ -63,7 +70,7 @@ def narrow_product(equation: str, x: Array, w: Array, dtype: Any) -> Array:
     return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=partial(product, equation, dtype=dtype))
 
 
-def is_row(equation: str, x: Array) -> bool:
+def is_row(equation: str, x: Float[Array, "..."]) -> bool:
     """Whether x [1,...,1,D] is one row of a product."""
     of_x, of_w = equation.partition("->")[0].split(",")
     rows = x.shape[: x.ndim - sum(axis in of_w for axis in of_x)]
@@ -74,7 +81,8 @@ def is_row(equation: str, x: Array) -> bool:
 def in_order(equation: str) -> str:
     """The same product with letters that ascend along w.
 
-    `jnp.einsum` contracts in the order of the letters; where that is not the axes' own, a CPU transposes w in every step.
+    `jnp.einsum` contracts in the order of the letters; where that is not the axes' own, a CPU transposes w in
+    every step.
     """
     x, w = equation.partition("->")[0].split(",")
     letters = dict.fromkeys(c for c in w + x if c.isalpha())
@@ -82,9 +90,12 @@ def in_order(equation: str) -> str:
 
 
 def ragged_product(
-    rows: Float[Array, "n D"], w: Array | Weight, sizes: Int[Array, " E"], owner: Int[Array, " n"]
-) -> Float[Array, "n F"]:
-    """Products of consecutive rows with one expert's matrix of w [E,D,F] each: expert e owns the next sizes[e] rows."""
+    rows: Float[Array, "rows D"],
+    w: Float[Array, "E D F"] | Weight,
+    sizes: Int[Array, " E"],
+    owner: Int[Array, " rows"],
+) -> Float[Array, "rows F"]:
+    """Products of consecutive rows with one expert's matrix each: expert e owns the next sizes[e] rows."""
     if isinstance(w, Weight):
         return w.ragged(rows, sizes, owner)
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
@@ -112,10 +123,10 @@ def normalise(x: Float[Array, "*rows D"], w: Norm, kind: NormKind) -> Float[Arra
     return normed.astype(x.dtype) * gain + bias
 
 
-def biased(x: Array, bias: Array | None) -> Array:
+def biased(x: Float[Array, "*shape"], bias: Float[Array, "..."] | None) -> Float[Array, "*shape"]:
     return x if bias is None else x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
 
 
-def softcapped(x: Array, cap: float | None) -> Array:
+def softcapped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Values pressed into (-cap, cap)."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -12,12 +12,12 @@ from .tree import pytree
 
 @pytree
 class LowRank:
-    """A weight [*inputs, *outputs] as a [*inputs, rank] times b [rank, *outputs]; experts stand before both."""
+    """A weight [*inputs, *outputs] as a [*inputs, rank] times b [rank, *outputs]; experts come first."""
 
     a: Any
     b: Any
 
-    def einsum(self, equation: str, x: Array, dtype: Any = None) -> Array:
+    def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """Two products of x, the first with the factor whose letters it sums over; "Z" is the rank."""
         operands, out = equation.split("->")
         left, right = operands.split(",")
@@ -32,17 +32,17 @@ class LowRank:
         )
 
     def ragged(
-        self, rows: Float[Array, "n D"], sizes: Int[Array, " E"], owner: Int[Array, " n"]
-    ) -> Float[Array, "n F"]:
-        """Products of consecutive rows with one expert's weights [D,F] each."""
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    ) -> Float[Array, "rows F"]:
+        """Products of consecutive rows with one expert's weights each."""
         return ragged_product(ragged_product(rows, self.a, sizes, owner), self.b, sizes, owner)
 
 
-def low_rank(weight: Array, contracted: tuple[int, ...], share: float) -> LowRank | None:
+def low_rank(weight: Float[Array, "..."], contracted: tuple[int, ...], share: float) -> LowRank | None:
     """A weight's best approximation with at most `share` of its numbers, split evenly between the factors.
 
-    Products sum over the axes `contracted` (counted from the last); those before them are experts. Gives None where even
-    rank 1 has more numbers, and for weights without outputs after those axes.
+    Products sum over the axes `contracted` (counted from the last); those before them are experts. Gives None
+    where even rank 1 has more numbers, and for weights without outputs after those axes.
     """
     first, after = weight.ndim + contracted[0], weight.ndim + contracted[-1] + 1
     experts, inputs, outputs = weight.shape[:first], weight.shape[first:after], weight.shape[after:]

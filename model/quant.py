@@ -1,7 +1,8 @@
 """Weights in eight or four bits: a record that stands where an array stood, behind the same einsum.
 
-Only weights are quantised; activations keep their dtype. Codes are widened where they are multiplied, which XLA fuses into the
-product on accelerators. A scale that belongs to an output (or an input) multiplies the product (or the input) instead.
+Only weights are quantised; activations keep their dtype. Codes are widened where they are multiplied, which
+XLA fuses into the product on accelerators. A scale that belongs to an output (or an input) multiplies the
+product (or the input) instead.
 """
 
 from dataclasses import dataclass
@@ -10,18 +11,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num, UInt8
 
 from .layers import einsum, ragged_product
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
-GROUPS = (
-    32,
-    16,
-    8,
-    4,
-    2,
-)  # numbers along the packed axis that share a four-bit scale: the largest that divides
+# numbers along the packed axis that share a four-bit scale: the largest that divides
+GROUPS = (32, 16, 8, 4, 2)
 FP8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -34,10 +30,10 @@ FP8_MAX, INT8_MAX = 448.0, 127.0
 class Quantised:
     """A weight as codes and scales: each number is (code - zero) * scale.
 
-    `scales` has the weight's axes; an entry covers an equal block of each axis, all of it where its size is 1. In the
-    four-bit schemes a byte of `values` holds two neighbours along the axis `packed` (counted from the last, so that experts
-    may stand before it), the even one in the low bits: `int4` numbers 0..15 around `zeros`, or around 8 where that is None;
-    `fp4` floats of the OCP Microscaling format, e2m1.
+    `scales` has the weight's axes; an entry covers an equal block of each axis, all of it where its size is
+    1. In the four-bit schemes a byte of `values` holds two neighbours along the axis `packed` (counted from
+    the last, so that experts may stand before it), the even one in the low bits: `int4` numbers 0..15 around
+    `zeros`, or around 8 where that is None; `fp4` floats of the OCP Microscaling format, e2m1.
     """
 
     values: Any  # int8, float8_e4m3fn or uint8
@@ -54,7 +50,7 @@ class Quantised:
             shape[self.packed] *= 2
         return tuple(shape)
 
-    def einsum(self, equation: str, x: Array, dtype: Any = None) -> Array:
+    def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight, in x's dtype or another."""
         dtype, (left, letters, out) = dtype or x.dtype, terms(equation)
         scaled = {letter for letter, size in zip(letters, self.scales.shape, strict=True) if size > 1}
@@ -67,21 +63,21 @@ class Quantised:
         return einsum(equation, x, self.widened(x.dtype), dtype)
 
     def ragged(
-        self, rows: Float[Array, "n D"], sizes: Int[Array, " E"], owner: Int[Array, " n"]
-    ) -> Float[Array, "n F"]:
-        """Products of consecutive rows with one expert's weights [D,F] each."""
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    ) -> Float[Array, "rows F"]:
+        """Products of consecutive rows with one expert's weights each."""
         if self.scales.shape[1] > 1:
             return ragged_product(rows, self.widened(rows.dtype), sizes, owner)
         product = ragged_product(rows, self.codes().astype(rows.dtype), sizes, owner)
         scales = spread(self.scales[owner, 0].astype(jnp.float32), product.shape)
         return (product.astype(jnp.float32) * scales).astype(rows.dtype)
 
-    def widened(self, dtype: Any) -> Array:
+    def widened(self, dtype: Any) -> Float[Array, "..."]:
         """The weight as an array."""
         codes, scales = self.codes().astype(jnp.float32), self.scales.astype(jnp.float32)
         return (codes * spread(scales, codes.shape)).astype(dtype)
 
-    def codes(self) -> Array:
+    def codes(self) -> Num[Array, "..."]:
         """Codes less zeros, in the weight's shape."""
         if self.scheme in ("int8", "fp8"):
             if self.zeros is None:
@@ -95,14 +91,16 @@ class Quantised:
 
 
 def terms(equation: str) -> tuple[str, str, str]:
-    """The letters of both operands and of the product; "..." is left out, and stands first where it stands."""
+    """The letters of both operands and of the product; "..." is left out, and can only stand first."""
     operands, out = equation.replace("...", "").split("->")
     left, right = operands.split(",")
     return left, right, out
 
 
-def against(scales: Array, letters: str, target: str, shape: tuple[int, ...]) -> Array:
-    """Float32 scales with axes `letters` as they multiply an array of this shape whose last axes are `target`."""
+def against(
+    scales: Float[Array, "..."], letters: str, target: str, shape: tuple[int, ...]
+) -> Float[Array, "..."]:
+    """Float32 scales of axes `letters` as they multiply an array of a shape with last axes `target`."""
     shared = [letter for letter in target if letter in letters]
     unit = tuple(i for i, letter in enumerate(letters) if letter not in target)
     kept = [letter for letter in letters if letter in target]
@@ -113,7 +111,7 @@ def against(scales: Array, letters: str, target: str, shape: tuple[int, ...]) ->
     return spread(turned.reshape(blocks).astype(jnp.float32), whole)
 
 
-def spread(blocks: Array, shape: tuple[int, ...]) -> Array:
+def spread(blocks: Num[Array, "..."], shape: tuple[int, ...]) -> Num[Array, "..."]:
     """Each entry repeated over its block of an array of this shape."""
     if blocks.shape == shape:
         return blocks
@@ -122,21 +120,21 @@ def spread(blocks: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(single, [size for pair in pairs for size in pair]).reshape(shape)
 
 
-def unpack(pairs: Array, axis: int) -> Array:
+def unpack(pairs: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
     """Two codes of four bits from each byte, neighbours along an axis."""
     axis %= pairs.ndim
     codes = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis + 1)
     return codes.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])
 
 
-def pack(codes: Array, axis: int) -> Array:
-    """Codes 0..15, uint8, two to a byte."""
+def pack(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+    """Codes 0..15, two to a byte."""
     axis %= codes.ndim
     even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in range(2))
     return even | (odd << jnp.uint8(4))
 
 
-def e2m1(codes: Array) -> Array:
+def e2m1(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Four-bit floats: a sign, two bits of exponent, one of mantissa; 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     size, exponent = codes & jnp.uint8(7), (codes & jnp.uint8(7)) >> jnp.uint8(1)
     normal = ((size & jnp.uint8(1)) | jnp.uint8(2)) << (jnp.maximum(exponent, jnp.uint8(1)) - jnp.uint8(1))
@@ -144,11 +142,12 @@ def e2m1(codes: Array) -> Array:
     return jnp.where(codes < 8, halves, -halves) * 0.5
 
 
-def quantised(weight: Array, contracted: tuple[int, ...], scheme: Scheme) -> Quantised | None:
-    """A weight in one of "int8", "int4" and "fp8", whose products sum over the axes `contracted` (counted from the last).
+def quantised(weight: Float[Array, "..."], contracted: tuple[int, ...], scheme: Scheme) -> Quantised | None:
+    """A weight in one of "int8", "int4" and "fp8", whose products sum over the axes `contracted`, counted
+    from the last.
 
-    Eight-bit schemes have a scale per output channel, int4 one per group along the last of those axes, in bfloat16. Gives
-    None where int4 cannot pair the axis' numbers.
+    Eight-bit schemes have a scale per output channel, int4 one per group along the last of those axes, in
+    bfloat16. Gives None where int4 cannot pair the axis' numbers.
     """
     w, axis = weight.astype(jnp.float32), contracted[-1]
     if scheme in ("int8", "fp8"):
@@ -166,11 +165,11 @@ def quantised(weight: Array, contracted: tuple[int, ...], scheme: Scheme) -> Qua
     return Quantised(pack(codes.astype(jnp.uint8), axis), scales, None, "int4", axis)
 
 
-def nonzero(scales: Array) -> Array:
+def nonzero(scales: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(scales == 0, 1, scales)
 
 
-def group_scales(w: Array, axis: int, group: int) -> Array:
+def group_scales(w: Float[Array, "..."], axis: int, group: int) -> Float[Array, "..."]:
     """A bfloat16 scale for each group of numbers along an axis: its largest number, signed, becomes -8."""
     shape = (*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
     groups = w.reshape(shape)

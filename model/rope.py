@@ -8,17 +8,18 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864).
 
-    `linear` divides every frequency by `factor`; `llama3` (Llama 3.1) divides low frequencies only and blends the middle;
-    `yarn` (Peng et al., arXiv 2309.00071) blends between the dimensions that turn `beta_fast` and `beta_slow` times;
-    `longrope` (Ding et al., arXiv 2402.13753) divides each frequency by a factor of its own, one of `long_factors` where
-    the sequence is longer than `original_max_position`, else one of `short_factors`.
+    `linear` divides every frequency by `factor`; `llama3` (Llama 3.1) divides low frequencies only and blends
+    the middle; `yarn` (Peng et al., arXiv 2309.00071) blends between the dimensions that turn `beta_fast` and
+    `beta_slow` times; `longrope` (Ding et al., arXiv 2402.13753) divides each frequency by a factor of its
+    own, one of `long_factors` where the sequence is longer than `original_max_position`, else one of
+    `short_factors`.
     """
 
     theta: float = 10000.0
@@ -40,8 +41,8 @@ class Rope:
         """Tokens up to which a sequence has other frequencies than beyond, if any."""
         return self.original_max_position if self.kind == "longrope" else None
 
-    def frequencies(self, H: int, long: bool = False) -> np.ndarray:
-        """Radians per position of each pair of H dimensions, float32 [H/2]."""
+    def frequencies(self, H: int, long: bool = False) -> Float32[np.ndarray, " {H//2}"]:
+        """Radians per position of each pair of H dimensions."""
         plain = (1.0 / self.theta ** (np.arange(0, H, 2, dtype=np.float32) / H)).astype(np.float32)
         if self.kind == "default":
             return plain
@@ -50,12 +51,12 @@ class Rope:
         keep = self._llama3(plain) if self.kind == "llama3" else self._yarn(H) if self.kind == "yarn" else 0.0
         return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
 
-    def _llama3(self, plain: np.ndarray) -> np.ndarray:
-        """The share of each frequency that is kept: all of those that turn often within the original context."""
+    def _llama3(self, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+        """The share of each frequency that is kept: all of one that turns often in the original context."""
         turns = self.original_max_position * plain / (2 * np.pi)
         return np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
 
-    def _yarn(self, H: int) -> np.ndarray:
+    def _yarn(self, H: int) -> Float[np.ndarray, " {H//2}"]:
         def dimension(turns: float) -> float:
             return (
                 H * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -69,11 +70,12 @@ class Rope:
         return 1 - np.clip(ramp, 0, 1)
 
 
-Turn = tuple[Array, Array]  # cosine and sine of every position's angles, float32 [B,T,1,H/2]
+Angles = Float32[Array, "B T 1 pairs"]  # of every position, for each pair of dimensions
+Turn = tuple[Angles, Angles]  # their cosines and sines
 
 
 def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None) -> Turn:
-    """How far to turn H dimensions at each position; `long` says which rows are beyond the rope's boundary."""
+    """How far to turn H dimensions at each position; `long` are the rows beyond the rope's boundary."""
     frequencies = jnp.asarray(rope.frequencies(H))[None, None, None, :]
     if rope.boundary is not None and long is not None:
         stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
@@ -86,12 +88,12 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
     )
 
 
-def cosine_and_sine(angles: Array, scale: float) -> Turn:
+def cosine_and_sine(angles: Angles, scale: float) -> Turn:
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def computed_once(angles: Array, scale: float) -> Turn:
-    """A conditional that keeps XLA from computing cosines and sines again in every layer, for each number of each head."""
+def computed_once(angles: Angles, scale: float) -> Turn:
+    """A conditional that keeps XLA from computing both again in every layer, for each number of each head."""
     compute = partial(cosine_and_sine, scale=scale)
     return jax.lax.cond(angles.ravel()[0] >= 0, compute, compute, angles)
 

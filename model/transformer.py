@@ -1,4 +1,4 @@
-"""The decoder: a tree of parameters and its forward pass. It knows neither caches, nor batches of requests, nor meshes."""
+"""The decoder: a tree of parameters and its forward pass. It knows no caches, batches or meshes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -88,11 +88,18 @@ def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"
 
 
 def layer(
-    w: Layer, kind: LayerKind, c: ModelConfig, x: Array, turn: Turn | None, attend: Attend, state: Any, i: int
+    w: Layer,
+    kind: LayerKind,
+    c: ModelConfig,
+    x: Float[Array, "B T D"],
+    turn: Turn | None,
+    attend: Attend,
+    state: Any,
+    i: int,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Layer i: x [B,T,D] and attend's state -> the same, after it."""
+    """x and attend's state after layer i."""
 
-    def added(y: Array, post: Norm | None) -> Array:
+    def added(y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + (y if post is None else normalise(y, post, c.norm))
 
     mix, think = KINDS[type(kind.mixer)][1], KINDS[type(kind.ffn)][1]
@@ -112,10 +119,11 @@ def forward(
     state: Any = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would copy their weights.
+    """Hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would copy their
+    weights.
 
-    `lengths` are the tokens of each row's whole sequence, which decide on longrope's frequencies; by default those up to the
-    last position given.
+    `lengths` are the tokens of each row's whole sequence, which decide on longrope's frequencies; by default
+    those up to the last position given.
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
     x = embed(params, config, tokens, positions)

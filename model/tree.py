@@ -6,6 +6,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Num, PRNGKeyArray
 
 T = TypeVar("T")
 
@@ -48,9 +50,9 @@ def static(default: Any) -> Any:
 class Spec:
     """One parameter before it has numbers: its shape, its axes' names, and how it is initialised.
 
-    `axes` names each dimension by meaning ("model", "heads", ...); shardings map those names to a mesh.
-    A fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`. One with a `dtype`
-    keeps it whatever the model's is.
+    `axes` names each dimension by meaning ("model", "heads", ...); shardings map those names to a mesh. A
+    fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`. One
+    with a `dtype` keeps it whatever the model's is.
     """
 
     shape: tuple[int, ...]
@@ -67,11 +69,11 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 
 
-def init(key: jax.Array, specs: T, dtype: jnp.dtype = jnp.float32) -> T:
+def init(key: PRNGKeyArray, specs: T, dtype: DTypeLike = jnp.float32) -> T:
     """Random parameters for a tree of specs."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
-    def draw(spec: Spec, k: jax.Array) -> jax.Array:
+    def draw(spec: Spec, k: PRNGKeyArray) -> Num[Array, "..."]:
         return (spec.mean + spec.scale * jax.random.normal(k, spec.shape, jnp.float32)).astype(
             spec.dtype or dtype
         )
@@ -80,7 +82,7 @@ def init(key: jax.Array, specs: T, dtype: jnp.dtype = jnp.float32) -> T:
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(leaves, keys, strict=True)])
 
 
-def abstract(specs: T, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None) -> T:
+def abstract(specs: T, dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None) -> T:
     """The tree as shapes without numbers, for compiling ahead of time and for memory plans."""
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype, sharding=sharding), specs, is_leaf=is_spec

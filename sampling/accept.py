@@ -1,16 +1,17 @@
-"""Rejection acceptance of guesses: other tokens than without guesses, drawn from exactly the same distribution.
+"""Rejection acceptance of guesses: other tokens than without guesses, drawn from exactly the same
+distribution.
 
-Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318) for one guess a position; where several stand for the
-same position each is tried in turn against what those before it left of the target (SpecInfer, Miao et al., arXiv
-2305.09781; recursive rejection sampling, Jeon et al., arXiv 2402.14160). The target is what `sample` draws from, after
-every sampling parameter; a greedy row's is its one token.
+Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318) for one guess a position; where several
+stand for the same position each is tried in turn against what those before it left of the target (SpecInfer,
+Miao et al., arXiv 2305.09781; recursive rejection sampling, Jeon et al., arXiv 2402.14160). The target is
+what `sample` draws from, after every sampling parameter; a greedy row's is its one token.
 """
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from ..model.tree import pytree
 from .sample import EDITS, Rows, Sampled, argmax, changed, is_drawn, narrowed, pairwise_sum, sample, scored
@@ -24,40 +25,60 @@ ACCEPT, RESAMPLE, DRAFT = 1, 2, 3
 class Guesses:
     """What may stand at one position of each row: guesses in the order in which they are tried.
 
-    `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is drawn at random.
+    `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is
+    drawn at random.
     """
 
-    token: Array  # int32 [B,C]
-    real: Array  # bool [B,C], False where there is no guess
-    probs: Array | None = None  # float32 [B,C,V]
+    token: Any  # int32 [B,guesses]
+    real: Any  # bool [B,guesses], False where there is no guess
+    probs: Any = None  # float32 [B,guesses,V]
 
 
 # ---------------------------------------------------------------- the two rules
 
 
+@runtime_checkable
 class Rule(Protocol):
-    """What stands at a position of each row: Sampled [B] for logits [B,V], and which of its guesses that is (-1: none)."""
+    """What stands at a position of each row, and which of its guesses that is (-1: none)."""
 
     def __call__(
-        self, logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses
-    ) -> tuple[Sampled, Array]: ...
+        self,
+        logits: Float[Array, "B V"],
+        position: Int[Array, " B"],
+        slot: Int[Array, " B"],
+        live: Bool[Array, " B"],
+        state: SamplingState,
+        guesses: Guesses,
+    ) -> tuple[Sampled, Int[Array, " B"]]: ...
 
 
-def coupled(logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses):
+def coupled(
+    logits: Float[Array, "B V"],
+    position: Int[Array, " B"],
+    slot: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    state: SamplingState,
+    guesses: Guesses,
+) -> tuple[Sampled, Int[Array, " B"]]:
     """The token that is sampled without guesses; those of a tree are looked up."""
     drawn = sample(logits, position, slot, live, state)
     right = guesses.real & (guesses.token == drawn.token[:, None])
     return drawn, first_of(right)
 
 
-def first_of(kept: Bool[Array, "B C"]) -> Int[Array, " B"]:
+def first_of(kept: Bool[Array, "B guesses"]) -> Int[Array, " B"]:
     """Which guess is the first that was kept, -1 where none was."""
     return jnp.where(jnp.any(kept, axis=1), jnp.argmax(kept, axis=1).astype(jnp.int32), -1)
 
 
 def rejection(
-    logits: Array, position: Array, slot: Array, live: Array, state: SamplingState, guesses: Guesses
-):
+    logits: Float[Array, "B V"],
+    position: Int[Array, " B"],
+    slot: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    state: SamplingState,
+    guesses: Guesses,
+) -> tuple[Sampled, Int[Array, " B"]]:
     """A guess or another token, distributed as the one that is sampled without guesses."""
     p = target_probs(logits, position, slot, live, state)
     token, kept = decide(p, guesses, state.knobs.seed[slot], position)
@@ -77,7 +98,7 @@ def target_probs(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Float[Array, "B V"]:
-    """The distribution of the token that `sample` gives for the same arguments; its bits do not depend on B."""
+    """The distribution of the token that `sample` gives for the same; its bits do not depend on B."""
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     edited = changed(logits, rows, EDITS)
@@ -106,14 +127,14 @@ def acceptance(p: Float[Array, "B V"], q: Float[Array, "B V"], token: Int[Array,
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What is left to draw from after a rejection, norm(max(0, p - q)); p itself where rounding leaves nothing."""
+    """What is left to draw from after a rejection, norm(max(0, p - q)); p where rounding leaves nothing."""
     rest = jnp.maximum(p - q, 0.0)
     total = pairwise_sum(rest)
     return jnp.where(total > 0, rest / jnp.maximum(total, jnp.finfo(p.dtype).tiny), p)
 
 
 def offered(guesses: Guesses, c: int, V: int) -> Float[Array, "B V"]:
-    """The distribution of guess c: its draft's, or all on the guess itself; nothing where there is no guess."""
+    """The distribution of guess c: its draft's, or all on the guess; nothing where there is none."""
     if guesses.probs is None:
         probs = jax.nn.one_hot(guesses.token[:, c], V, dtype=jnp.float32)
     else:
@@ -121,8 +142,9 @@ def offered(guesses: Guesses, c: int, V: int) -> Float[Array, "B V"]:
     return jnp.where(guesses.real[:, c, None], probs, 0.0)
 
 
-def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B C"], Float[Array, "B V"]]:
-    """The probability of keeping each guess when those before it were not kept, and what to draw from when none was."""
+def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B guesses"], Float[Array, "B V"]]:
+    """The probability of keeping each guess when those before it were not kept, and what to draw from when
+    none was."""
     keep = []
     for c in range(guesses.token.shape[1]):
         token, real, q = guesses.token[:, c], guesses.real[:, c], offered(guesses, c, p.shape[1])
@@ -134,12 +156,14 @@ def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B C"
 def decide(
     p: Float[Array, "B V"], guesses: Guesses, seed: UInt[Array, " B"], position: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """A token of each row, distributed as p, and which of its guesses it is (-1: none was kept, or there was none).
+    """A token of each row, distributed as p, and which of its guesses it is (-1: none was kept, or there was
+    none).
 
-    (seed, position) alone decides the randomness; guesses must have been drawn independently of it, as `draw_guess` does.
+    (seed, position) alone decides the randomness; guesses must have been drawn independently of it, as
+    `draw_guess` does.
     """
 
-    def noise(seed: Array, position: Array) -> Array:
+    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " guesses"]:
         return jax.random.uniform(noise_key(seed, position, ACCEPT), guesses.token.shape[1:], jnp.float32)
 
     keep, rest = trials(p, guesses)
@@ -151,7 +175,7 @@ def decide(
 # ---------------------------------------------------------------- draws
 
 
-def noise_key(seed: Array, position: Array, purpose: int) -> Array:
+def noise_key(seed: UInt[Array, ""], position: Int[Array, ""], purpose: int) -> Key[Array, ""]:
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.fold_in(key, purpose)
 
@@ -161,7 +185,7 @@ def draw_probs(
 ) -> Int[Array, " B"]:
     """A token from each row's probabilities by the Gumbel-max trick."""
 
-    def noise(seed: Array, position: Array) -> Array:
+    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
         return jax.random.gumbel(noise_key(seed, position, purpose), p.shape[1:], jnp.float32)
 
     score = jnp.where(p > 0, jnp.log(p) + jax.vmap(noise)(seed, position), MASKED)

@@ -1,4 +1,5 @@
-"""Guesses of a trained head on the device: a chain or a tree of tokens from the hidden state after which the last was sampled."""
+"""Guesses of a trained head on the device: a chain or a tree of tokens from the hidden state after which the
+last was sampled."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +19,12 @@ def guess_tree(
     hidden: Float[Array, "B D"],
     token: Int[Array, " B"],
     tree: TokenTree,
-) -> Int[Array, "B nodes"]:
-    """The tokens of every node: `token` at the root, and below each node the head's likeliest ones after it, best first.
+) -> Int[Array, "B n"]:
+    """The tokens of every node: `token` at the root, and below each node the head's likeliest ones after it,
+    best first.
 
-    `hidden` is the state (after the last norm) from which `token` was sampled. Equal logits are taken in order of their ids.
+    `hidden` is the state (after the last norm) from which `token` was sampled. Equal logits are taken in
+    order of their ids.
     """
     B, D = hidden.shape
     tokens = jnp.zeros((B, tree.nodes), token.dtype).at[:, 0].set(token)
@@ -44,5 +47,5 @@ def width(tree: TokenTree, nodes: list[int]) -> int:
     return int((tree.children[np.array(nodes)] >= 0).sum(axis=1).max())
 
 
-def likeliest(logits: Float[Array, "B V"], count: int) -> Int[Array, "B count"]:
+def likeliest(logits: Float[Array, "B V"], count: int) -> Int[Array, "B {count}"]:
     return argmax(logits)[:, None] if count == 1 else largest(logits, count)[1]

@@ -1,6 +1,7 @@
 """What a request asks of the sampler: `SamplingParams` on the host, and `Knobs`, the row the device is told.
 
-Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), and a function in `sample`.
+Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), and a function in
+`sample`.
 """
 
 import math
@@ -11,6 +12,7 @@ from enum import Enum
 from typing import Any, get_type_hints
 
 import numpy as np
+from jaxtyping import Int32
 
 from ..fields import knob
 from ..model.tree import pytree
@@ -25,7 +27,7 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
 class RequestOutputKind(Enum):
-    """What `LLMEngine` and `AsyncLLM` report of a request on its way: all so far, what is new, or only the end."""
+    """What `LLMEngine` and `AsyncLLM` report of a request on its way: all, the new, or only the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -35,11 +37,13 @@ class RequestOutputKind(Enum):
 @known_names
 @dataclass
 class SamplingParams:
-    """How one request's tokens are chosen, how many, and what is reported of them; settable until it is submitted.
+    """How one request's tokens are chosen, how many, and what is reported of them; settable until it is
+    submitted.
 
-    Construction and every assignment raise ValueError (a value is not allowed) or TypeError (it has the wrong type, or the
-    name is unknown); the message names the field, its value and what is allowed. What several fields must agree on is
-    checked at construction and by `clone`, which whoever submits calls. Sequences are kept as tuples. Positions are vLLM's.
+    Construction and every assignment raise ValueError (a value is not allowed) or TypeError (it has the wrong
+    type, or the name is unknown); the message names the field, its value and what is allowed. What several
+    fields must agree on is checked at construction and by `clone`, which whoever submits calls. Sequences are
+    kept as tuples. Positions are vLLM's.
     """
 
     n: int = knob(1, "number of completions of the prompt, each with its own random numbers")
@@ -101,7 +105,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Parameters of which those that are None have their defaults; as in vLLM, biases are cut to -100..100."""
+        """Parameters, of which None stands for the default; as in vLLM, biases are cut to -100..100."""
         stated: dict[str, Any] = {
             name: value for name, value in values.items() if value is not None or name == "max_tokens"
         }
@@ -133,7 +137,8 @@ class SamplingParams:
                 require(0 <= token < V, name, token, f"the vocabulary's ids are 0..{V - 1}")
 
     def check_logprobs(self, most: int) -> None:
-        """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports; -1 is all there are."""
+        """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports; -1 is all
+        there are."""
         for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             ok = wanted is None or most == -1 or 0 <= wanted <= most
             require(
@@ -192,8 +197,9 @@ def fold_seed(seed: int, sample: int = 0) -> int:
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
     """Every banned word as token ids, at the start of a text and after a space.
 
-    `encode` adds no special tokens. The form after a space counts where it is another token sequence of the same
-    length with another first token (as in vLLM: a longer one holds the plain form after the space's own token).
+    `encode` adds no special tokens. The form after a space counts where it is another token sequence of the
+    same length with another first token (as in vLLM: a longer one holds the plain form after the space's own
+    token).
     """
     sequences = []
     for word in words:
@@ -206,7 +212,7 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
 
 @pytree
 class Knobs:
-    """One request's parameters as the device reads them; in `SamplingState` every leaf has a row for each slot."""
+    """One request's parameters as the device reads them; in `SamplingState` leaves have a row a slot."""
 
     temperature: Any  # float32, 0 is greedy
     top_k: Any  # int32, 0 is off
@@ -259,7 +265,7 @@ def has_bias(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool
     return bool(params.logit_bias) or params.allowed_token_ids is not None or single
 
 
-def stop_row(stop_ids: Sequence[int]) -> np.ndarray:
+def stop_row(stop_ids: Sequence[int]) -> Int32[np.ndarray, " ids"]:
     ids = list(dict.fromkeys(stop_ids))
     require(
         len(ids) <= MAX_STOP_IDS,
@@ -270,7 +276,7 @@ def stop_row(stop_ids: Sequence[int]) -> np.ndarray:
     return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
 
 
-def bad_word_rows(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
+def bad_word_rows(bad_words: Sequence[Sequence[int]]) -> Int32[np.ndarray, "words length"]:
     long = [list(sequence) for sequence in bad_words if len(sequence) > 1]
     require(
         len(long) <= MAX_BAD_WORDS, "bad_words", long, f"at most {MAX_BAD_WORDS} sequences of several tokens"

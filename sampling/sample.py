@@ -1,17 +1,19 @@
-"""From logits to tokens: one small function a parameter, each an exact identity on the rows that do not use it.
+"""From logits to tokens: one small function a parameter, each an exact identity on the rows that do not use
+it.
 
-Order and meaning are vLLM's: bias, bad words, min_tokens, penalties, temperature, min_p, top_k, top_p, draw. A row's
-token is a function of its logits, knobs, history and position alone: neighbours only decide what is computed for
-nothing. What no row wants is not computed, so a greedy batch pays for an argmax.
+Order and meaning are vLLM's: bias, bad words, min_tokens, penalties, temperature, min_p, top_k, top_p, draw.
+A row's token is a function of its logits, knobs, history and position alone: neighbours only decide what is
+computed for nothing. What no row wants is not computed, so a greedy batch pays for an argmax.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
@@ -24,29 +26,31 @@ LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 
 @pytree
 class Scores:
-    """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits share the
-    larger rank), and the likeliest tokens with theirs, padded with id -1 where the vocabulary is smaller."""
+    """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits
+    share the larger rank), and the likeliest tokens with theirs, padded with id -1 where the vocabulary is
+    smaller."""
 
-    logprob: Array  # float32 [B]
-    rank: Array  # int32 [B]
-    top_ids: Array  # int32 [B, n_top]
-    top_logprobs: Array  # float32 [B, n_top]
+    logprob: Any  # float32 [B]
+    rank: Any  # int32 [B]
+    top_ids: Any  # int32 [B,n_top]
+    top_logprobs: Any  # float32 [B,n_top]
 
 
 @pytree
 class Sampled:
     """Tokens, and their scores as in `Scores`; the scores of a slot that wants none are arbitrary."""
 
-    token: Array  # int32 [B]
-    logprob: Array  # float32 [B]
-    rank: Array  # int32 [B]
-    top_ids: Array  # int32 [B, n_top]
-    top_logprobs: Array  # float32 [B, n_top]
+    token: Any  # int32 [B]
+    logprob: Any  # float32 [B]
+    rank: Any  # int32 [B]
+    top_ids: Any  # int32 [B,n_top]
+    top_logprobs: Any  # float32 [B,n_top]
 
 
-Wants = Callable[["Rows"], Array]  # which rows use a parameter, bool [B]
-Change = Callable[[Array, "Rows"], Array]  # what it does to logits [B,V]
+Wants = Callable[["Rows"], Bool[Array, " B"]]  # which rows use a parameter
+Change = Callable[[Float[Array, "B V"], "Rows"], Float[Array, "B V"]]  # what it does to logits
 Changes = Sequence[tuple[Wants, Change]]
+Ends = tuple[Int[Array, " B"], Int[Array, " B"]]  # of what each row's search has left
 
 
 @pytree
@@ -55,9 +59,9 @@ class Rows:
     gathered (`rows.state.bias[rows.slot]`) only where they are needed."""
 
     knobs: Knobs  # of each row
-    position: Array  # int32 [B], of the token that is being chosen
-    live: Array  # bool [B]
-    slot: Array  # int32 [B]
+    position: Any  # int32 [B], of the token that is being chosen
+    live: Any  # bool [B]
+    slot: Any  # int32 [B]
     state: SamplingState
 
 
@@ -68,7 +72,7 @@ def sample(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Sampled:
-    """The token of each row for `position`, by the knobs and history of `slot`; rows not live get anything."""
+    """The token of each row for `position`, by the knobs and history of `slot`; of a dead row any."""
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
@@ -87,7 +91,7 @@ def scored(
 # ---------------------------------------------------------------- scores
 
 
-def score(logits: Float[Array, "T V"], targets: Int[Array, " T"], n_top: int = MAX_LOGPROBS) -> Scores:
+def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
     """Scores of the given tokens, and the `n_top` likeliest beside them."""
     logits = logits.astype(jnp.float32)
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -111,17 +115,19 @@ def no_scores(B: int, n_top: int) -> Scores:
 # ---------------------------------------------------------------- choosing
 
 
-def only(wanted: Bool[Array, " B"], change: Change, x: Array, rows: Rows) -> Array:
-    """`change(x)` on the wanted rows, the very bits of x on the others; nothing runs where no row is wanted."""
+def only(
+    wanted: Bool[Array, " B"], change: Change, x: Float[Array, "B V"], rows: Rows
+) -> Float[Array, "B V"]:
+    """`change(x)` on the wanted rows, the very bits of x on the others; nothing runs where none is wanted."""
     return jax.lax.cond(
         jnp.any(wanted), lambda x, r: jnp.where(wanted[:, None], change(x, r), x), lambda x, _: x, x, rows
     )
 
 
-def changed(x: Array, rows: Rows, changes: Changes) -> Array:
-    """Every change in turn, on the rows that want it. A branch not taken copies x, so one is around them all."""
+def changed(x: Float[Array, "B V"], rows: Rows, changes: Changes) -> Float[Array, "B V"]:
+    """Every change in turn, on the rows that want it. A branch not taken copies x: one is around all."""
 
-    def in_turn(x: Array, rows: Rows) -> Array:
+    def in_turn(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
         for wants, change in changes:
             x = only(rows.live & wants(rows), change, x, rows)
         return x
@@ -156,14 +162,14 @@ def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
 
 
 def narrowed(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
-    """Log-weights of the tokens to draw from, 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
+    """Log-weights to draw from: 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
     return changed(tempered(x, rows), rows, NARROWINGS)
 
 
 def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
-    """A token from each row's log-weights by the Gumbel-max trick; (seed, position) alone decides the noise."""
+    """A token from each row's log-weights by the Gumbel-max trick; (seed, position) decides the noise."""
 
-    def noise(seed: Array, position: Array) -> Array:
+    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, x.shape[1:], jnp.float32)
 
@@ -177,8 +183,8 @@ def has_offset(rows: Rows) -> Bool[Array, " B"]:
     return wants_any(rows, OFFSETS)
 
 
-def offset(x: Array, rows: Rows) -> Array:
-    """Biases and masks. Large ones count from the largest: logits keep their bits where all of them are lowered alike."""
+def offset(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Biases and masks. Large ones count from the largest: logits lowered alike keep their bits."""
     amount = changed(jnp.zeros_like(x), rows, OFFSETS)
     most = jnp.max(amount, axis=-1, keepdims=True)
     return x + (amount - jnp.where(jnp.abs(most) > LARGE, most, 0.0))
@@ -188,7 +194,7 @@ def has_bias(rows: Rows) -> Bool[Array, " B"]:
     return rows.knobs.has_bias
 
 
-def biased(x: Array, rows: Rows) -> Array:
+def biased(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """logit_bias, allowed_token_ids, and bad words of one token."""
     return x + rows.state.bias[rows.slot]
 
@@ -197,8 +203,8 @@ def has_bad_words(rows: Rows) -> Bool[Array, " B"]:
     return jnp.any(rows.knobs.bad_words[:, :, -1] >= 0, axis=1)
 
 
-def without_bad_words(x: Array, rows: Rows) -> Array:
-    """Mask the last token of each sequence whose other tokens are the last generated ones (padding matches all)."""
+def without_bad_words(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Mask the last token of each sequence whose other tokens were generated last (padding matches all)."""
     start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
     recent = rows.state.recent[rows.slot]
     matches = jnp.all((start == recent[:, None, :]) | (start < 0), axis=2) & (last >= 0)
@@ -209,12 +215,12 @@ def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
     return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] >= 0)
 
 
-def without_stops(x: Array, rows: Rows) -> Array:
+def without_stops(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     stop_ids = rows.knobs.stop_ids
     return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]), EARLY)
 
 
-def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Array:
+def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Float[Array, "B V"]:
     """At most `mask` at each row's ids; an id of V or more is nothing."""
     row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     return x.at[row, ids].min(mask, mode="drop")
@@ -228,8 +234,8 @@ def has_penalty(rows: Rows) -> Bool[Array, " B"]:
     return (k.repetition_penalty != 1) | (k.frequency_penalty != 0) | (k.presence_penalty != 0)
 
 
-def penalized(x: Array, rows: Rows) -> Array:
-    """Repetition penalty (Keskar et al., CTRL, arXiv 1909.05858) on prompt and output, OpenAI's two on output."""
+def penalized(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Repetition penalty (Keskar et al., arXiv 1909.05858) on prompt and output, OpenAI's two on output."""
     k, counts = rows.knobs, rows.state.output_counts[rows.slot]
     seen = (counts > 0) | rows.state.in_prompt[rows.slot]
     factor = jnp.where(seen, k.repetition_penalty[:, None], 1.0)
@@ -243,7 +249,7 @@ EDITS = ((has_offset, offset), (has_penalty, penalized))
 # ---------------------------------------------------------------- narrowings: from which tokens a row draws
 
 
-def tempered(x: Array, rows: Rows) -> Array:
+def tempered(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """Logits below the largest, over the temperature (over 1 where the row is greedy); none is above 0."""
     t = rows.knobs.temperature
     return (x - jnp.max(x, axis=-1, keepdims=True)) / jnp.where(t > 0, t, 1.0)[:, None]
@@ -253,7 +259,7 @@ def has_min_p(rows: Rows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.min_p > 0)
 
 
-def within_min_p(x: Array, rows: Rows) -> Array:
+def within_min_p(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     return jnp.where(x >= jnp.log(rows.knobs.min_p)[:, None], x, MASKED)
 
 
@@ -261,7 +267,7 @@ def has_top_k(rows: Rows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.top_k > 0)
 
 
-def within_top_k(x: Array, rows: Rows) -> Array:
+def within_top_k(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """Keep the k largest; those that equal the k-th stay too."""
     goal = jnp.minimum(rows.knobs.top_k, x.shape[1]).astype(jnp.float32)
     return keep_heaviest(x, jnp.ones_like(x), goal)
@@ -271,8 +277,8 @@ def has_top_p(rows: Rows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.top_p < 1)
 
 
-def within_top_p(x: Array, rows: Rows) -> Array:
-    """Keep the fewest largest whose probabilities, among what is left by then, sum to p; ties at the border stay."""
+def within_top_p(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Keep the fewest largest whose probabilities among what is left sum to p; ties at the border stay."""
     weight = fixed_point(x)
     whole = jnp.sum(weight, axis=-1).astype(jnp.float32)
     return keep_heaviest(x, weight, jnp.ceil(rows.knobs.top_p * whole).astype(jnp.int32))
@@ -281,15 +287,17 @@ def within_top_p(x: Array, rows: Rows) -> Array:
 NARROWINGS = ((has_min_p, within_min_p), (has_top_k, within_top_k), (has_top_p, within_top_p))
 
 
-def keep_heaviest(x: Float[Array, "B V"], weight: Array, goal: Array) -> Array:
-    """Keep the largest x (all x <= 0) until their weights [B,V] sum to `goal` [B], exactly, without a sort.
+def keep_heaviest(
+    x: Float[Array, "B V"], weight: Num[Array, "B V"], goal: Num[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Keep the largest x (all x <= 0) until their weights sum to `goal`, exactly, without a sort.
 
     The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
     suffices. Weights are whole numbers, so their sums are exact in every order of addition.
     """
     distance = jnp.abs(x)
 
-    def halve(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_, ends: Ends) -> Ends:
         low, high = ends
         middle = low + (high - low) // 2
         inside = distance <= as_float(middle)
@@ -317,7 +325,7 @@ def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     return chunk * width + first_largest(jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0])
 
 
-def largest(x: Float[Array, "B V"], n: int) -> tuple[Float[Array, "B n"], Int[Array, "B n"]]:
+def largest(x: Float[Array, "B V"], n: int) -> tuple[Float[Array, "B {n}"], Int[Array, "B {n}"]]:
     """The n largest and their ids, equal ones in order of their ids: they lie in the n chunks of the largest
     maxima, so that no row is sorted as a whole (what `lax.top_k` does on a GPU)."""
     B, V = x.shape
@@ -329,7 +337,7 @@ def largest(x: Float[Array, "B V"], n: int) -> tuple[Float[Array, "B n"], Int[Ar
     return values, jnp.take_along_axis(best, place // width, axis=1) * width + place % width
 
 
-def first_largest(x: Float[Array, "B n"]) -> Int[Array, " B"]:
+def first_largest(x: Float[Array, "B chunk"]) -> Int[Array, " B"]:
     n = x.shape[1]
     ids = jnp.where(
         x == jnp.max(x, axis=-1, keepdims=True), jax.lax.broadcasted_iota(jnp.int32, x.shape, 1), n
@@ -342,7 +350,7 @@ def chunk_width(V: int) -> int:
     return max(width for width in range(1, math.isqrt(V) + 1) if V % width == 0)
 
 
-# ---------------------------------------------------------------- sums that do not depend on the shape of a batch
+# ---------------------------------------------------------------- sums that no batch's shape changes
 
 
 def fixed_point(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
@@ -352,7 +360,7 @@ def fixed_point(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
 
 
 def pairwise_sum(x: Float[Array, "B V"]) -> Float[Array, "B 1"]:
-    """Sums of the rows, added in an order that V alone decides; a device's own reduction may depend on B too."""
+    """Sums of the rows, added in an order that V alone decides; a device's own may depend on B too."""
     while x.shape[1] > 1:
         half = (x.shape[1] + 1) // 2
         x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ..model.tree import pytree, static
 from .checks import MAX_LOGPROBS
 from .params import MAX_BAD_WORD_LENGTH, Knobs, SamplingParams, knobs_row
 
-# The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are masked, those that
+# The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are
+# masked, those that
 # were masked the least are drawn from.
 MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p
 BANNED = -1e28  # would end a longer bad word
@@ -22,7 +23,7 @@ EARLY = -1e26  # would end the output before min_tokens
 
 @pytree
 class SamplingState:
-    """Every request's knobs and history, donated through each step; dense rows are read where a knob says so."""
+    """Every request's knobs and history, donated through each step; dense rows are read where a knob says."""
 
     knobs: Knobs  # [B, ...]
     output_counts: Any  # int32 [B,V], how often each token was generated
@@ -58,8 +59,9 @@ def load_history(
     total_len: Int[Array, ""],
     bias: Float[Array, " V"],
 ) -> SamplingState:
-    """The state with one slot's history replaced by that of a request with `total_len` tokens, of which the first
-    `prompt_len` are its prompt and the rest was generated (before a preemption); `tokens` is padded at its end."""
+    """The state with one slot's history replaced by that of a request with `total_len` tokens, of which the
+    first `prompt_len` are its prompt and the rest was generated (before a preemption); `tokens` is padded at
+    its end."""
     V = bias.shape[0]
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     prompt, output = position < prompt_len, (position >= prompt_len) & (position < total_len)
@@ -82,8 +84,10 @@ def needs_history(params: SamplingParams) -> bool:
     return bool(penalties or params.bad_words or params.logit_bias or params.allowed_token_ids)
 
 
-def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]] = ()) -> np.ndarray:
-    """What is added to every logit, float32 [V]: `logit_bias`, MASKED where not allowed or a bad word.
+def dense_bias(
+    params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]] = ()
+) -> Float32[np.ndarray, " {V}"]:
+    """What is added to every logit: `logit_bias`, MASKED where not allowed or a bad word.
 
     Raises ValueError for ids outside the vocabulary, and where no token is left.
     """
@@ -107,15 +111,16 @@ def dense_bias(params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]
 def check_choice(
     params: SamplingParams, V: int, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]] = ()
 ) -> None:
-    """Raises ValueError as `dense_bias` does, and where every token that may be generated ends the output too early."""
+    """Raises ValueError as `dense_bias` does, and where every token that may be generated ends the output too
+    early."""
     if params.allowed_token_ids is None and not bad_words:
         return
     left = dense_bias(params, V, bad_words) > MASKED
     left[list(stop_ids)] = False
     if params.min_tokens and not left.any():
         raise ValueError(
-            f"min_tokens={params.min_tokens} is not allowed: bad_words and allowed_token_ids leave only tokens that end the "
-            f"output, {sorted(set(stop_ids))}"
+            f"min_tokens={params.min_tokens} is not allowed: bad_words and allowed_token_ids leave only "
+            f"tokens that end the output, {sorted(set(stop_ids))}"
         )
 
 

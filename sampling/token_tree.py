@@ -1,10 +1,12 @@
-"""Guesses that branch: a static tree of tokens, verified in one pass (SpecInfer, Miao et al., arXiv 2305.09781)."""
+"""Guesses that branch: a static tree of tokens, verified in one pass (SpecInfer, Miao et al., arXiv
+2305.09781)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Bool, Int, Int32
 
 CHAIN = 0.5  # share of the likeliest guesses that are right
 SHARES = (CHAIN, 0.14, 0.08, 0.05, 0.03, 0.02)  # of the first, second, ... choice for one place
@@ -12,9 +14,11 @@ SHARES = (CHAIN, 0.14, 0.08, 0.05, 0.03, 0.02)  # of the first, second, ... choi
 
 @dataclass(frozen=True)
 class TokenTree:
-    """The shape of a tree of guesses: node 0 is a row's newest token, `parents[i] < i` is the node that node i follows.
+    """The shape of a tree of guesses: node 0 is a row's newest token, `parents[i] < i` is the node that node
+    i follows.
 
-    A chain of k guesses is `TokenTree.of_widths((1,) * k)`. Static under jit. Raises ValueError for parents out of order.
+    A chain of k guesses is `TokenTree.of_widths((1,) * k)`. Static under jit. Raises ValueError for parents
+    out of order.
     """
 
     parents: tuple[int, ...]  # of each node; -1 for node 0
@@ -40,7 +44,8 @@ class TokenTree:
 
     @classmethod
     def of_paths(cls, paths: Sequence[Sequence[int]]) -> "TokenTree":
-        """vLLM's way to write a tree: a path of child numbers for every node but the root, such as (0,), (1,), (0, 0)."""
+        """vLLM's way to write a tree: a path of child numbers for every node but the root, such as (0,),
+        (1,), (0, 0)."""
         ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         node = {(): 0} | {path: i for i, path in enumerate(ordered, 1)}
         for *before, last in ordered:
@@ -52,8 +57,9 @@ class TokenTree:
 
     @classmethod
     def likely(cls, guesses: int) -> "TokenTree":
-        """So many guesses where they are worth most: a chain of likeliest tokens, and others beside it while those are likelier
-        to be right than its end (with the shares of a first, second, third ... choice that small models reach)."""
+        """So many guesses where they are worth most: a chain of likeliest tokens, and others beside it while
+        those are likelier to be right than its end (with the shares of a first, second, third ... choice that
+        small models reach)."""
         places = [
             (CHAIN**depth * share, depth, child)
             for depth in range(guesses)
@@ -67,8 +73,8 @@ class TokenTree:
         return len(self.parents)
 
     @cached_property
-    def depths(self) -> np.ndarray:
-        """Tokens between each node and the root, int32 [nodes]: what its position is beyond the root's."""
+    def depths(self) -> Int32[np.ndarray, " n"]:
+        """Tokens between each node and the root: what its position is beyond the root's."""
         depths = np.zeros(self.nodes, np.int32)
         for node in range(1, self.nodes):
             depths[node] = depths[self.parents[node]] + 1
@@ -80,8 +86,8 @@ class TokenTree:
         return int(self.depths.max())
 
     @cached_property
-    def children(self) -> np.ndarray:
-        """Each node's children in order, int32 [nodes, C], padded with -1; C is at least 1."""
+    def children(self) -> Int32[np.ndarray, "n children"]:
+        """Each node's children in order, padded with -1; one column at least."""
         found = [[n for n, parent in enumerate(self.parents) if parent == node] for node in range(self.nodes)]
         table = np.full((self.nodes, max(1, *map(len, found))), -1, np.int32)
         for row, nodes in zip(table, found, strict=True):
@@ -89,16 +95,17 @@ class TokenTree:
         return table
 
     @cached_property
-    def ancestors(self) -> np.ndarray:
-        """Whether node j is node i or lies on its path to the root, bool [i, j]: which keys of the tree node i may read."""
+    def ancestors(self) -> Bool[np.ndarray, "n n"]:
+        """Whether node j is node i or lies on its path to the root, at [i,j]: which keys of the tree node i
+        may read."""
         mask = np.eye(self.nodes, dtype=bool)
         for node in range(1, self.nodes):
             mask[node] |= mask[self.parents[node]]
         return mask
 
     @cached_property
-    def paths(self) -> np.ndarray:
-        """The nodes from the root to each node in order, int32 [nodes, depth+1], padded with the root."""
+    def paths(self) -> Int32[np.ndarray, "n path"]:
+        """The nodes from the root to each node in order, padded with the root."""
         table = np.zeros((self.nodes, self.depth + 1), np.int32)
         for node in range(1, self.nodes):
             table[node] = table[self.parents[node]]
@@ -111,6 +118,6 @@ class TokenTree:
         firsts = {0, *self.children[:, 0].tolist()}
         return all(parent in firsts for parent in self.parents[1:])
 
-    def level(self, depth: int) -> np.ndarray:
-        """The nodes of one depth, int [n]."""
+    def level(self, depth: int) -> Int[np.ndarray, " level"]:
+        """The nodes of one depth."""
         return np.flatnonzero(self.depths == depth)

@@ -12,16 +12,21 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
 XLA_CACHE = ROOT / ".pytest_cache" / "xla"
-# Set for the tests' subprocesses too: the same small programs are compiled again and again otherwise.
+# For the tests' subprocesses too: the same small programs are compiled again and again otherwise.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Most of the suite's time was LLVM's: tests of bits and of compiled programs ask for it (see `optimisations`), no others.
+# Most of the suite's time was LLVM's: tests of bits and of compiled programs ask for it (`optimisations`) alone.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config, install_import_hook
+
+# Annotations of these packages are checked at every call, shapes among them; users' runs do not pay for it.
+CHECKED = ("model", "kvcache", "sampling", "serve.programs", "serve.speculation")
+install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import load
@@ -109,6 +114,14 @@ def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """For tests that give wrong types on purpose: they meet what the library itself says, as users do."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
 @dataclass(frozen=True)
 class Model:
     """Parameters to serve in tests, under the name that the test report shows."""
@@ -159,7 +172,7 @@ Oracle = Callable[[list[int], SamplingParams], list[int]]
 
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[Model], Oracle]:
-    """A model's own continuation by the plainest means: the whole text through the forward pass for every token."""
+    """A model's own continuation by the plainest means: the whole text forward for every token."""
     return lambda model: partial(continue_plainly, model)
 
 

@@ -37,7 +37,7 @@ def numbers(dtype: jnp.dtype) -> tuple[Any, Any, Any, np.ndarray, np.ndarray]:
     """Pools of keys and of values, sinks; each of 32 rows' query and pages."""
     draw = np.random.default_rng(0)
     pool = pool_dtype(dtype, jax.devices()[0])
-    k, v = (as_dtype(draw.normal(size=(K, 32 * M, W, H)).astype(dtype), pool) for _ in range(2))
+    k, v = (as_dtype(jnp.asarray(draw.normal(size=(K, 32 * M, W, H)), dtype), pool) for _ in range(2))
     q, sinks = (draw.normal(size=size).astype(dtype) for size in ((32, T, K * G, H), K * G))
     return k, v, sinks, q, draw.permutation(32 * M).reshape(32, M).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Weights in few bits and of low rank: what their products are, how far from the weights', and what that costs a model."""
+"""Weights in few bits and of low rank: their products, how far from the weights', and what that costs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array
 
 @pytest.fixture(scope="module")
 def mixed() -> Decoder:
-    """Grouped-query and latent attention, a dense layer and two mixtures, with weights large enough to matter."""
+    """Grouped-query and latent attention, a dense layer and two mixtures; weights are large enough to matter."""
     specs = jax.tree.map(
         lambda s: replace(s, scale=0.1) if s.mean == 0 else s, decoder_spec(MIXED), is_leaf=is_spec
     )
@@ -144,7 +144,7 @@ def test_codes_are_as_near_as_they_can_be(name: str):
 
 
 def test_four_bits_by_hand():
-    """A group's largest number becomes -8; neighbours along the summed axis share a byte, the even one in the low bits."""
+    """A group's largest number becomes -8; neighbours along the summed axis share a byte, the even one low."""
     column = np.array([8.0, -4.0, 1.0, 0.4, 7.6, -8.0, 3.0, 0.0], np.float32)
     record = quantised(jnp.asarray(np.stack([column, 0 * column], 1)), (-2,), "int4")
     assert record.scales.dtype == jnp.bfloat16 and record.scales.shape == (1, 2)
@@ -275,6 +275,7 @@ def test_a_tied_embedding_stays_whole():
         compress(params, Plan((("head", "int8"),)))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("how", ["int3", "fp4", 0.0, 1.0, 2])
 def test_unknown_ways_are_refused(how: Any):
     with pytest.raises(ValueError, match=f"{how!r} for 'layers.*' is not allowed: int8, int4, fp8"):
