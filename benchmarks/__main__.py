@@ -1,4 +1,5 @@
-"""The benchmarks' command line: measures duetto beside the peers that are installed, and writes what it found.
+"""The benchmarks' command line: measures duetto beside the peers that are installed, and writes what it
+found.
 
 python -m benchmarks                    # everything, the 135M shape
 python -m benchmarks --quick            # a smoke run

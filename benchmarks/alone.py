@@ -117,7 +117,8 @@ def best(programs: int, narrow: bool = False) -> str:
 
 
 def padding(bench: Bench) -> Iterator[Row]:
-    """Padding by bucket edges: counted for each workload without computing anything, then timed for the first.
+    """Padding by bucket edges: counted for each workload without computing anything, then timed for the
+    first.
 
     The contract lets bfloat16 have smaller edges than float32 on CPUs.
     """
@@ -154,7 +155,8 @@ def padded_share(steps: list, prefill: float, widths: list[int]) -> float:
 
 
 def workloads(bench: Bench) -> dict[str, list[tuple[int, int]]]:
-    """Tokens of prompts and outputs: the throughput part's, and the prefix part's without what is found in the cache."""
+    """Tokens of prompts and outputs: the throughput part's, and the prefix part's without what is found in
+    the cache."""
     azure = bench.entries(bench.amount.requests)
     mooncake = conversations(
         read(bench.mooncake), bench.amount.prefix_requests, PREFIX_LONGEST * PREFIX_DIVISOR
@@ -200,7 +202,8 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
-    """Median host seconds of planning a step and taking it in, while all seats decode and so many requests wait."""
+    """Median host seconds of planning a step and taking it in, while all seats decode and so many requests
+    wait."""
     from duetto.serve.commands.buckets import rehearse
     from duetto.serve.options.engine import EngineOptions
 
@@ -213,7 +216,8 @@ def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
 
 
 def steady(bench: Bench, parts: int = 5) -> Iterator[Row]:
-    """Tokens/s of each part of a long run, by the requests that end in it; the beginning and the end are left out."""
+    """Tokens/s of each part of a long run, by the requests that end in it; the beginning and the end are left
+    out."""
     worker, entries = bench.worker(OURS), bench.entries(bench.amount.requests)
     first = worker.serve(at_once(entries, bench.vocabulary))
     again = max(1, round(60 * bench.amount.minutes / first.seconds))

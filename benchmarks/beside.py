@@ -91,7 +91,8 @@ def agreement(what: str, runs: dict[str, Served]) -> Iterator[Row]:
 
 
 def serving(bench: Bench) -> Iterator[Row]:
-    """Latencies while requests arrive as in the trace, at shares of the rate that duetto serves when all are there at once."""
+    """Latencies while requests arrive as in the trace, at shares of the rate that duetto serves when all are
+    there at once."""
     entries = bench.entries(bench.amount.load_requests)
     whole = bench.worker(OURS).serve(at_once(entries, bench.vocabulary))
     capacity = len(entries) / whole.seconds

@@ -1,8 +1,9 @@
-"""What one NVIDIA GPU reaches, beside what it could: `benchmarks/gpu.sh` runs this; a table is printed, one JSON file holds it.
+"""What one NVIDIA GPU reaches, beside what it could: `benchmarks/gpu.sh` runs this; a table is printed, one
+JSON file holds it.
 
-Two ceilings are measured first, a copy in the device's memory and a large product in bfloat16; shares are of these. Parts run in the
-order of their worth until the time is over, and the file is written after each figure. `--dry` runs every part on a tiny shape
-on any device, to see that it runs: its figures mean nothing.
+Two ceilings are measured first, a copy in the device's memory and a large product in bfloat16; shares are of
+these. Parts run in the order of their worth until the time is over, and the file is written after each
+figure. `--dry` runs every part on a tiny shape on any device, to see that it runs: its figures mean nothing.
 """
 
 import argparse
@@ -56,7 +57,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured: a preset cut to so many layers, at these widths, tokens in the cache and lengths of a prompt."""
+    """What is measured: a preset cut to so many layers, at these widths, tokens in the cache and lengths of a
+    prompt."""
 
     shape: str = "8b"
     layers: int | None = None
@@ -114,7 +116,8 @@ def by_gather(q: jax.Array, pages: Pages) -> jax.Array:
 
 
 def by_cudnn(q: jax.Array, pages: Pages) -> jax.Array:
-    """cuDNN's paged attention, which jax has in private only; its pages are [P,K,W,H], so it is given other pools."""
+    """cuDNN's paged attention, which jax has in private only; its pages are [P,K,W,H], so it is given other
+    pools."""
     cudnn: Any = import_module("jax._src.cudnn.fused_attention_stablehlo")
     k, v = (pool.swapaxes(0, 1) for pool in pages[:2])
     table, length = pages.table[:, None, :, None], pages.start + pages.count
@@ -155,7 +158,8 @@ def seconds_of(attend: Attention, q: jax.Array, pages: Pages, times: int) -> flo
 
 
 def bench_attention(run: Run) -> Iterator[Row]:
-    """Ways to read pages beside each other: of single tokens the share of the memory's rate, of a prompt of the product's."""
+    """Ways to read pages beside each other: of single tokens the share of the memory's rate, of a prompt of
+    the product's."""
     times = 1 if run.dry else 20
     decode = {
         "kernels": by_kernels,
@@ -180,7 +184,8 @@ def bench_attention(run: Run) -> Iterator[Row]:
 
 
 def guarded(part: str, what: str, measured: Callable[[], float], unit: str, least: float) -> Iterator[Row]:
-    """A row of a time and the share that the least possible is of it; what cannot run here is said and left out."""
+    """A row of a time and the share that the least possible is of it; what cannot run here is said and left
+    out."""
     try:
         seconds = measured()
     except Exception as error:  # noqa: BLE001 - a peer's failure must not end the run
@@ -194,7 +199,8 @@ def guarded(part: str, what: str, measured: Callable[[], float], unit: str, leas
 
 
 def bench_checks(run: Run) -> Iterator[Row]:
-    """The kernels against the reference, and whether bits follow from a row alone: shares below 1 are failures."""
+    """The kernels against the reference, and whether bits follow from a row alone: shares below 1 are
+    failures."""
     for T in (1, run.prompt // 8):
         q, pages = attention_inputs(run, 4, T, run.context)
         pages = pages._replace(start=pages.start - jnp.arange(4, dtype=jnp.int32) * 7)
@@ -285,7 +291,8 @@ def bench_reference(run: Run) -> Iterator[Row]:
 
 
 def bench_peers(run: Run) -> Iterator[Row]:
-    """Transformers on the same card with random weights of the same sizes: static cache compiled, and continuous batching."""
+    """Transformers on the same card with random weights of the same sizes: static cache compiled, and
+    continuous batching."""
     torch: Any = import_module("torch")
     model, prompt = peer_model(run, torch), [[5 + i % 99 for i in range(run.context)]]
     for width in run.widths[:2]:
@@ -324,7 +331,8 @@ def peer_model(run: Run, torch: Any) -> Any:
 
 
 def static_step(torch: Any, model: Any, ids: Any, few: int, many: int) -> float:
-    """Seconds of a step of `generate`, from two lengths of its answer; Transformers compiles the step by itself."""
+    """Seconds of a step of `generate`, from two lengths of its answer; Transformers compiles the step by
+    itself."""
 
     def generate(tokens: int) -> float:
         begin = time.perf_counter()

@@ -17,7 +17,8 @@ HIGHER_IS_BETTER = ("tokens/s", "requests/s")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of one engine, once a round; `faster` says how many times as fast engines of ours were in the same rounds."""
+    """One figure of one engine, once a round; `faster` says how many times as fast engines of ours were in
+    the same rounds."""
 
     part: str
     what: str
@@ -119,7 +120,8 @@ class Bench:
     def in_turns(
         self, engines: Iterable[str], rounds: int, measure: Callable[[Worker], Any], warm: bool = False
     ) -> dict[str, list[Any]]:
-        """What `measure` gives for each engine in each round: A B C, A B C, ... An engine that fails is left out."""
+        """What `measure` gives for each engine in each round: A B C, A B C, ... An engine that fails is left
+        out."""
         found: dict[str, list[Any]] = {engine: [] for engine in engines}
         for i in range(rounds + warm):
             for engine in list(found):
@@ -137,7 +139,8 @@ class Bench:
 def own_workers(
     bench: Bench, settings: dict[str, Setting], engine: str = OURS
 ) -> Iterator[dict[str, Worker]]:
-    """One engine of ours with several options, each under a name of its own, for as long as a part needs them; all others end first."""
+    """One engine of ours with several options, each under a name of its own, for as long as a part needs
+    them; all others end first."""
     bench.close()
     workers = {name: Worker(engine, bench.folder, setting) for name, setting in settings.items()}
     try:

@@ -1,4 +1,5 @@
-"""Models with random weights for every engine: a Hugging Face folder, and the same numbers as GGUF files for llama.cpp.
+"""Models with random weights for every engine: a Hugging Face folder, and the same numbers as GGUF files for
+llama.cpp.
 
 The weights are drawn in bfloat16, so that float32 and bfloat16 engines compute with the same numbers.
 """

@@ -1,4 +1,5 @@
-"""One picture of a run: decode steps, prefill, throughput, and latency against load, of every engine that was measured."""
+"""One picture of a run: decode steps, prefill, throughput, and latency against load, of every engine that was
+measured."""
 
 from collections.abc import Sequence
 from importlib import import_module

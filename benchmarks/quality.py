@@ -1,8 +1,10 @@
-"""What compressing a model costs: bytes, perplexity and agreement of the shipped demo model on text that it never saw.
+"""What compressing a model costs: bytes, perplexity and agreement of the shipped demo model on text that it
+never saw.
 
     python benchmarks/quality.py [--tokens 8192] [--cases int8 int4 0.75]
 
-Prints a markdown table. The text is the validation part of the demo's corpus, the running interpreter's standard library.
+Prints a markdown table. The text is the validation part of the demo's corpus, the running interpreter's
+standard library.
 """
 
 import argparse
@@ -86,7 +88,8 @@ def measure(config: ModelConfig, whole: Decoder, params: Decoder, text: np.ndarr
 
 
 def plan(case: str) -> Plan:
-    """A case's plan: a scheme or a share for all projections, or "ffn" and one for the feed-forward layers alone."""
+    """A case's plan: a scheme or a share for all projections, or "ffn" and one for the feed-forward layers
+    alone."""
     *part, how = case.split()
     way: How = how if how.isidentifier() else float(how)  # type: ignore[assignment]
     return Plan((("layers.*.ffn.*", way),)) if part == ["ffn"] else projections(way)

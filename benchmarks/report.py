@@ -1,4 +1,5 @@
-"""What a run leaves: lines on the terminal as figures come, a JSON file that says where they were taken, and its reading."""
+"""What a run leaves: lines on the terminal as figures come, a JSON file that says where they were taken, and
+its reading."""
 
 import json
 import os

@@ -1,10 +1,12 @@
-"""What guessing ahead gives: drafters, numbers of guesses and numbers of rows, each beside an engine that does not guess.
+"""What guessing ahead gives: drafters, numbers of guesses and numbers of rows, each beside an engine that
+does not guess.
 
     python benchmarks/speculation.py [--quick] [--json FILE] [--plot FILE] [--stories DIR]
 
-Serves the demo model. Two engines take turns on the same prompts, and a speed-up is the median of the ratios of such pairs. Theory
-is (1 - a^(k+1)) / ((1 - a) (c k + 1)) of Leviathan et al. (arXiv 2211.17192), with the share a of judged guesses that were right
-and the cost c of drafting one token over that of a step, from the times of compiled shapes. Prints markdown tables.
+Serves the demo model. Two engines take turns on the same prompts, and a speed-up is the median of the ratios
+of such pairs. Theory is (1 - a^(k+1)) / ((1 - a) (c k + 1)) of Leviathan et al. (arXiv 2211.17192), with the
+share a of judged guesses that were right and the cost c of drafting one token over that of a step, from the
+times of compiled shapes. Prints markdown tables.
 """
 
 import argparse
@@ -57,8 +59,8 @@ QUICK = Plan(("ngram", "heads", "tree of heads"), (3,), (1, 8), 2, 32)
 class Cell:
     """One drafter with k guesses on one kind of text and so many rows, which verifies every guess.
 
-    `length` is the tokens that a pass with guesses gave, `per_pass` those of any pass, `accepted` the share of judged guesses
-    that were right; `theory` is for one row.
+    `length` is the tokens that a pass with guesses gave, `per_pass` those of any pass, `accepted` the share
+    of judged guesses that were right; `theory` is for one row.
     """
 
     text: str
@@ -75,8 +77,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Load:
-    """A drafter at a number of rows: tokens a second of always and adaptively guessing over never, and of the latter over the
-    better of the other two."""
+    """A drafter at a number of rows: tokens a second of always and adaptively guessing over never, and of the
+    latter over the better of the other two."""
 
     drafter: str
     rows: int
@@ -91,7 +93,8 @@ class Load:
 def prompts(rows: int) -> dict[str, list[str]]:
     """Prompts of each kind from Python source that the demo model has not read, one for each row.
 
-    An edit is a piece of code whose beginning is written again; a summary is prose about which something is said again.
+    An edit is a piece of code whose beginning is written again; a summary is prose about which something is
+    said again.
     """
     sys.path.insert(0, str(ROOT / "examples"))
     from demo_corpus import standard_library  # type: ignore[import-not-found]
@@ -146,7 +149,8 @@ def step_seconds(times: Any, k: int) -> tuple[float, float]:
 def cell(
     llms: tuple[LLM, LLM], what: tuple[str, str, int, float], groups: list[list[str]], plan: Plan
 ) -> Cell:
-    """Serve each group of prompts in turns without and with guesses; `what` is the kind of text, the drafter, k and c."""
+    """Serve each group of prompts in turns without and with guesses; `what` is the kind of text, the drafter,
+    k and c."""
     (kind, drafter, k, c), ratios, seconds, tokens, passes = what, [], 0.0, 0, []
     for repeat in range(plan.pairs + 1):
         forget(llms[1])
@@ -182,7 +186,8 @@ def cell(
 def cells(
     llms: tuple[LLM, LLM], what: tuple[str, int, float], texts: dict[str, list[str]], plan: Plan
 ) -> Iterator[Cell]:
-    """A drafter's cells: code for every load, other texts for one row, of which edits and summaries are for the host's."""
+    """A drafter's cells: code for every load, other texts for one row, of which edits and summaries are for
+    the host's."""
     for kind, all_texts in texts.items():
         if kind in ("edit", "summary") and what[0] not in HOST:
             continue
@@ -211,7 +216,8 @@ def sweep(plain: LLM, llm: LLM, drafter: str, texts: list[str], plan: Plan) -> I
 
 
 def measure(model: str | None, texts: dict[str, list[str]], plan: Plan) -> tuple[list[Cell], list[Load]]:
-    """All cells and the sweep of a model, printed as they are measured. The first drafter's guesses must cost the device nothing."""
+    """All cells and the sweep of a model, printed as they are measured. The first drafter's guesses must cost
+    the device nothing."""
     rows, found, swept, base = max(plan.loads), [], [], {}
     with serve(model, rows) as plain:
         for drafter, k in itertools.product(plan.drafters, plan.ks):

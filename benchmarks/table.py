@@ -2,8 +2,8 @@
 
     python -m benchmarks.table benchmarks/results/2026-11-22-cpu-135m.json [--into README.md docs/results.md]
 
-A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names are those of the parts,
-`summary`, and `machine`.
+A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names
+are those of the parts, `summary`, and `machine`.
 """
 
 import argparse
@@ -25,7 +25,8 @@ SUMMARY = {
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in the same rounds."""
+    """A line for each figure, a column for each engine: the median, and how many times as fast duetto was in
+    the same rounds."""
     engines = list(dict.fromkeys(row.engine for row in rows))
     units = {row.what: row.unit for row in rows}
     found = {(row.what, row.engine): cell(row) for row in rows}

@@ -1,4 +1,5 @@
-"""Requests to measure with: lengths, arrivals and shared prefixes of real traces, scaled to the machine, with random tokens.
+"""Requests to measure with: lengths, arrivals and shared prefixes of real traces, scaled to the machine, with
+random tokens.
 
 The files and where they come from are described in `traces/README.md`.
 """
@@ -30,7 +31,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked: token ids to continue by exactly `output` tokens, `arrival` seconds after the start."""
+    """What an engine is asked: token ids to continue by exactly `output` tokens, `arrival` seconds after the
+    start."""
 
     prompt: list[int]
     output: int
@@ -99,7 +101,8 @@ def from_first(entries: list[Entry]) -> list[Entry]:
 def conversations(entries: Sequence[Entry], count: int, longest: int) -> list[Entry]:
     """Whole conversations in the order in which they begin until they make `count` requests, by arrival.
 
-    Requests of more than `longest` prompt tokens are left out. A conversation shares its prompts' second block.
+    Requests of more than `longest` prompt tokens are left out. A conversation shares its prompts' second
+    block.
     """
     found: dict[int, list[Entry]] = {}
     for i, entry in enumerate(entries):
@@ -126,7 +129,8 @@ def replayed(entries: Sequence[Entry], vocabulary: int, rate: float) -> list[Req
 
 
 def with_prefixes(entries: Sequence[Entry], vocabulary: int, divisor: int) -> list[Request]:
-    """Requests that all arrive at the start and share the tokens of the blocks that they share, of BLOCK / divisor tokens each."""
+    """Requests that all arrive at the start and share the tokens of the blocks that they share, of BLOCK /
+    divisor tokens each."""
 
     def block(name: int) -> list[int]:
         return np.random.default_rng([1, name]).integers(RESERVED, vocabulary, BLOCK // divisor).tolist()

@@ -1,7 +1,9 @@
-"""Stored codes kept as they are: records of a quantised tensor's parts in place of the arrays that they stand for.
+"""Stored codes kept as they are: records of a quantised tensor's parts in place of the arrays that they stand
+for.
 
-A record's scales cover equal blocks of its axes, a file's may not: blocks are cut at the end of an axis, and lie across heads
-that we keep apart. So each record has the coarsest blocks on which the file's scales are constant.
+A record's scales cover equal blocks of its axes, a file's may not: blocks are cut at the end of an axis, and
+lie across heads that we keep apart. So each record has the coarsest blocks on which the file's scales are
+constant.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,8 +58,8 @@ class Part:
 class Codes:
     """What a quantised tensor is made of, in the axes in which it is read.
 
-    `values` are its codes, two to a byte along the axis `packed` where there is one. The number at i, j, ... has the scale
-    (and the zero) at blocks[0][i], blocks[1][j], ...
+    `values` are its codes, two to a byte along the axis `packed` where there is one. The number at i, j, ...
+    has the scale (and the zero) at blocks[0][i], blocks[1][j], ...
     """
 
     scheme: Scheme
@@ -103,7 +105,8 @@ class Kept:
 
     @cached_property
     def indices(self) -> dict[str, list[Index]]:
-        """By path and tensor: which entry of the tensor's scales each entry of the record's own is, for each stored axis."""
+        """By path and tensor: which entry of the tensor's scales each entry of the record's own is, for each
+        stored axis."""
         found = {}
         for p, places in zip(self.group.parameters, positions(self.group), strict=True):
             fine = [[c.blocks[i][at] for i, at in enumerate(places)] for c in self.codes]
@@ -137,7 +140,8 @@ class Kept:
         return Quantised(values, scales, zeros, self.codes[0].scheme, self.axis(p) or -1)
 
     def read(self) -> dict[str, Quantised]:
-        """The records by path, of numpy arrays. Raises CheckpointError where a code or a scale is no finite number."""
+        """The records by path, of numpy arrays. Raises CheckpointError where a code or a scale is no finite
+        number."""
         shapes = [self.shapes(p) for p in self.group.parameters]
         values = [aligned(value.shape, np.dtype(value.dtype)) for value, *_ in shapes]
         rest = [
@@ -155,7 +159,8 @@ class Kept:
 
 
 def keep(group: Group, tensors: Mapping[str, Source], dtype: np.dtype, form: str | None) -> Kept | None:
-    """A group's codes, where all of it is quantised, in the scheme `form` or in any (None), and records can hold it.
+    """A group's codes, where all of it is quantised, in the scheme `form` or in any (None), and records can
+    hold it.
 
     They must be smaller than arrays of this dtype would be.
     """
@@ -172,7 +177,8 @@ def keep(group: Group, tensors: Mapping[str, Source], dtype: np.dtype, form: str
 
 
 def positions(group: Group) -> Iterator[Index]:
-    """Where each parameter's numbers (one expert's) lie along each stored axis, in its own axes, 1 where they do not matter."""
+    """Where each parameter's numbers (one expert's) lie along each stored axis, in its own axes, 1 where they
+    do not matter."""
     along = [list(places(group, axis)) for axis in range(len(group.parameters[0].stored.groups))]
     return zip(*along, strict=True)
 

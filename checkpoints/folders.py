@@ -20,10 +20,12 @@ DESCRIBING = (
 
 @contextmanager
 def fresh(target: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the name `target` at once when the block ends, all of it on the disk by then.
+    """A folder to write into; it takes the name `target` at once when the block ends, all of it on the disk
+    by then.
 
-    Until then it lies beside it as `NAME.partial-PID`; that is removed where the block fails, and left where the process is
-    killed. Raises CheckpointError where there is something under the name already, an empty folder excepted.
+    Until then it lies beside it as `NAME.partial-PID`; that is removed where the block fails, and left where
+    the process is killed. Raises CheckpointError where there is something under the name already, an empty
+    folder excepted.
     """
     require_free(target)
     partial = target.absolute().with_name(f"{target.name}.partial-{os.getpid()}")

@@ -1,4 +1,5 @@
-"""The formats in which checkpoints store weights in eight or four bits, each a `Source` of floats that can also give its codes."""
+"""The formats in which checkpoints store weights in eight or four bits, each a `Source` of floats that can
+also give its codes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold its colum
 
 
 class Held:
-    """What was read last of one tensor or expert: rows are asked for piece after piece, and some formats lie crosswise."""
+    """What was read last of one tensor or expert: rows are asked for piece after piece, and some formats lie
+    crosswise."""
 
     def __init__(self):
         self.key: Any = None
@@ -71,7 +73,8 @@ def scales_of(tensor: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """An FP8 matrix [o,i] and float scales: one in all, one a row [o,1], or one for each block [ceil(o/m), ceil(i/n)]."""
+    """An FP8 matrix [o,i] and float scales: one in all, one a row [o,1], or one for each block [ceil(o/m),
+    ceil(i/n)]."""
 
     name: str
     weight: Tensor
@@ -128,7 +131,8 @@ class BlockScaled:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """E matrices of four-bit floats, stored crosswise as blocks [E,o,i/32,16] with exponents [E,o,i/32]: read as [E,i,o]."""
+    """E matrices of four-bit floats, stored crosswise as blocks [E,o,i/32,16] with exponents [E,o,i/32]: read
+    as [E,i,o]."""
 
     name: str
     blocks: Tensor
@@ -202,7 +206,8 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Packing:
-    """How integers lie in words of 32 bits: AWQ's along the outputs in an order of its own, GPTQ's along the inputs."""
+    """How integers lie in words of 32 bits: AWQ's along the outputs in an order of its own, GPTQ's along the
+    inputs."""
 
     bits: int
     awq: bool
@@ -225,7 +230,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """An AWQ or GPTQ matrix, (q - zero) * scale, which is stored with its inputs first: read as [outputs, inputs].
+    """An AWQ or GPTQ matrix, (q - zero) * scale, which is stored with its inputs first: read as [outputs,
+    inputs].
 
     GPTQ may order inputs by their activations: `g_idx` then gives each one's group.
     """

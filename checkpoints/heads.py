@@ -1,4 +1,5 @@
-"""The file of a head that guesses for a decoder: `heads.safetensors`, three tensors, whose shapes are all its sizes."""
+"""The file of a head that guesses for a decoder: `heads.safetensors`, three tensors, whose shapes are all its
+sizes."""
 
 from pathlib import Path
 from typing import Any

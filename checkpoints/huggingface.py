@@ -43,11 +43,11 @@ def load(
 ) -> tuple[ModelConfig, Decoder]:
     """The model in a Hugging Face folder: safetensors in one file, or in shards with an index.
 
-    `dtype` is that of the parameters; "auto" is the checkpoint's own. `shardings` is one for all, or a tree of the parameters'
-    structure (`model.sharding`); by default everything lies on the default device. `place` puts one array where its sharding
-    says; the numpy array that it gets is its to keep, and on a CPU becomes the parameter itself. `quantization` is one of
-    `model.compress.FORMS`: by default codes are kept as they are stored, where records can hold them in less memory. `told`
-    hears of the parts while they are read.
+    `dtype` is that of the parameters; "auto" is the checkpoint's own. `shardings` is one for all, or a tree
+    of the parameters' structure (`model.sharding`); by default everything lies on the default device. `place`
+    puts one array where its sharding says; the numpy array that it gets is its to keep, and on a CPU becomes
+    the parameter itself. `quantization` is one of `model.compress.FORMS`: by default codes are kept as they
+    are stored, where records can hold them in less memory. `told` hears of the parts while they are read.
     Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
     """
     found = find(Path(path), dtype)
@@ -83,7 +83,8 @@ def read_specs(path: str | Path, dtype: Any = "auto", quantization: str | None =
 
 @dataclass(frozen=True)
 class Found:
-    """A folder's model before its weights are read: sizes, the tensors by name, the parameters in them, and their dtype."""
+    """A folder's model before its weights are read: sizes, the tensors by name, the parameters in them, and
+    their dtype."""
 
     config: ModelConfig
     tensors: Mapping[str, Source]
@@ -107,7 +108,8 @@ class Found:
 
 
 def find(folder: Path, dtype: Any) -> Found:
-    """Everything about a folder but its numbers. Raises CheckpointError for what is missing, surplus or misshapen."""
+    """Everything about a folder but its numbers. Raises CheckpointError for what is missing, surplus or
+    misshapen."""
     family, raw, config = read_model(folder)
     tensors = sources(raw, find_tensors(folder, family))
     if config.num_layers > len(tensors):  # one is missing; to list those of thousands of layers takes long
@@ -122,7 +124,8 @@ def find(folder: Path, dtype: Any) -> Found:
 
 
 def placement(shardings: Any) -> Callable[[str], Any]:
-    """The sharding of a parameter by its path, from one for all, a tree of the parameters' structure, or None."""
+    """The sharding of a parameter by its path, from one for all, a tree of the parameters' structure, or
+    None."""
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return lambda path: shardings
     return paths(shardings).__getitem__
@@ -145,10 +148,10 @@ def save(
 ) -> None:
     """Write a folder that `load` and transformers read: `config.json` and `model.safetensors`.
 
-    `dtype` casts; None keeps the parameters' own, which must then be one for all. `like` is a folder or the fields of a
-    `config.json` that describe this model, to write a folder of the same family; without it the model is written as a
-    Llama, its token ids left to a `generation_config.json`. Raises ValueError where the parameters are not those of the
-    configuration, or the fields do not describe it.
+    `dtype` casts; None keeps the parameters' own, which must then be one for all. `like` is a folder or the
+    fields of a `config.json` that describe this model, to write a folder of the same family; without it the
+    model is written as a Llama, its token ids left to a `generation_config.json`. Raises ValueError where the
+    parameters are not those of the configuration, or the fields do not describe it.
     """
     folder = Path(path)
     family, raw = described(config, like)
@@ -185,7 +188,8 @@ def described(
 def read_config(path: str | Path) -> ModelConfig:
     """The sizes of the model in a folder, from its `config.json` in either style.
 
-    Raises CheckpointError for a missing or wrong field, and for what is not supported, with the field and its value.
+    Raises CheckpointError for a missing or wrong field, and for what is not supported, with the field and its
+    value.
     """
     return read_model(Path(path))[2]
 

@@ -12,7 +12,8 @@ PIECE = 1 << 20  # bytes; larger ones fall out of the CPU's caches while they ar
 class Joined:
     """Views [before, own, after] of the arrays: the tensor holds them side by side along `own`.
 
-    Where they lie in turns, it holds the first of each, then the second of each, and so on; all are then equally long.
+    Where they lie in turns, it holds the first of each, then the second of each, and so on; all are then
+    equally long.
     """
 
     parts: tuple[np.ndarray, ...]

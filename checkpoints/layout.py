@@ -1,4 +1,5 @@
-"""Where a model's parameters lie in a Hugging Face folder: which of them share a tensor, and which are cut into several."""
+"""Where a model's parameters lie in a Hugging Face folder: which of them share a tensor, and which are cut
+into several."""
 
 import re
 from collections.abc import Sequence

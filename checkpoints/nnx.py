@@ -16,10 +16,10 @@ from ..model.tree import is_spec, paths
 def params_from_state(config: ModelConfig, state: Any, names: Mapping[str, str] | None = None) -> Decoder:
     """A decoder's parameters from arrays by path; they are used as they are, without a copy.
 
-    `state` is an `nnx.State` or a nested mapping. Its dotted paths are ours (`layers.0.attention.q`, as `model.tree.paths`
-    lists them for `decoder_spec(config)`), or are translated by `names`, their path to ours, in which `{}` stands for a
-    number: `{"blocks.{}.wq": "layers.{}.attention.q"}`.
-    Raises ValueError for a parameter that is missing, unknown, given twice or of another shape, with its path.
+    `state` is an `nnx.State` or a nested mapping. Its dotted paths are ours (`layers.0.attention.q`, as
+    `model.tree.paths` lists them for `decoder_spec(config)`), or are translated by `names`, their path to
+    ours, in which `{}` stands for a number: `{"blocks.{}.wq": "layers.{}.attention.q"}`. Raises ValueError
+    for a parameter that is missing, unknown, given twice or of another shape, with its path.
     """
     given = [(translated(path, names or {}), path, leaf) for path, leaf in flat(state)]
     for ours, count in Counter(ours for ours, _, _ in given).items():

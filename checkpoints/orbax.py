@@ -1,8 +1,9 @@
 """Our own folders: the tree of parameters as an Orbax checkpoint, beside the files that describe the model.
 
-`params/` is an ordinary Orbax checkpoint of nested dictionaries (`layers`, `0`, `attention`, `q`): other programs can read it.
-`duetto.json` is written last and lists every file, so that a folder which was cut short or lost a file is refused. Restoring
-places each parameter as it is read, in its dtype and on its devices, and holds about twice the largest one beside them.
+`params/` is an ordinary Orbax checkpoint of nested dictionaries (`layers`, `0`, `attention`, `q`): other
+programs can read it. `duetto.json` is written last and lists every file, so that a folder which was cut short
+or lost a file is refused. Restoring places each parameter as it is read, in its dtype and on its devices, and
+holds about twice the largest one beside them.
 """
 
 import json
@@ -40,9 +41,11 @@ def is_orbax(path: str | Path) -> bool:
 
 
 def save(path: str | Path, params: Any) -> None:
-    """Write parameters into a folder that already holds what describes the model (see `folders.copy_description`).
+    """Write parameters into a folder that already holds what describes the model (see
+    `folders.copy_description`).
 
-    They are written in their own dtypes, quantised ones as they are. The folder is to be a fresh one (see `folders.fresh`).
+    They are written in their own dtypes, quantised ones as they are. The folder is to be a fresh one (see
+    `folders.fresh`).
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -59,7 +62,8 @@ def save(path: str | Path, params: Any) -> None:
 def storage(key: Any, value: Any) -> Any:
     """How one parameter lies in the checkpoint: in chunks, if its longest axis has factors to cut it by.
 
-    Orbax cuts by divisors, down to chunks of one row where an axis has no others, and reading those takes minutes.
+    Orbax cuts by divisors, down to chunks of one row where an axis has no others, and reading those takes
+    minutes.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -70,9 +74,10 @@ def storage(key: Any, value: Any) -> Any:
 def load(path: str | Path, dtype: Any = "auto", shardings: Any = None) -> tuple[ModelConfig, Decoder]:
     """The model in a folder that `save` has written.
 
-    `dtype` is that of the parameters; "auto" is the checkpoint's own, and quantised ones always keep it. `shardings` is one
-    for all, or a tree of the parameters' structure (`model.sharding`); by default everything lies on the default device.
-    Raises CheckpointError, naming the file or the parameter, for what is missing, cut off, of another shape or not finite.
+    `dtype` is that of the parameters; "auto" is the checkpoint's own, and quantised ones always keep it.
+    `shardings` is one for all, or a tree of the parameters' structure (`model.sharding`); by default
+    everything lies on the default device. Raises CheckpointError, naming the file or the parameter, for what
+    is missing, cut off, of another shape or not finite.
     """
     from orbax.checkpoint import v1 as ocp
 

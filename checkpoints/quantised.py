@@ -1,8 +1,10 @@
-"""Checkpoints whose weights are stored in eight or four bits: what their `config.json` may say, and which tensors are one weight.
+"""Checkpoints whose weights are stored in eight or four bits: what their `config.json` may say, and which
+tensors are one weight.
 
-Each format becomes a `Source` under the name that the weight has where it is not quantised: FP8 with a scale per tensor, row or
-block (DeepSeek-V3, arXiv 2412.19437), MXFP4 (OCP Microscaling, arXiv 2310.10537; gpt-oss), AWQ (arXiv 2306.00978) and GPTQ
-(arXiv 2210.17323). Activations are never quantised here, so what a file says of them changes nothing.
+Each format becomes a `Source` under the name that the weight has where it is not quantised: FP8 with a scale
+per tensor, row or block (DeepSeek-V3, arXiv 2412.19437), MXFP4 (OCP Microscaling, arXiv 2310.10537; gpt-oss),
+AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323). Activations are never quantised here, so what a file says
+of them changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,7 +68,8 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 def sources(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Source]:
     """The tensors of a folder by name, with one Source in place of each quantised weight's parts.
 
-    `raw` are the fields of its `config.json`. Raises CheckpointError where parts are missing or do not fit each other.
+    `raw` are the fields of its `config.json`. Raises CheckpointError where parts are missing or do not fit
+    each other.
     """
     config = raw.get("quantization_config")
     if config is None:

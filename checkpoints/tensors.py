@@ -1,7 +1,7 @@
 """Safetensors files, read and written piece by piece, so that a model is never twice in the host's memory.
 
-The safetensors package checks a file; the numbers are read by plain reads, because its own readers either map the
-whole file into the process or hold each tensor twice.
+The safetensors package checks a file; the numbers are read by plain reads, because its own readers either map
+the whole file into the process or hold each tensor twice.
 """
 
 import io
@@ -23,14 +23,15 @@ MAX_HEADER = MAX_TENSORS << 7  # bytes
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, in one sentence: the file, the tensor or field, what was found, what is expected."""
+    """A checkpoint that cannot be loaded, in one sentence: the file, the tensor or field, what was found,
+    what is expected."""
 
 
 class Source(Protocol):
     """A tensor that can be read as floats, whatever its file holds: the seam for quantised checkpoints.
 
-    `code` is the file format's name of its dtype, `dtype` that of the rows (None where they cannot be read as floats),
-    `start` its first byte in the file, by which tensors are read in order.
+    `code` is the file format's name of its dtype, `dtype` that of the rows (None where they cannot be read as
+    floats), `start` its first byte in the file, by which tensors are read in order.
     """
 
     @property
@@ -46,7 +47,8 @@ class Source(Protocol):
     @property
     def dtype(self) -> np.dtype | None: ...
     def rows(self, a: int, b: int) -> np.ndarray:
-        """Rows a to b, a new array [b - a, width]: all axes but the last count as one; a vector's rows are its numbers."""
+        """Rows a to b, a new array [b - a, width]: all axes but the last count as one; a vector's rows are
+        its numbers."""
         ...
 
 
@@ -85,7 +87,8 @@ def width(shape: tuple[int, ...]) -> int:
 def contents(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name.
 
-    Raises CheckpointError where its header does not fit its size, or is longer or has more tensors than any model needs.
+    Raises CheckpointError where its header does not fit its size, or is longer or has more tensors than any
+    model needs.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -115,7 +118,8 @@ def check_header(file: Path, size: int, tensors: int) -> None:
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for bfloat16."""
+    """Whether no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
+    bfloat16."""
     if x.dtype.kind in "iu":
         return True
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
@@ -172,9 +176,11 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def write(
     file: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[Joined]
 ) -> None:
-    """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is whole.
+    """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is
+    whole.
 
-    `arrays` gives the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes so in the cast.
+    `arrays` gives the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
+    so in the cast.
     """
     text = header(shapes)
     partial = file.with_name(file.name + ".partial")

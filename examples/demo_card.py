@@ -1,4 +1,5 @@
-"""The model card of a demo model: figures measured on the folder as written, samples as they fell, the loss curve."""
+"""The model card of a demo model: figures measured on the folder as written, samples as they fell, the loss
+curve."""
 
 import json
 import math
@@ -43,10 +44,11 @@ def measured(model: Model, stream: np.ndarray, T: int) -> np.ndarray:
 
 
 def agreement(draft: Model, target: Model, stream: np.ndarray, T: int = 256) -> tuple[float, float]:
-    """How often the draft's likeliest token is the target's, and the share of probability that the two have in common.
+    """How often the draft's likeliest token is the target's, and the share of probability that the two have
+    in common.
 
-    The first is the acceptance rate of greedy speculative decoding, the second that of sampling at temperature 1
-    (Leviathan et al., arXiv 2211.17192), each along the text of the stream.
+    The first is the acceptance rate of greedy speculative decoding, the second that of sampling at
+    temperature 1 (Leviathan et al., arXiv 2211.17192), each along the text of the stream.
     """
 
     @jax.jit

@@ -27,7 +27,8 @@ SKIPPED_FILES = {"html/entities.py"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Source files by their path below the standard library, in an order that depends on nothing but the names."""
+    """Source files by their path below the standard library, in an order that depends on nothing but the
+    names."""
 
     train: dict[str, str]
     validation: dict[str, str]
@@ -38,7 +39,8 @@ def digest(name: str) -> int:
 
 
 def is_validation(name: str) -> bool:
-    """One file in sixteen (a twentieth of the bytes), chosen by the hash of its name: the same files whatever the interpreter's version."""
+    """One file in sixteen (a twentieth of the bytes), chosen by the hash of its name: the same files whatever
+    the interpreter's version."""
     return digest(name) % 16 == 0
 
 
@@ -94,10 +96,11 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int) -> np.ndarray:
-    """A stream in which some words are cut from the space before them, as after a prompt that ends in a space.
+    """A stream in which some words are cut from the space before them, as after a prompt that ends in a
+    space.
 
-    Byte-level BPE joins the two, so a model that has only read whole files goes astray after `def `. It is what
-    "token healing" repairs at decoding time, learned instead.
+    Byte-level BPE joins the two, so a model that has only read whole files goes astray after `def `. It is
+    what "token healing" repairs at decoding time, learned instead.
     """
     space, texts = (
         tokenizer.token_to_id("Ġ"),
@@ -114,7 +117,8 @@ def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int
 
 
 def batches(stream: np.ndarray, shape: tuple[int, int], seed: int, skip: int = 0) -> Iterator[np.ndarray]:
-    """Windows of a stream for ever, int32 [B, T+1]; batch `i` depends on (seed, i) alone, so a run can resume at `skip`.
+    """Windows of a stream for ever, int32 [B, T+1]; batch `i` depends on (seed, i) alone, so a run can resume
+    at `skip`.
 
     Every epoch cuts the stream at a new offset and shuffles the pieces.
     """
@@ -129,6 +133,7 @@ def batches(stream: np.ndarray, shape: tuple[int, int], seed: int, skip: int = 0
 
 
 def blocks(stream: np.ndarray, T: int) -> np.ndarray:
-    """A stream cut into windows that meet, int32 [blocks, T+1]: each of the T predictions of a window counts once."""
+    """A stream cut into windows that meet, int32 [blocks, T+1]: each of the T predictions of a window counts
+    once."""
     count = (len(stream) - 1) // T
     return np.stack([stream[i * T : i * T + T + 1] for i in range(count)])

@@ -1,4 +1,5 @@
-"""The training loop of the demo models: AdamW over packed windows, resumable at any checkpoint, same numbers each run."""
+"""The training loop of the demo models: AdamW over packed windows, resumable at any checkpoint, same numbers
+each run."""
 
 import json
 import time
@@ -56,9 +57,11 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Muon (Jordan et al., 2024) for the layers' matrices, with updates as large as AdamW's (arXiv 2502.16982).
+        """Muon (Jordan et al., 2024) for the layers' matrices, with updates as large as AdamW's (arXiv
+        2502.16982).
 
-        AdamW (Loshchilov and Hutter, arXiv 1711.05101) takes the embedding and the gains of norms; gains do not decay.
+        AdamW (Loshchilov and Hutter, arXiv 1711.05101) takes the embedding and the gains of norms; gains do
+        not decay.
         """
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
@@ -89,7 +92,8 @@ def matrices(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose distribution is learned (Hinton et al., arXiv 1503.02531), weighed against the corpus's own tokens."""
+    """A model whose distribution is learned (Hinton et al., arXiv 1503.02531), weighed against the corpus's
+    own tokens."""
 
     config: ModelConfig
     params: Decoder
@@ -127,7 +131,8 @@ def distillation(params: Decoder, config: ModelConfig, teacher: Teacher, window:
 
 
 def make_step(recipe: Recipe, teacher: Teacher | None) -> Callable:
-    """`step(state, window, guide) -> state, loss`, jitted with the state donated; `guide` is the teacher's parameters or None."""
+    """`step(state, window, guide) -> state, loss`, jitted with the state donated; `guide` is the teacher's
+    parameters or None."""
     optimizer = recipe.optimizer()
 
     def loss(params: Decoder, guide: Decoder | None, window: jax.Array) -> jax.Array:
@@ -180,8 +185,8 @@ def fit(
 ) -> Decoder:
     """Train `params`, or random ones, to the last step; from the newest checkpoint in `work` if there is one.
 
-    Every `evaluate_every` steps `report(step, params)` measures and writes what it likes; its figures, the mean
-    training loss and the state are kept in `work` (Orbax, and `history.jsonl` beside it).
+    Every `evaluate_every` steps `report(step, params)` measures and writes what it likes; its figures, the
+    mean training loss and the state are kept in `work` (Orbax, and `history.jsonl` beside it).
     """
     import orbax.checkpoint as ocp
 
@@ -204,7 +209,8 @@ def fit(
 
 
 def record(path: Path, figures: dict) -> None:
-    """One line of the history; a resumed run repeats no line, since it resumes where the last line was written."""
+    """One line of the history; a resumed run repeats no line, since it resumes where the last line was
+    written."""
     print(" ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
     with path.open("a", encoding="utf-8") as f:
         f.write(json.dumps(figures) + "\n")

@@ -1,4 +1,5 @@
-"""Text from a demo model by the plainest means there is: the whole forward pass for every token, without a cache."""
+"""Text from a demo model by the plainest means there is: the whole forward pass for every token, without a
+cache."""
 
 import ast
 from functools import partial

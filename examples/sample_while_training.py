@@ -1,9 +1,10 @@
-"""Train a small model with optax and look at what it writes between two rounds: the trainer's arrays are the server's.
+"""Train a small model with optax and look at what it writes between two rounds: the trainer's arrays are the
+server's.
 
     python examples/sample_while_training.py
 
-`update_params` neither copies nor compiles, so a sample costs what its tokens cost. The train step must not donate its
-parameters then: the server still reads the last ones that it was given.
+`update_params` neither copies nor compiles, so a sample costs what its tokens cost. The train step must not
+donate its parameters then: the server still reads the last ones that it was given.
 """
 
 from functools import partial

@@ -3,10 +3,10 @@
     python examples/train_demo.py --out checkpoints/demo
     python examples/train_demo.py --out checkpoints/demo-draft --teacher checkpoints/demo
 
-The second is a draft a tenth the size, distilled from the first. `--start` goes on from a finished folder instead of
-random weights. A run depends on the standard library, the seed, the number of steps and where it starts, never on the
-clock; killed and started again, it resumes. Two idle cores take about forty minutes and ten. The card's chart needs
-matplotlib (`pip install duetto[notebook]`).
+The second is a draft a tenth the size, distilled from the first. `--start` goes on from a finished folder
+instead of random weights. A run depends on the standard library, the seed, the number of steps and where it
+starts, never on the clock; killed and started again, it resumes. Two idle cores take about forty minutes and
+ten. The card's chart needs matplotlib (`pip install duetto[notebook]`).
 """
 
 import argparse
@@ -47,7 +47,8 @@ def longer(recipe: Recipe) -> Recipe:
 
 
 def mean(first: Decoder, second: Decoder) -> Decoder:
-    """Between the ends of both runs (Wortsman et al., arXiv 2203.05482): the second reads far and has lost a little nearby."""
+    """Between the ends of both runs (Wortsman et al., arXiv 2203.05482): the second reads far and has lost a
+    little nearby."""
     return jax.tree.map(lambda a, b: (1 - SECOND) * a + SECOND * b, first, second)
 
 

@@ -2,9 +2,10 @@
 
     python examples/train_heads.py --target checkpoints/demo --out checkpoints/demo-heads
 
-The model is frozen; the head learns its distribution at each of the next DEPTH places (cross entropy with the model's own
-probabilities, Hinton et al., arXiv 1503.02531), with the text's tokens in between. A run depends on the standard library,
-the seed and the number of steps, never on the clock; killed and started again, it resumes from the newest checkpoint.
+The model is frozen; the head learns its distribution at each of the next DEPTH places (cross entropy with the
+model's own probabilities, Hinton et al., arXiv 1503.02531), with the text's tokens in between. A run depends
+on the standard library, the seed and the number of steps, never on the clock; killed and started again, it
+resumes from the newest checkpoint.
 """
 
 import argparse
@@ -50,7 +51,8 @@ def recipe(config: ModelConfig, steps: int, seed: int) -> Recipe:
 
 
 def guesses(head: Head, target: Target, window: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits of the head and of the model for the same places of a window [B,T+1]: each [DEPTH, B, T-DEPTH, V].
+    """Logits of the head and of the model for the same places of a window [B,T+1]: each [DEPTH, B, T-DEPTH,
+    V].
 
     Guess i after position t is of the token t+2+i, by the hidden state of t and the tokens t+1 .. t+1+i.
     """
@@ -86,8 +88,9 @@ def make_step(plan: Recipe) -> Callable:
 
 @partial(jax.jit, static_argnums=1)
 def agreement(head: Head, config: ModelConfig, params: Decoder, window: jax.Array) -> jax.Array:
-    """Shares of the places of a window [DEPTH, 4]: the model's likeliest token is the head's first, is among its first three,
-    so far along the text without a miss; and the probability that both distributions share."""
+    """Shares of the places of a window [DEPTH, 4]: the model's likeliest token is the head's first, is among
+    its first three, so far along the text without a miss; and the probability that both distributions share.
+    """
     guessed, wanted = guesses(head, (config, params), window)
     top, likeliest = jax.lax.top_k(guessed, 3)[1], jnp.argmax(wanted, axis=-1)
     first = top[..., 0] == likeliest
@@ -105,7 +108,8 @@ def evaluate(head: Head, target: Target, stream: np.ndarray, every: int = 1) -> 
 
 
 def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], work: Path) -> Head:
-    """Train a head to the last step, from the newest checkpoint in `work` if there is one; history in `history.jsonl`."""
+    """Train a head to the last step, from the newest checkpoint in `work` if there is one; history in
+    `history.jsonl`."""
     import orbax.checkpoint as ocp
 
     train, held_out = streams

@@ -12,8 +12,8 @@ def root(*salt: str) -> bytes:
 
 
 def extend(names: list[bytes], tokens: Sequence[int], pages: int, page_size: int, start: bytes) -> None:
-    """Append the names that `names` lacks of the first `pages` pages of `tokens` (a chain of hashes, as in vLLM's prefix
-    cache); those pages are full."""
+    """Append the names that `names` lacks of the first `pages` pages of `tokens` (a chain of hashes, as in
+    vLLM's prefix cache); those pages are full."""
     assert pages * page_size <= len(tokens), f"{pages} pages of {page_size} from {len(tokens)} tokens"
     for i in range(len(names), pages):
         page = np.asarray(tokens[i * page_size : (i + 1) * page_size], np.int32).tobytes()

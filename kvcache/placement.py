@@ -1,7 +1,9 @@
-"""Where an engine's arrays lie, read off the shardings of the parameters: one device and a mesh of them are one case.
+"""Where an engine's arrays lie, read off the shardings of the parameters: one device and a mesh of them are
+one case.
 
-Pools are split as the heads of their layer's keys are, so that every device keeps the keys that it makes; XLA's partitioner (GSPMD,
-Xu et al., arXiv 2105.04663) derives the rest from the parameters. Rows that all heads share are on every device.
+Pools are split as the heads of their layer's keys are, so that every device keeps the keys that it makes;
+XLA's partitioner (GSPMD, Xu et al., arXiv 2105.04663) derives the rest from the parameters. Rows that all
+heads share are on every device.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ def everywhere(params: Params) -> Sharding:
 
 
 def automatic(own: Sharding) -> Sharding:
-    """The same placement with programs split by XLA's partitioner, whatever types the axes of the user's mesh have."""
+    """The same placement with programs split by XLA's partitioner, whatever types the axes of the user's mesh
+    have."""
     return split(own, own.spec) if isinstance(own, NamedSharding) else own
 
 
@@ -46,7 +49,8 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:
-    """Mesh axes over which the heads of a weight [D,K,H] are split, which may be codes and scales or two factors."""
+    """Mesh axes over which the heads of a weight [D,K,H] are split, which may be codes and scales or two
+    factors."""
     leaf = next(x for x in jax.tree.leaves(weight) if len(x.shape) == 3)
     spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
     return spec[1] if len(spec) > 1 else None

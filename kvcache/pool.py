@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 class PagePool:
     """Host bookkeeping of the pages of a KVCache.
 
-    A freed page keeps its name until it is issued again, so prefix reuse is a lookup and eviction is issuing. Pages without a
-    name are issued first, then named ones in order of release; a sequence's last pages are released before its first.
+    A freed page keeps its name until it is issued again, so prefix reuse is a lookup and eviction is issuing.
+    Pages without a name are issued first, then named ones in order of release; a sequence's last pages are
+    released before its first.
     """
 
     def __init__(self, pages: int):

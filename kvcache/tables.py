@@ -1,7 +1,9 @@
-"""The pages of sequences in every group of layers: those of one window keep the same positions, and share a page table.
+"""The pages of sequences in every group of layers: those of one window keep the same positions, and share a
+page table.
 
-Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens see, and those
-behind return to their pool (as in vLLM's hybrid cache). So many are reserved when it is admitted: they never run out.
+Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens
+see, and those behind return to their pool (as in vLLM's hybrid cache). So many are reserved when it is
+admitted: they never run out.
 """
 
 from collections.abc import Sequence
@@ -68,7 +70,8 @@ class PageTables:
         return new + self.full.idle(found[0]) + spare <= self.full.free
 
     def admit(self, found: Tables, tokens: int, end: int) -> Tables:
-        """A sequence's tables: what was found, and pages for its tokens where no window bounds them. It `fits`."""
+        """A sequence's tables: what was found, and pages for its tokens where no window bounds them. It
+        `fits`."""
         for g, (pool, pages) in enumerate(zip(self.pools, found, strict=True)):
             pool.share(page for page in pages if page != GONE)
             self.reserved[g] += self._charge(g, end)
@@ -78,7 +81,8 @@ class PageTables:
         return tables
 
     def grow(self, tables: Tables, tokens: int) -> bool:
-        """Give a sequence the pages of its first `tokens` tokens where no window bounds them; False if too few are free."""
+        """Give a sequence the pages of its first `tokens` tokens where no window bounds them; False if too
+        few are free."""
         if self.full is None:
             return True
         need = self._pages_for(tokens) - len(tables[0])
@@ -88,7 +92,8 @@ class PageTables:
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:
-        """Before tokens [start, end) are computed: windowed groups get their pages, and give back what is behind."""
+        """Before tokens [start, end) are computed: windowed groups get their pages, and give back what is
+        behind."""
         for g, pages in enumerate(tables):
             if self.windows[g] is None:
                 continue

@@ -87,7 +87,8 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads read one row of `rank + rope_size` numbers."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads read one row of `rank +
+    rope_size` numbers."""
 
     num_heads: int  # N
     rank: int  # R, of the latent that keys and values are made from
@@ -167,8 +168,9 @@ class Dense:
 class Experts:
     """A mixture of experts: each token goes to the `active` of `count` that its router scores highest.
 
-    Experts may stand in groups of which only `active_groups` are looked at, those with the best expert or, for "top2", with the
-    best sum of two (DeepSeek-V2 and -V3, arXiv 2405.04434 and 2412.19437). `correction` is added to scores for choosing only.
+    Experts may stand in groups of which only `active_groups` are looked at, those with the best expert or,
+    for "top2", with the best sum of two (DeepSeek-V2 and -V3, arXiv 2405.04434 and 2412.19437). `correction`
+    is added to scores for choosing only.
     """
 
     count: int  # E
@@ -280,7 +282,8 @@ class ModelConfig:
 
     @property
     def boundary(self) -> int | None:
-        """Tokens beyond which all keys of a sequence are others than before (longrope), if there is such a length."""
+        """Tokens beyond which all keys of a sequence are others than before (longrope), if there is such a
+        length."""
         found = [rope.boundary for layer in self.layers if (rope := layer.mixer.rope) and rope.boundary]
         return min(found, default=None)
 

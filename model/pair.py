@@ -1,7 +1,7 @@
 """A model and what guesses tokens for it, side by side: the sizes of both, and the parameters of both.
 
-The target decides on tokens. A draft model beside it has layers and keys of its own, a head has neither. A cache and its page
-tables know nothing of the two: they hold the layers of both, the target's first.
+The target decides on tokens. A draft model beside it has layers and keys of its own, a head has neither. A
+cache and its page tables know nothing of the two: they hold the layers of both, the target's first.
 """
 
 from dataclasses import dataclass, replace

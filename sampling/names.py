@@ -8,7 +8,8 @@ from ..refusals import Table, check_neutral, unknown
 
 T = TypeVar("T")
 
-# Sampling parameters that are not here, and their values that ask for nothing; the first is what reading one gives.
+# Sampling parameters that are not here, and their values that ask for nothing; the first is what reading one
+# gives.
 NEUTRAL: Table = {
     "structured_outputs": (None,),
     "guided_decoding": (None,),
@@ -34,7 +35,8 @@ NEUTRAL: Table = {
 
 
 def known_names(cls: type[T]) -> type[T]:
-    """A dataclass that takes neutral sampling parameters too, and refuses an unknown name with the nearest known one."""
+    """A dataclass that takes neutral sampling parameters too, and refuses an unknown name with the nearest
+    known one."""
     names, plain = [f.name for f in fields(cls)], cls.__init__  # type: ignore[arg-type]
 
     @functools.wraps(plain)

@@ -16,7 +16,8 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the sign
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)` and `run(args)`."""
+    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)` and
+    `run(args)`."""
 
     arguments: str
     help: str

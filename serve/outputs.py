@@ -50,7 +50,8 @@ class RequestMetrics:
 
 
 class Pass(NamedTuple):
-    """A step of one request: the guesses that it verified, below zero where the device made them, and the tokens that it gave."""
+    """A step of one request: the guesses that it verified, below zero where the device made them, and the
+    tokens that it gave."""
 
     guesses: tuple[int, ...]
     tokens: int
@@ -93,7 +94,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a stream adds: text and tokens since the last one; the last of completion `index` has a finish reason."""
+    """What a stream adds: text and tokens since the last one; the last of completion `index` has a finish
+    reason."""
 
     index: int
     text: str

@@ -15,7 +15,8 @@ XLA_CACHE = ROOT / ".pytest_cache" / "xla"
 # For the tests' subprocesses too: the same small programs are compiled again and again otherwise.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Most of the suite's time was LLVM's: tests of bits and of compiled programs ask for it (`optimisations`) alone.
+# Most of the suite's time was LLVM's: tests of bits and of compiled programs ask for it (`optimisations`)
+# alone.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
@@ -42,7 +43,8 @@ from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_h
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# The emitters before today's compile a step in half the time, and so small a program gains nothing from two threads.
+# The emitters before today's compile a step in half the time, and so small a program gains nothing from two
+# threads.
 OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 COMPILER: Any = import_module("jax._src.compiler")  # nothing public reaches a jitted function's options
 OPTIONS = COMPILER.get_compile_options

@@ -1,7 +1,8 @@
-"""Against material that lies beside developers' clones and is not ours to ship, or too large: `pytest tests/material.py`.
+"""Against material that lies beside developers' clones and is not ours to ship, or too large: `pytest
+tests/material.py`.
 
-A real model and what llama2.c says with it, real tokenizers and chat templates, and larger checkpoints of the families with
-what Transformers computed of them.
+A real model and what llama2.c says with it, real tokenizers and chat templates, and larger checkpoints of the
+families with what Transformers computed of them.
 """
 
 import json
@@ -167,7 +168,8 @@ def test_real_tokenizers_golden_ids(folder, golden):
 
 
 def test_a_real_llama_model_has_the_ids_of_its_tokenizer_json(tmp_path):
-    """Except where that keeps spaces that the model says to remove; of a text's own "▁" only one is taken for such a space."""
+    """Except where that keeps spaces that the model says to remove; of a text's own "▁" only one is taken for
+    such a space."""
     shutil.copy(STORIES / "tokenizer.model", tmp_path)
     ours = Tokenizer.from_folder(tmp_path)
     assert ours is not None

@@ -1,4 +1,5 @@
-"""The benchmark suite in small: buckets against brute force, traces, and a run whose figures are checked, not timed."""
+"""The benchmark suite in small: buckets against brute force, traces, and a run whose figures are checked, not
+timed."""
 
 # pyright: reportMissingImports=false
 

@@ -1,4 +1,5 @@
-"""The models that ship: small, real, loadable by others, able to write a line of Python; and the recipe that made them."""
+"""The models that ship: small, real, loadable by others, able to write a line of Python; and the recipe that
+made them."""
 
 import importlib
 import math

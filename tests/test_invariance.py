@@ -1,4 +1,5 @@
-"""No feature changes the tokens: every way to serve a request gives the same bits, and the tokens of the cacheless oracle."""
+"""No feature changes the tokens: every way to serve a request gives the same bits, and the tokens of the
+cacheless oracle."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +40,8 @@ BASE = {
     "decode_steps": 4,
 }
 CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
-# Each option has another value somewhere, and no more programs than that takes: only the base has prefills of several rows.
+# Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
+# several rows.
 VARIANTS = {
     "pages of 16 tokens, so few that requests are preempted": {
         "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64,
@@ -167,7 +169,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
 
 
 def test_samples_of_one_prompt_share_its_pages(model, base):
-    """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find them."""
+    """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find
+    them."""
     base.engine.tables.forget()
     before = base.report()["cached_tokens"]
     params = SamplingParams(temperature=0.8, seed=4, n=4, max_tokens=4, logprobs=0)
@@ -186,7 +189,8 @@ def test_samples_of_one_prompt_share_its_pages(model, base):
 
 
 class Told:
-    """A drafter that knows what the requests will say, and guesses what `change(place, token, V)` makes of it."""
+    """A drafter that knows what the requests will say, and guesses what `change(place, token, V)` makes of
+    it."""
 
     def __init__(self, texts: list[list[int]], V: int, change: Callable[[int, int, int], int]):
         self.texts, self.V, self.change = {tuple(text): text for text in texts}, V, change
@@ -235,7 +239,8 @@ def guessing(serve, model):
 )
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
 def test_guesses_change_no_bit(model, guessing, expected, drafter):
-    """Greedy and seeded, with penalties, biases and log-probabilities; through preemption, and through prefix hits."""
+    """Greedy and seeded, with penalties, biases and log-probabilities; through preemption, and through prefix
+    hits."""
     texts, V = prompts(model.config.vocab_size), model.config.vocab_size
     whole = [text + [token for token, *_ in want] for text, want in zip(texts, expected, strict=True)]
     speculation = guessing.engine.speculation

@@ -1,4 +1,5 @@
-"""Scripts in the shape of vLLM's offline examples run as they are: each is a program of its own, over the shipped model."""
+"""Scripts in the shape of vLLM's offline examples run as they are: each is a program of its own, over the
+shipped model."""
 
 import re
 import runpy
@@ -65,7 +66,8 @@ ARGUMENTS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> Iterator[None]:
-    """Programs are compiled once for all scripts, and the weights read once: else each script's start takes seconds."""
+    """Programs are compiled once for all scripts, and the weights read once: else each script's start takes
+    seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "Programs", shared(loading.Programs))
         patch.setattr(api, "load_folder", cache(loading.load_folder))

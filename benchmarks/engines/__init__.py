@@ -1,6 +1,8 @@
-"""The seam between measurements and engines: every engine loads the same folder and answers the same requests.
+"""The seam between measurements and engines: every engine loads the same folder and answers the same
+requests.
 
-An engine lives in a process of its own (`benchmarks.worker`), because thread pools of different libraries disturb each other.
+An engine lives in a process of its own (`benchmarks.worker`), because thread pools of different libraries
+disturb each other.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,8 @@ from benchmarks.traces import Request
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds from a request's arrival to its first and to its last token, and the tokens; a static batch gives all at once."""
+    """Seconds from a request's arrival to its first and to its last token, and the tokens; a static batch
+    gives all at once."""
 
     ttft: float | None
     e2e: float
@@ -24,7 +27,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """A whole run: seconds from its start to its last token, the answers in the requests' order, and the engine's own counts."""
+    """A whole run: seconds from its start to its last token, the answers in the requests' order, and the
+    engine's own counts."""
 
     seconds: float
     answers: list[Answer]
@@ -50,7 +54,8 @@ class Engine(Protocol):
         ...
 
     def decode(self, rows: int, context: int, steps: int) -> float:
-        """Mean seconds of a step of `rows` sequences that had `context` tokens before the first call with these numbers."""
+        """Mean seconds of a step of `rows` sequences that had `context` tokens before the first call with
+        these numbers."""
         ...
 
     def prefill(self, length: int) -> float:
@@ -60,7 +65,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine as it is measured: where it is, its dtype and options, and the package that it needs beside duetto's."""
+    """An engine as it is measured: where it is, its dtype and options, and the package that it needs beside
+    duetto's."""
 
     module: str
     engine: str

@@ -1,4 +1,5 @@
-"""Transformers behind the seam: static batches by `generate`, and its continuous batching by the manager behind `generate_batch`."""
+"""Transformers behind the seam: static batches by `generate`, and its continuous batching by the manager
+behind `generate_batch`."""
 
 import os
 import time

@@ -1,6 +1,7 @@
 """llama.cpp behind the seam: its C API with parallel sequences, and a continuous batching of our own on top.
 
-A step decodes one token of every running sequence and fills the rest of the batch with prompts, as llama.cpp's server does.
+A step decodes one token of every running sequence and fills the rest of the batch with prompts, as
+llama.cpp's server does.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""Families of models by the `model_type` of their `config.json`: each is one module that translates, and nothing else."""
+"""Families of models by the `model_type` of their `config.json`: each is one module that translates, and
+nothing else."""
 
 from collections.abc import Mapping
 

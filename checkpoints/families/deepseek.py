@@ -1,4 +1,5 @@
-"""What DeepSeek-V2 and -V3 have in common (arXiv 2405.04434 and 2412.19437): latent attention, and names of tensors."""
+"""What DeepSeek-V2 and -V3 have in common (arXiv 2405.04434 and 2412.19437): latent attention, and names of
+tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,7 +53,8 @@ def latent(raw: fields.Raw, length: int, interleaved: bool) -> Latent:
 
 
 def layers(raw: fields.Raw, attention: Latent, experts: Experts, dense: int) -> list[LayerKind]:
-    """Layers, the first `first_k_dense_replace` (or else `dense`) of them and those between `moe_layer_freq` dense."""
+    """Layers, the first `first_k_dense_replace` (or else `dense`) of them and those between `moe_layer_freq`
+    dense."""
     first, step = fields.count(raw, "first_k_dense_replace", dense), fields.integer(raw, "moe_layer_freq", 1)
     mixed = [i >= first and i % step == 0 for i in range(parts.num_layers(raw))]
     return [LayerKind(attention, experts if here else parts.dense(raw)) for here in mixed]

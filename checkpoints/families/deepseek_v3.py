@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437 and 2501.12948); layers that predict several tokens ahead are left out."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437 and 2501.12948); layers that predict several tokens ahead are left
+out."""
 
 from ...model.config import ModelConfig
 from . import deepseek, fields, parts

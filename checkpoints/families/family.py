@@ -1,4 +1,5 @@
-"""What is known of a family of models: everything that loading and saving its checkpoints needs, and nothing else."""
+"""What is known of a family of models: everything that loading and saving its checkpoints needs, and nothing
+else."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from .stored import Stored
 
 @dataclass(frozen=True)
 class Family:
-    """A translation: `config` reads the fields of a `config.json`, `names` says where each parameter is stored.
+    """A translation: `config` reads the fields of a `config.json`, `names` says where each parameter is
+    stored.
 
-    names: path of our parameter, `{}` for the layer's number -> tensor in the file, for every parameter that it may have.
-    ignored: patterns of tensors that a file may hold beside them and that change nothing; a group `beyond` must be the
+    names: path of our parameter, `{}` for the layer's number -> tensor in the file, for every parameter that
+    it may have. ignored: patterns of tensors that a file may hold beside them and that change nothing; a
+    group `beyond` must be the
         number of a layer after the last.
     prefix: the first part of all names but the head's, which some of the family's files leave out.
     """

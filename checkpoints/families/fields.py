@@ -1,4 +1,5 @@
-"""Fields of a `config.json`, read with their types and limits: each raises ValueError with the field and its value."""
+"""Fields of a `config.json`, read with their types and limits: each raises ValueError with the field and its
+value."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,7 +35,8 @@ def value(raw: Raw, name: str, default: Any) -> Any:
 
 
 def nullable(read: Callable[[Raw, str], Any], raw: Raw, name: str, default: Any) -> Any:
-    """A field for which null says something else than absence: None is null, the default is for a field that is absent."""
+    """A field for which null says something else than absence: None is null, the default is for a field that
+    is absent."""
     if name in raw:
         return None if raw[name] is None else read(raw, name)
     return value(raw, name, default)

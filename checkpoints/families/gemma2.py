@@ -1,4 +1,5 @@
-"""Gemma 2 (arXiv 2408.00118): norms before and after, a window on every second layer, capped scores and logits."""
+"""Gemma 2 (arXiv 2408.00118): norms before and after, a window on every second layer, capped scores and
+logits."""
 
 from ...model.config import LayerKind, ModelConfig
 from ...model.rope import Rope

@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al., 2019): learned positions, layer norms, plain feed-forward layers, matrices stored (in, out)."""
+"""GPT-2 (Radford et al., 2019): learned positions, layer norms, plain feed-forward layers, matrices stored
+(in, out)."""
 
 from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
 from . import fields

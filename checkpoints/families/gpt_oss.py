@@ -1,4 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped activation, attention that may look at nothing."""
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped activation, attention that may look at
+nothing."""
 
 from ...model.config import Experts, LayerKind, ModelConfig
 from . import fields, parts

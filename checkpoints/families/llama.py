@@ -1,4 +1,5 @@
-"""Llama 2 and 3 (Touvron et al., arXiv 2307.09288; Grattafiori et al., arXiv 2407.21783), and what is shaped like them."""
+"""Llama 2 and 3 (Touvron et al., arXiv 2307.09288; Grattafiori et al., arXiv 2407.21783), and what is shaped
+like them."""
 
 from typing import Any
 

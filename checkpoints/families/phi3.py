@@ -24,7 +24,8 @@ NAMES = (
 
 
 def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Phi3Config; the kinds "su" and "yarn" mean longrope here."""
+    """Absent fields have the defaults of transformers' Phi3Config; the kinds "su" and "yarn" mean longrope
+    here."""
     fields.only(raw, "attention_bias", False)
     size, window = fields.head_size(raw), parts.one_window(raw, None)
     turned = rotary_size(raw, size)

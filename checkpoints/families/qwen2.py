@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5 (Yang et al., arXiv 2407.10671 and 2412.15115): Llama with biases of queries, keys and values."""
+"""Qwen 2 and 2.5 (Yang et al., arXiv 2407.10671 and 2412.15115): Llama with biases of queries, keys and
+values."""
 
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts

@@ -1,4 +1,5 @@
-"""Rotary embeddings of a `config.json` in both styles: `rope_theta` beside `rope_scaling`, or all in `rope_parameters`."""
+"""Rotary embeddings of a `config.json` in both styles: `rope_theta` beside `rope_scaling`, or all in
+`rope_parameters`."""
 
 import math
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ MAX_MAGNITUDE = 1e3  # of what multiplies YaRN's correction of scores; models ha
 def rope(raw: Raw, size: int, *, length: int, theta: float = 10000.0, partial: bool = False) -> Rope:
     """The one rope of all layers, for `size` dimensions of a head.
 
-    `length` and `theta` are the family's defaults of `max_position_embeddings` and `rope_theta`; only families for which
-    `partial` is given may turn a part of a head.
+    `length` and `theta` are the family's defaults of `max_position_embeddings` and `rope_theta`; only
+    families for which `partial` is given may turn a part of a head.
     """
     for name in ("rope_parameters", "rope_scaling"):
         found = value(raw, name, {})
@@ -41,9 +42,11 @@ def require_kind(raw: Raw) -> None:
 
 
 def scaled(raw: Raw, found: Raw, name: str, size: int, theta: float) -> Rope:
-    """A rope as one flat object says, which errors call `name`; its kind is its `rope_type` or, in older files, `type`.
+    """A rope as one flat object says, which errors call `name`; its kind is its `rope_type` or, in older
+    files, `type`.
 
-    The length of the training is `original_max_position_embeddings`, beside the object or else in it, or the model's.
+    The length of the training is `original_max_position_embeddings`, beside the object or else in it, or the
+    model's.
     """
     length = integer(raw, "max_position_embeddings")
     try:
@@ -103,7 +106,8 @@ def yarn_scale(found: Raw, factor: float) -> float:
 
 
 def magnitude(factor: float, weight: float) -> float:
-    """YaRN's correction of scores over a context that is `factor` times as long (arXiv 2309.00071, equation 22)."""
+    """YaRN's correction of scores over a context that is `factor` times as long (arXiv 2309.00071, equation
+    22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -1,4 +1,5 @@
-"""How one parameter lies in a Hugging Face file: its tensor's name, and how its axes are ordered, merged and joined there."""
+"""How one parameter lies in a Hugging Face file: its tensor's name, and how its axes are ordered, merged and
+joined there."""
 
 import math
 import re
@@ -12,14 +13,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor's name, `{}` standing for the layer's number, and `axes` "stored->ours" in the letters of every einsum.
+    """A tensor's name, `{}` standing for the layer's number, and `axes` "stored->ours" in the letters of
+    every einsum.
 
-    Axes of the stored tensor are separated by commas; letters that stand together are merged there: "NH,D->DNH" is a
-    query projection, stored as a matrix [N*H, D] and kept as [D, N, H].
-    Where several parameters have one name, their tensor is shared and brackets mark the axis along which they are
-    joined: "[NH],D->DNH" and "[KH],D->DKH" are parts of [N*H + K*H, D], "N[H],R->RNH" and "N[U],R->RNU" of
-    [N*(H + U), R]. "<F>" says that they take turns: even columns are the first parameter's, odd ones the second's.
-    A letter that only we have stands for a second `{}` in the name, the expert's number: "F,D->EDF".
+    Axes of the stored tensor are separated by commas; letters that stand together are merged there:
+    "NH,D->DNH" is a query projection, stored as a matrix [N*H, D] and kept as [D, N, H]. Where several
+    parameters have one name, their tensor is shared and brackets mark the axis along which they are joined:
+    "[NH],D->DNH" and "[KH],D->DKH" are parts of [N*H + K*H, D], "N[H],R->RNH" and "N[U],R->RNU" of [N*(H +
+    U), R]. "<F>" says that they take turns: even columns are the first parameter's, odd ones the second's. A
+    letter that only we have stands for a second `{}` in the name, the expert's number: "F,D->EDF".
     """
 
     name: str
@@ -54,7 +56,8 @@ class Stored:
         return [math.prod(sizes[letter] for letter in group) for group in self.groups]
 
     def view(self, array: np.ndarray) -> np.ndarray:
-        """Our parameter (one expert's, where they are stacked) as a view [before, own, after] in the stored order."""
+        """Our parameter (one expert's, where they are stacked) as a view [before, own, after] in the stored
+        order."""
         ours = self.ours[self.stacked :]
         sizes = dict(zip(ours, array.shape, strict=True))
         turned = array.transpose([ours.index(letter) for letter in "".join(self.groups)])

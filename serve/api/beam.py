@@ -112,7 +112,8 @@ def begun(llm: "LLM", prompt: Prompt, params: BeamSearchParams) -> Search:
 
 
 def one_token(params: BeamSearchParams, most: int) -> SamplingParams:
-    """Twice as many alternatives as beams: were each best one an end, enough would go on. The engine reports `most`.
+    """Twice as many alternatives as beams: were each best one an end, enough would go on. The engine reports
+    `most`.
 
     Log-probabilities are those of the raw logits: as in vLLM, the temperature has no part in the search.
     """

@@ -32,7 +32,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass
 class Intake:
-    """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end tokens."""
+    """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end
+    tokens."""
 
     vocab_size: int
     max_model_len: int
@@ -159,7 +160,8 @@ class Intake:
         check_choice(params, self.vocab_size, self.stop_ids(params), words)
 
     def _seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one that the engine's seed and the number of such requests before it decide."""
+        """The request's own seed, or one that the engine's seed and the number of such requests before it
+        decide."""
         if params.seed is not None:
             return params.seed
         drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)

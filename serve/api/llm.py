@@ -88,7 +88,8 @@ class LLM:
     ) -> "LLM":
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
-        They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as the heads of the keys' projections are.
+        They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as
+        the heads of the keys' projections are.
         """
         chosen = engine_options(options)
         if chosen.hf_overrides or chosen.load_format != "auto":
@@ -137,7 +138,8 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of them.
+        """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of
+        them.
 
         One set of sampling parameters serves all, or a list has one for each; likewise priorities, of which
         smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's other arguments only
@@ -190,7 +192,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generator[Delta]:
-        """Pieces of the continuation as they are generated; the request begins with the first piece that is asked for.
+        """Pieces of the continuation as they are generated; the request begins with the first piece that is
+        asked for.
 
         Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
@@ -200,7 +203,8 @@ class LLM:
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[Delta]:
-        """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the request."""
+        """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the
+        request."""
         return in_threads(partial(self.stream, prompt, sampling_params, priority=priority))
 
     # ------------------------------------------------------------ one step at a time
@@ -208,7 +212,8 @@ class LLM:
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
-        """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in use."""
+        """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in
+        use."""
         tickets = self._tickets([prompt], params, priority, request_id)
         self._session.queue(tickets)
         return tickets[0].id
@@ -222,7 +227,8 @@ class LLM:
         return self._session.count_queued > 0
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has generated is its result, with finish reason "abort". An unknown id is none."""
+        """End a request now; what it has generated is its result, with finish reason "abort". An unknown id
+        is none."""
         self._session.abort(request_id)
 
     # ------------------------------------------------------------ the engine
@@ -230,8 +236,8 @@ class LLM:
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on, without a copy or a compilation.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs, TypeError for
-        parameters that are not on a device.
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
+        differs, TypeError for parameters that are not on a device.
         """
         with self._session.turn():
             require_arrays(params)
@@ -250,8 +256,8 @@ class LLM:
     def report(self, explained: bool = False) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
 
-        `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their time on this device, and
-        measured medians.
+        `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their
+        time on this device, and measured medians.
         """
         return self.engine.report() | ({"explained": explain(self.engine)} if explained else {})
 
@@ -264,7 +270,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's authors recommend in generation_config.json, else the usual defaults."""
+        """The parameters that the model's authors recommend in generation_config.json, else the usual
+        defaults."""
         return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
 
     def close(self) -> None:

@@ -186,8 +186,8 @@ def get_metrics(llm: "LLM") -> list[Metric]:
 def start_profile(llm: "LLM", profile_prefix: str | None = None) -> Path:
     """Record what host and device do (jax.profiler) until `stop_profile`, in the folder that is returned.
 
-    It is the `torch_profiler_dir` of the option `profiler_config` or `duetto-profile` in the working directory, or
-    `profile_prefix` in there. Raises RuntimeError while another is recorded.
+    It is the `torch_profiler_dir` of the option `profiler_config` or `duetto-profile` in the working
+    directory, or `profile_prefix` in there. Raises RuntimeError while another is recorded.
     """
     chosen = (llm.options.profiler_config or {}).get("torch_profiler_dir")
     folder = Path(chosen or PROFILES, profile_prefix or "").absolute()

@@ -1,1 +1,2 @@
-"""A job that cannot be lost: lines in, answers out, a journal between; it knows the engine by what it calls only."""
+"""A job that cannot be lost: lines in, answers out, a journal between; it knows the engine by what it calls
+only."""

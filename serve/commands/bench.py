@@ -1,8 +1,9 @@
-"""`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster than.
+"""`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster
+than.
 
-A program is called back to back on a batch that is on the device; its time is the median over groups of calls. The host gap is
-what the engine adds: its wall time for a step, less the program's, as a share of the former; groups of both are interleaved,
-and the gap is the median of their pairs.
+A program is called back to back on a batch that is on the device; its time is the median over groups of
+calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
+former; groups of both are interleaved, and the gap is the median of their pairs.
 """
 
 import argparse
@@ -63,7 +64,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the engine's step."""
+    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the
+    engine's step."""
 
     part: str
     what: str
@@ -143,7 +145,8 @@ def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks
 
 
 def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """Steps of one token for each width and context, and the engine's time for such steps at the first context."""
+    """Steps of one token for each width and context, and the engine's time for such steps at the first
+    context."""
     for width in args.widths:
         for i, context in enumerate(args.contexts):
             row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
@@ -152,7 +155,8 @@ def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterat
 
 
 def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
-    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the program does not run.
+    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the
+    program does not run.
 
     Where the context is a multiple of attention's block, both read the same number of blocks.
     """
@@ -200,7 +204,8 @@ def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
 
 
 def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what that left."""
+    """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what
+    that left."""
     with tempfile.TemporaryDirectory() as folder:
         keep_compiled(folder)
         for what in ("cold", "warm"):

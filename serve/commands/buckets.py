@@ -1,9 +1,11 @@
-"""`duetto buckets`: padding buckets made for a workload: the edges with the least padding that a number of compiled programs allows.
+"""`duetto buckets`: padding buckets made for a workload: the edges with the least padding that a number of
+compiled programs allows.
 
     duetto buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 
-Prompts are read in chunks, and a chunk that is alone in its step is computed by the smallest prefill program that holds it. Which
-chunks a workload is cut into is known before anything runs: the scheduler decides, and it needs no device.
+Prompts are read in chunks, and a chunk that is alone in its step is computed by the smallest prefill program
+that holds it. Which chunks a workload is cut into is known before anything runs: the scheduler decides, and
+it needs no device.
 """
 
 import argparse
@@ -29,7 +31,8 @@ Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead 
 
 
 class Step(NamedTuple):
-    """What one step computes: prompt tokens, the areas of its prefills if several prompts come together, rows of decode."""
+    """What one step computes: prompt tokens, the areas of its prefills if several prompts come together, rows
+    of decode."""
 
     tokens: int
     shared: tuple[int, ...]
@@ -37,10 +40,12 @@ class Step(NamedTuple):
 
 
 def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int = EDGE) -> tuple[int, ...]:
-    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks of these lengths.
+    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks
+    of these lengths.
 
-    Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a length rounds up to: O(n^2) for each program.
-    Raises ValueError for lengths beyond `last`, and for fewer programs than the edges that every table has.
+    Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a
+    length rounds up to: O(n^2) for each program. Raises ValueError for lengths beyond `last`, and for fewer
+    programs than the edges that every table has.
     """
     counts = Counter(max(round_up(n, EDGE), smallest) for n in lengths)
     must = {SMALLEST_CHUNK, last}
@@ -63,7 +68,8 @@ def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int =
 def _extended(
     found: list[Way | None], edges: list[int], counts: Counter[int], must: set[int], j: int
 ) -> Way | None:
-    """The best way to cover all up to edge j by one bucket that ends there after a way found before; None if there is none."""
+    """The best way to cover all up to edge j by one bucket that ends there after a way found before; None if
+    there is none."""
     best: Way | None = None
     added = 0
     for i in range(j, -1, -1):  # the bucket holds the lengths of edges i to j
@@ -82,17 +88,19 @@ def alone(steps: Iterable[Step]) -> list[int]:
 
 
 def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
-    """Share of what is computed for the prompts of these steps that is padding. The last edge holds every chunk."""
+    """Share of what is computed for the prompts of these steps that is padding. The last edge holds every
+    chunk."""
     steps = list(steps)
     computed = sum(min(edge for edge in edges if edge >= n) for n in alone(steps))
     return 1 - sum(step.tokens for step in steps) / max(computed + sum(sum(s.shared) for s in steps), 1)
 
 
 def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
-    """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at once.
+    """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at
+    once.
 
-    Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are allowed, which the
-    reproducibility contract may forbid on a device.
+    Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are
+    allowed, which the reproducibility contract may forbid on a device.
     """
     shapes = tuple(prefills(options, options.max_prefill_tokens, shared=True))
     scheduler, flight = rehearsal(work, options, shapes), []
@@ -112,7 +120,8 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
 
 
 def _commit(scheduler: Scheduler, flight: list[Work]) -> None:
-    """Give a token to each request whose last known one was computed: a step is taken in when the next is on its way."""
+    """Give a token to each request whose last known one was computed: a step is taken in when the next is on
+    its way."""
     for work in flight:
         request = work.request
         if work.start + work.count == len(request.tokens):
@@ -138,7 +147,8 @@ def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: I
 
 
 def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of the lines of a batch. Raises ValueError for one that is not allowed, OSError."""
+    """Prompt and output tokens of the lines of a batch. Raises ValueError for one that is not allowed,
+    OSError."""
     from ..batch.job import BatchOptions
     from ..batch.lines import decode, task_of
     from ..batch.source import Input

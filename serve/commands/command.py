@@ -94,7 +94,8 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
 
 
 def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
-    """Puts folders in the place of ids, so that all that follows reads the same files; the model's, and options without ids."""
+    """Puts folders in the place of ids, so that all that follows reads the same files; the model's, and
+    options without ids."""
     from ..loading.origin import Origin
 
     names = ("revision", "tokenizer_revision", "download_dir")

@@ -30,8 +30,8 @@ def convert(
 ) -> None:
     """Write the model of a folder or of an id on the hub as another folder; no accelerator is needed.
 
-    `dtype` casts, "auto" keeps the source's own. The target appears when all of it is written. Raises ValueError
-    (CheckpointError for a folder) for what cannot be read, written or overwritten.
+    `dtype` casts, "auto" keeps the source's own. The target appears when all of it is written. Raises
+    ValueError (CheckpointError for a folder) for what cannot be read, written or overwritten.
     """
     target = Path(target)
     if form not in FORMATS:

@@ -38,7 +38,8 @@ from .command import engine_flags, engine_options, model_flags
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache of each row."""
+    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache
+    of each row."""
 
     name: str
     config: ModelConfig
@@ -58,7 +59,8 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else estimated).
+    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else
+    estimated).
 
     `peak` is what running it took, where that was measured.
     """
@@ -114,7 +116,8 @@ def plan_job(
 
 
 def abstract_arguments(plan: EnginePlan) -> Arguments:
-    """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several devices."""
+    """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several
+    devices."""
     weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
     params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
@@ -123,7 +126,8 @@ def abstract_arguments(plan: EnginePlan) -> Arguments:
 def abstract_params(
     config: ModelConfig, dtype: Any, target: Target, weights: Decoder | None = None
 ) -> Decoder:
-    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the parameter would."""
+    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the
+    parameter would."""
     specs, one = decoder_spec(config), SingleDeviceSharding(target.devices[0])
     where: Any = jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
     if len(target.devices) > 1:
@@ -192,7 +196,8 @@ def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memor
 def measured(
     plan: EnginePlan, arguments: Arguments, memory: Memory, rows: list[Cost]
 ) -> tuple[Memory, list[Cost]]:
-    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all alike."""
+    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all
+    alike."""
     shapes = [row.shape for row in rows if row.facts]
     if not shapes:
         return memory, rows

@@ -1,4 +1,5 @@
-"""The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan, dispatch, commit."""
+"""The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
+dispatch, commit."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -42,9 +43,10 @@ class Ran(NamedTuple):
 class Engine:
     """Serves requests with one model on one device (or one mesh).
 
-    One step is always in flight: the next is planned and dispatched before the tokens of the last are read, since the
-    device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe; callers take turns.
-    `limits` are such that one of `classes` holds every row of decode and verification; prompts are cut to fit.
+    One step is always in flight: the next is planned and dispatched before the tokens of the last are read,
+    since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
+    callers take turns. `limits` are such that one of `classes` holds every row of decode and verification;
+    prompts are cut to fit.
     """
 
     def __init__(
@@ -104,11 +106,12 @@ class Engine:
             self._ended(request)
 
     def step(self) -> list[Request]:
-        """StepPlan and dispatch one step, then take in the results of the one before; gives the requests that got tokens.
+        """StepPlan and dispatch one step, then take in the results of the one before; gives the requests that
+        got tokens.
 
-        A step that fails on the device, or is interrupted, costs its cache: every running request is put back into the
-        queue, and its pages are computed again. Raises the device's error when that does not help either, and
-        RuntimeError while the engine sleeps.
+        A step that fails on the device, or is interrupted, costs its cache: every running request is put back
+        into the queue, and its pages are computed again. Raises the device's error when that does not help
+        either, and RuntimeError while the engine sleeps.
         """
         self._sleep.check()
         try:
@@ -125,7 +128,8 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which must be none."""
+        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which
+        must be none."""
         guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
         return (
             self.meter.report()
@@ -141,9 +145,11 @@ class Engine:
         )
 
     def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are forgotten.
+        """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are
+        forgotten.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding differs.
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
+        differs.
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
@@ -248,7 +254,8 @@ class Engine:
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
-        """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back on."""
+        """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back
+        on."""
         assert request.slot is not None
         prompt_len, slot = len(request.prompt), np.int32(request.slot)
         knobs = knobs_row(
@@ -271,7 +278,8 @@ class Engine:
         self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
-        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones released.
+        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones
+        released.
 
         `waited` says that the next step is not on its way yet.
         """
@@ -323,7 +331,8 @@ class Engine:
             self.speculation.ended(request)
 
     def _recover(self) -> None:
-        """Start again from the tokens that the host knows: what a failed step consumed cannot be read any more."""
+        """Start again from the tokens that the host knows: what a failed step consumed cannot be read any
+        more."""
         self.vacate()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit

@@ -1,4 +1,5 @@
-"""The host's side of speculative decoding: guesses of the running requests, how many a step verifies, and what came of them."""
+"""The host's side of speculative decoding: guesses of the running requests, how many a step verifies, and
+what came of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from .scheduler import Work
 class Speculation:
     """Asks a drafter for guesses, and a controller for how many of them are worth a step's time.
 
-    `k` are the most guesses of a row, `seconds` what a step takes by (rows, guesses) as `step_seconds` has them; without them
-    every guess is verified. Nothing here changes a result: it only decides what a step is asked to verify.
+    `k` are the most guesses of a row, `seconds` what a step takes by (rows, guesses) as `step_seconds` has
+    them; without them every guess is verified. Nothing here changes a result: it only decides what a step is
+    asked to verify.
     """
 
     def __init__(self, drafter: Drafter, k: int, seconds: Mapping[tuple[int, int], float] | None = None):
@@ -32,7 +34,8 @@ class Speculation:
     # ------------------------------------------------------------ guesses
 
     def wanted(self, rows: int) -> bool:
-        """Whether the next step of so many rows may verify guesses, for which the last step's tokens must be known."""
+        """Whether the next step of so many rows may verify guesses, for which the last step's tokens must be
+        known."""
         return rows > 0 and (self.controller is None or self.controller.asks(self._size(rows)))
 
     def guess(self, works: Sequence[Work]) -> list[list[int]]:
@@ -88,8 +91,8 @@ class Speculation:
     def committed(self, works: Sequence[Work] | None, now: float = 0.0, waited: bool = False) -> None:
         """The results of a step with these rows came `now`; None where it did something else too, or nothing.
 
-        `waited` says that the next step is planned after them. A step planned so is timed from there to its own results; of
-        others those between two that overlapped.
+        `waited` says that the next step is planned after them. A step planned so is timed from there to its
+        own results; of others those between two that overlapped.
         """
         before = self.last
         self.last = (now, waited) if works is not None else None
@@ -99,7 +102,8 @@ class Speculation:
             self.controller.timed(self._size(len(works)), k, now - before[0])
 
     def report(self) -> dict[str, Any]:
-        """Guesses verified and accepted, the share accepted of those judged at each place, tokens that a row's pass gave."""
+        """Guesses verified and accepted, the share accepted of those judged at each place, tokens that a
+        row's pass gave."""
         return {
             "drafted": self.drafted,
             "accepted": sum(self.right),

@@ -24,7 +24,8 @@ REQUESTS = 10_000  # whose spans are kept: up to so many the percentiles are exa
 
 @dataclass
 class Sample:
-    """Numbers for percentiles in bounded memory: all of them up to `size`, then a uniform sample (Vitter's algorithm R)."""
+    """Numbers for percentiles in bounded memory: all of them up to `size`, then a uniform sample (Vitter's
+    algorithm R)."""
 
     size: int = REQUESTS
     count: int = 0
@@ -45,7 +46,8 @@ class Sample:
 
 @dataclass
 class Meter:
-    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are those in steps.
+    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are
+    those in steps.
 
     Its memory is bounded, however many requests there are.
     """
@@ -87,7 +89,8 @@ class Meter:
         self.flight.append((name, time.perf_counter()))
 
     def took(self) -> None:
-        """The oldest step's results are here: it took the time since they could begin, behind those of the one before."""
+        """The oldest step's results are here: it took the time since they could begin, behind those of the
+        one before."""
         (name, begun), now = self.flight.popleft(), time.perf_counter()
         self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
         self.arrived = now

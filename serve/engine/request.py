@@ -42,7 +42,8 @@ class Clock:
 
 @dataclass(eq=False)
 class Request:
-    """Host bookkeeping of one sequence. `computed` counts tokens whose keys are in the pages or on their way there."""
+    """Host bookkeeping of one sequence. `computed` counts tokens whose keys are in the pages or on their way
+    there."""
 
     id: str
     prompt: list[int]

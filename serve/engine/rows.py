@@ -15,7 +15,8 @@ def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
 def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
     """A chunk in rows of at most so many tokens (2 or more).
 
-    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the next.
+    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the
+    next.
     """
     request, end = chunk.request, chunk.start + chunk.count
     again = int(request.params.prompt_logprobs is not None)

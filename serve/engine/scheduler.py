@@ -1,6 +1,7 @@
 """Which tokens the next step computes. Plain Python over requests and pages; it never touches the device.
 
-Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et al., arXiv 2308.16369).
+Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et
+al., arXiv 2308.16369).
 """
 
 import heapq
@@ -32,7 +33,8 @@ Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row 
 
 @dataclass
 class StepPlan:
-    """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has guesses."""
+    """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has
+    guesses."""
 
     seats: list[Request] = field(default_factory=list)
     prefill: list[Work] = field(default_factory=list)
@@ -44,8 +46,8 @@ class StepPlan:
 
 
 class Limits(NamedTuple):
-    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`, decode steps of
-    one dispatch, guesses of a row."""
+    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`,
+    decode steps of one dispatch, guesses of a row."""
 
     max_num_seqs: int
     max_prefill_tokens: int
@@ -60,13 +62,15 @@ class Limits(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served within a priority. A request holds a slot and its pages from admission to its end.
+    """First come, first served within a priority. A request holds a slot and its pages from admission to its
+    end.
 
-    Admission takes all pages that a request's known tokens need. When decode needs a page and none is free, the request
-    that is last in line gives up its pages and waits again; the first in line always goes on, so everything finishes.
-    A sequence that grows beyond `boundary` tokens waits again too: all of its keys become others (longrope).
-    `recompute_outputs` says that pages written by prefill and by decode have the same bits; otherwise what a preempted
-    request had generated is fed through decode again, which writes the same bits as the first time.
+    Admission takes all pages that a request's known tokens need. When decode needs a page and none is free,
+    the request that is last in line gives up its pages and waits again; the first in line always goes on, so
+    everything finishes. A sequence that grows beyond `boundary` tokens waits again too: all of its keys
+    become others (longrope). `recompute_outputs` says that pages written by prefill and by decode have the
+    same bits; otherwise what a preempted request had generated is fed through decode again, which writes the
+    same bits as the first time.
     """
 
     def __init__(
@@ -98,7 +102,8 @@ class Scheduler:
         return sum(not self._prompt_left(r) for r in self.running.values())
 
     def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
-        """The next step, or None where decode lacks a page: then the step in flight must be `settled` before others give way.
+        """The next step, or None where decode lacks a page: then the step in flight must be `settled` before
+        others give way.
 
         It must be settled too where `guess` is given.
         """
@@ -115,7 +120,8 @@ class Scheduler:
         return StepPlan(seats, chunks, verify=rows) if verify else StepPlan(seats, chunks, decode=rows)
 
     def dispatched(self, plan: StepPlan) -> None:
-        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from now on.
+        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
+        now on.
 
         How many of its tokens a verified row has computed is known when it is committed.
         """
@@ -125,7 +131,8 @@ class Scheduler:
             self.name_pages(work.request, work.start, work.request.computed)
 
     def name_pages(self, request: Request, since: int, tokens: int) -> None:
-        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known and computed."""
+        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known
+        and computed."""
         if self.root is None:
             return
         full = tokens // self.page_size
@@ -141,7 +148,8 @@ class Scheduler:
         return self.boundary is not None and len(request.tokens) > self.boundary
 
     def release(self, request: Request) -> None:
-        """A running request ends or is preempted: its slot and pages are free at once, for steps run in order."""
+        """A running request ends or is preempted: its slot and pages are free at once, for steps run in
+        order."""
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
         del self.running[request.slot]
@@ -149,7 +157,8 @@ class Scheduler:
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
 
     def abort(self, request: Request) -> None:
-        """Forget a finished request; those that wait leave the queue together when they are half of it: aborting many is cheap."""
+        """Forget a finished request; those that wait leave the queue together when they are half of it:
+        aborting many is cheap."""
         if request.slot is not None:
             self.release(request)
         else:
@@ -164,14 +173,16 @@ class Scheduler:
             heapq.heappop(self.waiting)
 
     def preempt(self, request: Request) -> None:
-        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by name."""
+        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
+        name."""
         self.release(request)
         request.preemptions += 1
         self.preemptions += 1
         self.add(request)
 
     def _prefill_end(self, request: Request) -> int:
-        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps the bits."""
+        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps
+        the bits."""
         if self.recompute_outputs and len(request.tokens) > len(request.prompt):
             return max(len(request.prompt), len(request.tokens) - 1)
         return len(request.prompt)
@@ -202,8 +213,9 @@ class Scheduler:
     def _room(self) -> Tables | None:
         """The pages found for the request that is next in line, or None where it cannot be admitted now.
 
-        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It waits for a
-        page of its prompt that a running request is about to write, rather than compute the same again.
+        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It
+        waits for a page of its prompt that a running request is about to write, rather than compute the same
+        again.
         """
         if not self.waiting or not self.free_slots:
             return None
@@ -229,7 +241,8 @@ class Scheduler:
         return self.tables.find(request.names[:full])
 
     def _chunks(self) -> Iterable[Work]:
-        """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count as full."""
+        """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count
+        as full."""
         budget = self.limits.max_prefill_tokens
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             scored = request.params.prompt_logprobs is not None
@@ -243,7 +256,8 @@ class Scheduler:
                 budget -= round_up(new + again, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
-        """A row for every request whose prompt is computed; None where one lacks a page and nobody may be preempted yet."""
+        """A row for every request whose prompt is computed; None where one lacks a page and nobody may be
+        preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             if request.slot is None or self._prompt_left(request):
@@ -260,7 +274,8 @@ class Scheduler:
         return rows
 
     def _ahead(self, work: Work, guesses: Sequence[int]) -> Work:
-        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives way to a guess."""
+        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
+        way to a guess."""
         request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
         while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
             count -= 1
@@ -270,7 +285,8 @@ class Scheduler:
         return Work(request, work.start, 1 + count, tuple(guesses[:count]))
 
     def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
-        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need be."""
+        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need
+        be."""
         while not self.tables.grow(request.pages, tokens):
             if not settled:
                 return False

@@ -11,10 +11,11 @@ DEVICE_FILES = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 
 
 def default_device() -> Any:
-    """The device that jax chooses; the CPU, without looking further, where only the plugins of `duetto[targets]` are.
+    """The device that jax chooses; the CPU, without looking further, where only the plugins of
+    `duetto[targets]` are.
 
-    Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at length when jax
-    looks for one. A platform that the user chose (JAX_PLATFORMS) stays.
+    Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at
+    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays.
     """
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")

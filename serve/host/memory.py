@@ -1,7 +1,8 @@
-"""glibc's allocator under XLA's CPU programs: what they free is kept, and given back when an engine is closed.
+"""glibc's allocator under XLA's CPU programs: what they free is kept, and given back when an engine is
+closed.
 
-By default blocks above 32 MiB go back to the system when they are freed, so that a program with larger temporaries faults its
-pages in anew at each call. On other C libraries nothing is changed.
+By default blocks above 32 MiB go back to the system when they are freed, so that a program with larger
+temporaries faults its pages in anew at each call. On other C libraries nothing is changed.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""What a start is doing, on standard error: one line that is rewritten on a terminal or in a notebook, a few plain
-lines elsewhere.
+"""What a start is doing, on standard error: one line that is rewritten on a terminal or in a notebook, a few
+plain lines elsewhere.
 
 `telling(False)` silences it for whatever runs inside. A standard error that is closed is no error.
 """
@@ -30,8 +30,8 @@ def telling(yes: bool) -> Iterator[None]:
 
 @contextmanager
 def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T], T]]:
-    """Tells `what: done/total` while something is done: each call of what is yielded, from any thread, counts one more as
-    done, and returns what it is given.
+    """Tells `what: done/total` while something is done: each call of what is yielded, from any thread, counts
+    one more as done, and returns what it is given.
 
     Nothing is told of a stage that is over within `patience` seconds, or that has nothing to do.
     """

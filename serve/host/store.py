@@ -1,7 +1,9 @@
-"""A folder of files that nobody else can write: what is read is what was written, and the least recently used go first.
+"""A folder of files that nobody else can write: what is read is what was written, and the least recently used
+go first.
 
-What lies in a cache of programs is run by the next start. So folder and files must be the user's own, or root's, and writable by
-nobody else; a checksum finds flipped bits and files that were cut off before anything else looks at the content.
+What lies in a cache of programs is run by the next start. So folder and files must be the user's own, or
+root's, and writable by nobody else; a checksum finds flipped bits and files that were cut off before anything
+else looks at the content.
 """
 
 import hashlib
@@ -15,7 +17,8 @@ from functools import cache
 from pathlib import Path
 
 LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
-GRACE = 600  # seconds in which a file that was used is safe: no start takes away what it, or another one, has just read
+# seconds in which a file that was used is safe: no start takes away what it, or another one, has just read
+GRACE = 600
 MAGIC = b"duetto kept 1\n"
 CHECKSUM = hashlib.sha256().digest_size
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -28,14 +31,16 @@ def warn(text: str) -> None:
 
 
 def owned(found: os.stat_result) -> bool:
-    """Whether a file or folder is the user's or root's, and nobody else can write it; true where the system has no users."""
+    """Whether a file or folder is the user's or root's, and nobody else can write it; true where the system
+    has no users."""
     return not hasattr(os, "geteuid") or (
         found.st_uid in (os.geteuid(), 0) and not stat.S_IMODE(found.st_mode) & OTHERS
     )
 
 
 def usable(folder: Path) -> bool:
-    """Whether a folder may hold programs; it and what is missing above it are made for this user alone. Says why it may not."""
+    """Whether a folder may hold programs; it and what is missing above it are made for this user alone. Says
+    why it may not."""
     try:
         make(folder)
         if owned(folder.stat()):
@@ -111,7 +116,8 @@ def write(folder: Path, name: str, content: bytes) -> None:
 
 
 def trim(folder: Path) -> None:
-    """Delete the files that were used least recently, down to LIMIT bytes, but none that was used within GRACE seconds."""
+    """Delete the files that were used least recently, down to LIMIT bytes, but none that was used within
+    GRACE seconds."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -98,7 +98,8 @@ def stored_form(folder: Path, quantization: str | None) -> str | None:
 
 
 def ending(defaults: GenerationDefaults, words: Tokenizer | None) -> GenerationDefaults:
-    """Defaults whose end tokens are the tokenizer's too, as in vLLM. Raises ValueError where they are too many."""
+    """Defaults whose end tokens are the tokenizer's too, as in vLLM. Raises ValueError where they are too
+    many."""
     own = () if words is None or words.eos_token_id is None else (words.eos_token_id,)
     ids = tuple(dict.fromkeys((*own, *defaults.eos_token_ids)))
     if len(ids) > MAX_STOP_IDS:

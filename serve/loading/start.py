@@ -49,10 +49,11 @@ def cache_home() -> Path:
 
 
 def keep_compiled(folder: str | Path | None = "auto") -> None:
-    """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None changes nothing.
+    """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None
+    changes nothing.
 
-    With "auto" a directory that the user gave to jax stays as it is. In one that others own or can write to, nothing is
-    kept, and a warning says so.
+    With "auto" a directory that the user gave to jax stays as it is. In one that others own or can write to,
+    nothing is kept, and a warning says so.
     """
     if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
@@ -92,7 +93,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def compute_dtype(dtype: Any, device: Any) -> Any:
-    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have instructions for 16-bit products."""
+    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have
+    instructions for 16-bit products."""
     name = dtype_name(dtype)
     if name == "auto":
         return "float32" if device.platform == "cpu" else "auto"
@@ -106,7 +108,8 @@ def load_folder(
     quantization: str | None = None,
     load_format: str = "auto",
 ) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
-    """A model folder's configuration, parameters and generation defaults, split over a mesh by `model.sharding`'s rules.
+    """A model folder's configuration, parameters and generation defaults, split over a mesh by
+    `model.sharding`'s rules.
 
     With the load format "dummy" no weights are read: they are random.
 
@@ -123,7 +126,8 @@ def load_folder(
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:
-    """A folder's generation defaults, within the sampler's limits. Raises CheckpointError with the file and the field."""
+    """A folder's generation defaults, within the sampler's limits. Raises CheckpointError with the file and
+    the field."""
     found, file = generation_defaults(path), path / "generation_config.json"
     try:
         SamplingParams.from_dict(found.sampling)
@@ -138,7 +142,8 @@ def checked_defaults(path: Path) -> GenerationDefaults:
 def read_folder(
     path: Path, dtype: Any, where: Any, quantization: str | None = None
 ) -> tuple[ModelConfig, Decoder]:
-    """The model in a Hugging Face folder, or in one that `duetto convert` has written, on a device or in shardings."""
+    """The model in a Hugging Face folder, or in one that `duetto convert` has written, on a device or in
+    shardings."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     if not orbax.is_orbax(path):
         told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
@@ -167,7 +172,8 @@ def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Deco
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for others."""
+    """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for
+    others."""
     with progress.telling(options.use_tqdm_on_load):
         engine = warm_engine(config, params, options)
     jaxcache.seal()
@@ -223,7 +229,8 @@ def start_speculation(
 def require_arrays(params: Decoder) -> None:
     """Raise TypeError unless every parameter is on a device: others would be copied there in every step.
 
-    Raises ValueError for one that lies on other devices than the embedding, and on several without saying how.
+    Raises ValueError for one that lies on other devices than the embedding, and on several without saying
+    how.
     """
     if not isinstance(params, Decoder) or params.embed is None:
         raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")

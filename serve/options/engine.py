@@ -140,7 +140,8 @@ class EngineOptions:
         return own | override
 
     def alternatives(self, V: int) -> int:
-        """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the usual ones."""
+        """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the
+        usual ones."""
         return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
 
     @property

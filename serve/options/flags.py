@@ -1,4 +1,5 @@
-"""Command-line flags made from the fields of a dataclass: name, type, default and help are written once, in the field."""
+"""Command-line flags made from the fields of a dataclass: name, type, default and help are written once, in
+the field."""
 
 import argparse
 import json
@@ -27,7 +28,8 @@ def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = (
 
 
 def reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings as JSON, `none` where it is allowed."""
+    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings as
+    JSON, `none` where it is allowed."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
     if bool in origins:

@@ -30,8 +30,8 @@ def choice(default: Any, methods: tuple[str, ...], help: str) -> Any:
 class SpeculativeConfig:
     """One way to guess and to verify. A method's own keys are refused with every other method.
 
-    Raises ValueError (a value is not allowed) or TypeError (a wrong type or an unknown key); the message names the key, its
-    value and what is allowed.
+    Raises ValueError (a value is not allowed) or TypeError (a wrong type or an unknown key); the message
+    names the key, its value and what is allowed.
     """
 
     method: str | None = choice(None, (), "how tokens are guessed; left out, with a model: draft_model")

@@ -1,7 +1,9 @@
-"""Which compiled shapes give the same bits, and how long they take: found by running all of them before the first request.
+"""Which compiled shapes give the same bits, and how long they take: found by running all of them before the
+first request.
 
-A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it. So shapes fall
-into classes; within one, a request's bits do not depend on the shapes that its tokens happened to run in.
+A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it.
+So shapes fall into classes; within one, a request's bits do not depend on the shapes that its tokens happened
+to run in.
 """
 
 import hashlib
@@ -46,7 +48,8 @@ class Written(NamedTuple):
 
 
 class Probe:
-    """Runs shapes on fixed token sequences in an otherwise idle engine and digests what they write and sample."""
+    """Runs shapes on fixed token sequences in an otherwise idle engine and digests what they write and
+    sample."""
 
     def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
         self.programs, self.arguments = programs, arguments
@@ -75,7 +78,8 @@ class Probe:
         return [pages] * len(self.programs.sizes.pages)
 
     def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
-        """What a prefill writes of one sequence's first tokens, and its scores wherever the canonical one has some."""
+        """What a prefill writes of one sequence's first tokens, and its scores wherever the canonical one has
+        some."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         scores = {}
         for first in range(0, tokens, shape.area):
@@ -105,7 +109,8 @@ class Probe:
         return -(-numbers // sum(K * H for K, _, _, H in (pool.shape for pool in pools)))
 
     def steps(self, least: int) -> int:
-        """Steps of the canonical decode that it takes to tell, `least` or more, as far as the rows' pages hold them."""
+        """Steps of the canonical decode that it takes to tell, `least` or more, as far as the rows' pages
+        hold them."""
         enough = -(-self._tokens // CANONICAL_DECODE.rows)
         return min(max(enough, least), self.pages * self.page_size, self.tokens)
 
@@ -227,7 +232,8 @@ def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arg
 def step_seconds(
     programs: Programs, arguments: Arguments, classes: Classes, k: int
 ) -> tuple[dict[tuple[int, int], float], Arguments]:
-    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that are full.
+    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that
+    are full.
 
     Rows beyond what a shape holds take several calls. The cache and the slots are used as scratch.
     """

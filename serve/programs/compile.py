@@ -44,14 +44,16 @@ def like(tree: Any) -> Any:
 
 
 def empty_state(config: PairConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
-    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
+    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some
+    devices."""
     cache = empty_cache(config.layers, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return cache, empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
-    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too, ask for them."""
+    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too,
+    ask for them."""
 
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -109,7 +111,8 @@ def compiling(count: int) -> str:
 
 
 class Programs:
-    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
+    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of
+    them start from."""
 
     def __init__(self, phases: Phases, params: Params, sizes: Sizes, shapes: Iterable[Shape]):
         started = time.perf_counter()

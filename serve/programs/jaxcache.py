@@ -1,6 +1,8 @@
-"""jax's own cache of compiled programs, in a folder that duetto has chosen: of bounded size, and with checksums beside it.
+"""jax's own cache of compiled programs, in a folder that duetto has chosen: of bounded size, and with
+checksums beside it.
 
-jax finds damage in a program only where its compression does, leaves it there, and deletes nothing unless it is told a size.
+jax finds damage in a program only where its compression does, leaves it there, and deletes nothing unless it
+is told a size.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ PROGRAM, USED = "-cache", "-atime"  # how names end of jax's files: a program, a
 
 
 def bound(folder: Path) -> None:
-    """Let jax delete what it used least recently in a folder of its cache; a size that the user has set stays."""
+    """Let jax delete what it used least recently in a folder of its cache; a size that the user has set
+    stays."""
     if not find_spec("filelock"):  # with which jax does it
         return
     if jax.config.values["jax_compilation_cache_max_size"] == -1:
@@ -35,7 +38,8 @@ def bound(folder: Path) -> None:
 def check(folder: Path) -> None:
     """Delete the programs that are not what they were when an earlier start ended, or that others can write.
 
-    All of them go where the checksums themselves are damaged. One without a checksum, of a start that did not end, stays.
+    All of them go where the checksums themselves are damaged. One without a checksum, of a start that did not
+    end, stays.
     """
     unknown = kept.read_bytes(SUMS) == b""
     sums = {} if unknown else kept.read(SUMS, dict[str, bytes]) or {}
@@ -62,7 +66,8 @@ def is_safe(program: Path, digest: bytes | None) -> bool:
 
 
 def seal() -> None:
-    """Note the checksums of the programs that jax has written since `check`, where that was called for its folder."""
+    """Note the checksums of the programs that jax has written since `check`, where that was called for its
+    folder."""
     place = kept.folder()
     if place is None or not (place / SUMS).exists():
         return

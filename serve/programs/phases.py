@@ -1,4 +1,5 @@
-"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are in `speculation`."""
+"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are
+in `speculation`."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ Result = tuple[KVCache, Slots, Output]
 
 
 class Phases(Protocol):
-    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are found by it."""
+    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are
+    found by it."""
 
     @property
     def config(self) -> PairConfig: ...
@@ -29,7 +31,8 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's guesses."""
+    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's
+    guesses."""
 
     target: ModelConfig
     acceptance: str = "coupled"

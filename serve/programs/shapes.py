@@ -1,4 +1,5 @@
-"""Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a piece of work."""
+"""Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a
+piece of work."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from ...sampling.checks import MAX_LOGPROBS
 from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
 
 SMALLEST_WIDTH = 8
-ROW_TOKENS = 32  # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+# tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+ROW_TOKENS = 32
 SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
 WIDEST = 4  # tokens of a verification for each seat
 
@@ -43,7 +45,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a page."""
+    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a
+    page."""
 
     max_model_len: int
     max_num_seqs: int
@@ -69,7 +72,8 @@ def doublings(first: int, last: int) -> list[int]:
 
 
 def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
-    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility contract decode may be narrow."""
+    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
+    contract decode may be narrow."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     widths = doublings(SMALLEST_WIDTH, round_up(seats, SMALLEST_WIDTH))
     narrowest = SMALLEST_WIDTH if options.reproducible else 1
@@ -81,10 +85,11 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
 
 
 def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
-    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several that share a call.
+    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
+    that share a call.
 
-    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. None has more tokens than a request,
-    of at most `most`: they are compared on one text.
+    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. None has more tokens
+    than a request, of at most `most`: they are compared on one text.
     """
     last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
     edges = doublings(SMALLEST_CHUNK, last)
@@ -100,7 +105,8 @@ def can_share(layers: Iterable[LayerKind]) -> bool:
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
-    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a call."""
+    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a
+    call."""
     several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
     return max(several or [s.tokens for s in shapes])
 
@@ -111,10 +117,11 @@ def least_row(shapes: Iterable[Shape]) -> int:
 
 
 def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:
-    """Shapes for a row's last token and its guesses: as many as there can be, or few where many rows are decoded.
+    """Shapes for a row's last token and its guesses: as many as there can be, or few where many rows are
+    decoded.
 
-    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds it below. Above,
-    rows beyond a shape take several calls.
+    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds
+    it below. Above, rows beyond a shape take several calls.
     """
     if not guesses:
         return []

@@ -27,7 +27,8 @@ HOST_MOST = 4 << 30  # at most so many bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in float32."""
+    """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in
+    float32."""
     size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
@@ -46,13 +47,15 @@ def widened_bytes(params: Params) -> int:
 
 
 def widths(kind: LayerKind) -> int:
-    """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward layer's."""
+    """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward
+    layer's."""
     m = kind.mixer
     return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.ffn.inner
 
 
 def cache_budget(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> int:
-    """Bytes that the KV cache may take of each accelerator's memory: what is left beside weights, slots and temporaries.
+    """Bytes that the KV cache may take of each accelerator's memory: what is left beside weights, slots and
+    temporaries.
 
     Without an accelerator (None) it is a share of the host's, which the host's devices share.
     """
@@ -68,7 +71,8 @@ def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
 
 
 def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:
-    """Raises ValueError where the sampling state of all slots alone would take more than the cache may of a host."""
+    """Raises ValueError where the sampling state of all slots alone would take more than the cache may of a
+    host."""
     most = host_memory() // HOST_SHARE if memory is None else memory
     slots = slot_bytes(config, options)
     if slots > most:
@@ -83,7 +87,8 @@ def host_memory() -> int:
 
 
 def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> Sizes:
-    """Fixed shapes for a model, whose parameters may be shapes, in bytes of memory of each of their accelerators, or in a host's (None).
+    """Fixed shapes for a model, whose parameters may be shapes, in bytes of memory of each of their
+    accelerators, or in a host's (None).
 
     Raises ValueError, saying which knob to turn, where they do not fit.
     """
@@ -125,7 +130,8 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
 def group_pages(
     layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int
 ) -> tuple[int, ...]:
-    """Pages for each window of layers, of which those without one have `pages`: all that its requests can own, at most so many.
+    """Pages for each window of layers, of which those without one have `pages`: all that its requests can
+    own, at most so many.
 
     One request of `longest` tokens always fits.
     """

@@ -1,6 +1,8 @@
-"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T] shapes.
+"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T]
+shapes.
 
-Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows share a batch.
+Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows
+share a batch.
 """
 
 from dataclasses import replace
@@ -27,7 +29,8 @@ FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer ha
 
 @pytree
 class Slots:
-    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of capacity."""
+    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of
+    capacity."""
 
     last: Any  # int32 [C], the last token sampled
     live: Any  # bool [C], False once a stop token or the end was reached
@@ -50,7 +53,8 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,Q] (token -1 where none was emitted) and prompt scores [B,T] or None."""
+    """What a step tells the host: samples [B,Q] (token -1 where none was emitted) and prompt scores [B,T] or
+    None."""
 
     sampled: Sampled
     prompt: Scores | None
@@ -59,7 +63,8 @@ class Output:
 def empty_slots(
     capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
 ) -> Slots:
-    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in SamplingState."""
+    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in
+    SamplingState."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -89,7 +94,8 @@ def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
 
 
 def awake(slots: Slots, batch: Batch) -> Batch:
-    """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the slot's last."""
+    """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the
+    slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
@@ -98,8 +104,8 @@ def awake(slots: Slots, batch: Batch) -> Batch:
 def emit(
     slots: Slots, batch: Batch, token: Array, hidden: Array, position: Array, wanted: Bool[Array, " B"]
 ) -> tuple[Slots, Array]:
-    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the token, -1 where not
-    wanted."""
+    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the
+    token, -1 where not wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = jnp.where(wanted, batch.slot, slots.live.shape[0])
@@ -135,7 +141,8 @@ def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "R D"]:
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
-    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1 where it did not run."""
+    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1
+    where it did not run."""
     _, first = jax.eval_shape(one, jnp.int32(0), state)
     nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), -1, s.dtype), first)
 
@@ -165,7 +172,8 @@ def accept(
 ) -> tuple[Slots, Sampled]:
     """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
 
-    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not drawn.
+    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not
+    drawn.
     """
     T = batch.tokens.shape[1]
 
@@ -207,7 +215,8 @@ def score_prompt(
 def prompt_scores(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> Scores:
-    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row wants them."""
+    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row
+    wants them."""
     following = jnp.roll(batch.tokens, -1, axis=1)
     work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
@@ -241,7 +250,8 @@ def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, conf
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are decode's."""
+    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are
+    decode's."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -260,10 +270,12 @@ def rows_of_one(batch: Batch) -> Batch:
 def verify(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
 ):
-    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its guess.
+    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its
+    guess.
 
-    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant verification,
-    Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything reads them.
+    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant
+    verification, Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything
+    reads them.
     """
     return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
 
@@ -289,7 +301,8 @@ def judge(
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
     """T steps of one token a row, each fed with the token before it; `count` of a row says how many it takes.
 
-    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had generated.
+    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had
+    generated.
     """
     T = batch.tokens.shape[1]
     if T == 1:

@@ -12,8 +12,8 @@ from .targets import Target, here
 def explain(engine: Engine) -> str:
     """A table of the programs that ran: work, bytes, floor and the median of measured seconds.
 
-    Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are taken for one prompt's.
-    On a host the peaks are measured first, in about a second.
+    Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are
+    taken for one prompt's. On a host the peaks are measured first, in about a second.
     """
     target = here(measure=True) if here().peaks is None else here()
     shapes = [shape for shape in engine.programs.steps if str(shape) in engine.meter.spans]

@@ -1,4 +1,5 @@
-"""What XLA made of a program: its memory plan, the bytes it touches, and what it moves between buffers and devices."""
+"""What XLA made of a program: its memory plan, the bytes it touches, and what it moves between buffers and
+devices."""
 
 import re
 from collections import Counter
@@ -13,7 +14,8 @@ from .hlo import Instruction, Module, Pool, Run, Walk, buffers, here, label, nby
 BIG = 1 << 20  # bytes of a buffer whose copying is worth a line
 MOVING = re.compile(r"copy|transpose|slice|gather")
 MOVES = ("fusion", "copy", "transpose", "slice", "dynamic-slice", "gather")
-# Bytes that a device sends in a ring of n for each byte of a collective's result (Thakur et al., IJHPCA 19/1, 2005).
+# Bytes that a device sends in a ring of n for each byte of a collective's result (Thakur et al., IJHPCA 19/1,
+# 2005).
 RING = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -33,7 +35,8 @@ class Moved(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """How often a program calls a kind of collective, the bytes of all results, and those that each device sends."""
+    """How often a program calls a kind of collective, the bytes of all results, and those that each device
+    sends."""
 
     calls: int
     bytes: int
@@ -42,11 +45,12 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Bytes of a compiled program's arguments, of those updated in place, of its scratch memory; and what it moves.
+    """Bytes of a compiled program's arguments, of those updated in place, of its scratch memory; and what it
+    moves.
 
-    `bytes` of main memory are touched by the branches that touch the fewest (greedy requests without log-probabilities),
-    `most_bytes` by the dearest; loops count as often as they run, and so do `collectives`, of the former. `moved` has every
-    instruction of the text once.
+    `bytes` of main memory are touched by the branches that touch the fewest (greedy requests without
+    log-probabilities), `most_bytes` by the dearest; loops count as often as they run, and so do
+    `collectives`, of the former. `moved` has every instruction of the text once.
     """
 
     arguments: int
@@ -60,7 +64,8 @@ class Facts:
 
 
 def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int = 1) -> Facts:
-    """Read a compiled program, whose loops over keys read these pools; other loops without an end in sight take `steps`."""
+    """Read a compiled program, whose loops over keys read these pools; other loops without an end in sight
+    take `steps`."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None, "this backend does not describe its programs"
     module = Module.read(text)

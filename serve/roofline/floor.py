@@ -1,8 +1,9 @@
-"""The floor of a step's time: what it must compute and move, counted from the model's sizes, over a device's peaks.
+"""The floor of a step's time: what it must compute and move, counted from the model's sizes, over a device's
+peaks.
 
-The roofline model is Williams, Waterman and Patterson's (CACM 52/4, 2009). Everything here is analytic: weights are read once
-a step, the keys in the cache once, and activations are written and read once; a program that does more is slower than its
-floor. Padding counts as work, since the shapes do not know what is in them.
+The roofline model is Williams, Waterman and Patterson's (CACM 52/4, 2009). Everything here is analytic:
+weights are read once a step, the keys in the cache once, and activations are written and read once; a program
+that does more is slower than its floor. Padding counts as work, since the shapes do not know what is in them.
 """
 
 import math
@@ -48,7 +49,8 @@ class Demand:
 def demand(
     shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None
 ) -> Demand:
-    """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts of one prompt.
+    """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts
+    of one prompt.
 
     `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
     """
@@ -63,7 +65,8 @@ def demand(
 
 
 def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Demand:
-    """`demand` of a model and of the draft model beside it, which guesses one token after the other, and else only writes its keys.
+    """`demand` of a model and of the draft model beside it, which guesses one token after the other, and else
+    only writes its keys.
 
     What a head computes is left out: it is one product or two.
     """
@@ -80,7 +83,8 @@ def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, para
 
 
 def starts(shape: Shape, context: int) -> np.ndarray:
-    """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill follow one another."""
+    """Where the rows [B] of a step begin if `context` tokens are in the cache before it: those of a prefill
+    follow one another."""
     apart = shape.tokens if shape.phase == "prefill" else 0
     return context + apart * np.arange(shape.rows)
 
@@ -132,7 +136,8 @@ def inner_numbers(config: ModelConfig) -> float:
 
 
 def inner_bytes(config: ModelConfig, params: Decoder, tokens: int) -> float:
-    """Bytes that so many tokens meet: of all but the embedding, the head, and the experts that none of them goes to."""
+    """Bytes that so many tokens meet: of all but the embedding, the head, and the experts that none of them
+    goes to."""
     return sum(nbytes(leaf) * share(config, path, tokens) for path, leaf in paths(params).items())
 
 

@@ -1,8 +1,10 @@
-"""XLA's optimised module read from its text: which instructions run, how often, and the bytes of main memory that each touches.
+"""XLA's optimised module read from its text: which instructions run, how often, and the bytes of main memory
+that each touches.
 
-A fusion reads its operands and writes its results once, whatever happens inside it; of an operand that is only sliced, gathered
-or updated in place, it touches those parts. The rules are those of XLA's own cost analysis, which counts a loop's body once, charges a gather
-its whole table and does not exist for GPUs that are not there. Buffers in a TPU's vector memory are free.
+A fusion reads its operands and writes its results once, whatever happens inside it; of an operand that is
+only sliced, gathered or updated in place, it touches those parts. The rules are those of XLA's own cost
+analysis, which counts a loop's body once, charges a gather its whole table and does not exist for GPUs that
+are not there. Buffers in a TPU's vector memory are free.
 """
 
 import math
@@ -52,7 +54,8 @@ Computation = dict[str, Instruction]
 
 
 class Pool(NamedTuple):
-    """A layer's buffer of pages: its bytes, the live ones among them, and the blocks that a loop over its keys takes."""
+    """A layer's buffer of pages: its bytes, the live ones among them, and the blocks that a loop over its
+    keys takes."""
 
     bytes: int
     live: int
@@ -104,10 +107,11 @@ class Module:
 
 @dataclass(frozen=True)
 class Walk:
-    """An execution of a module: of branches the one that touches the fewest bytes is taken, or with `dearest` the most.
+    """An execution of a module: of branches the one that touches the fewest bytes is taken, or with `dearest`
+    the most.
 
-    A loop whose number of trips only the device knows is one over a pool's blocks if it carries one layer's pools; others take
-    `steps`.
+    A loop whose number of trips only the device knows is one over a pool's blocks if it carries one layer's
+    pools; others take `steps`.
     """
 
     module: Module
@@ -172,7 +176,8 @@ class Walk:
         return sum(map(held, operands)) + held(result(x, operands))
 
     def custom_call(self, x: Instruction, operands: list[str]) -> int:
-        """A kernel: it reads the live pages of a pool; else its own estimate, or what it is given and gives, counts."""
+        """A kernel: it reads the live pages of a pool; else its own estimate, or what it is given and gives,
+        counts."""
         live = {pool.bytes: pool.live for pool in self.pools}
         estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
         if estimate and not any(nbytes(kind) in live for kind in operands):

@@ -22,17 +22,19 @@ STATUS = Path("/proc/self/status")
 
 
 class Measured(NamedTuple):
-    """Seconds of each program, the median of REPEATS calls; and bytes that parameters, state and programs took at most."""
+    """Seconds of each program, the median of REPEATS calls; and bytes that parameters, state and programs
+    took at most."""
 
     seconds: dict[Shape, float]
     peak: int | None
 
 
 def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
-    """Run compiled programs with every row awake, and `context` tokens in the cache of all but those of prefill.
+    """Run compiled programs with every row awake, and `context` tokens in the cache of all but those of
+    prefill.
 
-    `arguments` are shapes: parameters are all the same small number. A host's memory is the growth of the resident set, in a
-    process that has kept no freed memory yet; None where the system does not tell.
+    `arguments` are shapes: parameters are all the same small number. A host's memory is the growth of the
+    resident set, in a process that has kept no freed memory yet; None where the system does not tell.
     """
     before = memory(reset=True)
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype, device=x.sharding), arguments.params)
@@ -53,8 +55,8 @@ def awake(state: Arguments) -> Arguments:
 
 
 def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
-    """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there are some; a
-    prefill's rows are one prompt's."""
+    """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there
+    are some; a prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
     own = np.arange(shape.rows) * shape.sequences // shape.rows  # whose each row is
     batch.tokens[:], batch.count[:] = 1, shape.tokens
@@ -79,7 +81,8 @@ def timed(programs: Programs, shape: Shape, state: Arguments, batch: Batch) -> t
 
 
 def memory(reset: bool = False) -> int | None:
-    """Bytes that were in use at most since the last reset, or now if it is one: a device's own count, or the resident set."""
+    """Bytes that were in use at most since the last reset, or now if it is one: a device's own count, or the
+    resident set."""
     stats = jax.devices()[0].memory_stats()
     if stats:
         return stats["bytes_in_use" if reset else "peak_bytes_in_use"]

@@ -11,7 +11,8 @@ from .targets import Target
 
 @dataclass(frozen=True)
 class Cost:
-    """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and measured seconds."""
+    """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and
+    measured seconds."""
 
     shape: Shape
     work: Demand
@@ -35,7 +36,8 @@ def floored(row: Cost, target: Target, dtype: Any) -> Cost:
 
 
 def render_table(rows: list[Cost]) -> list[str]:
-    """A line for each program. Operations and the floor's bytes are counted analytically, the program's in XLA's module."""
+    """A line for each program. Operations and the floor's bytes are counted analytically, the program's in
+    XLA's module."""
     heads = ("GFLOP", 9), ("least MB", 10), ("touched MB", 11), ("ratio", 6), ("FLOP/B", 8), ("floor ms", 10)
     head = f"{'program':<18}" + "".join(f"{name:>{width}}" for name, width in heads)
     head += f"  {'bound':<8}{'measured ms':>11}{'ratio':>7}{'temporaries MiB':>17}"

@@ -1,4 +1,5 @@
-"""Accelerators that are not there: XLA compiles for a description of a device, and its memory plan and copies are exact.
+"""Accelerators that are not there: XLA compiles for a description of a device, and its memory plan and copies
+are exact.
 
 What it cannot say is how long a program takes; the peaks are the vendors' (dense products, no sparsity).
 """
@@ -29,7 +30,8 @@ class MissingCompiler(TargetError):
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one device can do at most: FLOP/s in 16 and in 32 bits, bytes/s of memory and of its links, bytes of memory."""
+    """What one device can do at most: FLOP/s in 16 and in 32 bits, bytes/s of memory and of its links, bytes
+    of memory."""
 
     flops16: float
     flops32: float
@@ -38,13 +40,15 @@ class Peaks:
     memory: int
 
     def flops(self, dtype: Any) -> float:
-        """FLOP/s of matrix products of a dtype; 32 bits are exact ones, without tensor cores or in six passes of bfloat16."""
+        """FLOP/s of matrix products of a dtype; 32 bits are exact ones, without tensor cores or in six passes
+        of bfloat16."""
         return self.flops32 if jax.numpy.dtype(dtype).itemsize >= 4 else self.flops16
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that programs are compiled for, and what is known of each: its peaks, and its bytes of memory (not a host's)."""
+    """Devices that programs are compiled for, and what is known of each: its peaks, and its bytes of memory
+    (not a host's)."""
 
     name: str
     devices: tuple[Any, ...]
@@ -76,7 +80,8 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 """
-# What libtpu would ask the cloud, and complain of on a machine without a TPU; there, processes have none to fight for.
+# What libtpu would ask the cloud, and complain of on a machine without a TPU; there, processes have none to
+# fight for.
 ABSENT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -92,7 +97,8 @@ def find_target(name: str) -> Target:
 
     Raises TargetError for a name that is none of these, and where the compiler for it is not installed.
     """
-    default_device()  # jax looks for devices before it describes others, and must not look for those that are absent
+    # jax looks for devices before it describes others, and must not look for those that are absent
+    default_device()
     gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
     if gpu and gpu[2] in GPUS:
         return gpu_target(name, gpu[2], int(gpu[1] or 1))
@@ -114,7 +120,8 @@ def here(measure: bool = False) -> Target:
 
 
 def described(target: Target) -> AbstractContextManager[Any]:
-    """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own what it is."""
+    """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
+    what it is."""
     device = target.devices[0]
     if device.platform != "gpu" or device.device_kind:
         return nullcontext()
@@ -155,7 +162,8 @@ def need(*packages: str) -> None:
 
 
 def measured_peaks() -> Peaks:
-    """This device's rates: a large product in bfloat16 and in float32, and one that reads weights for a single row."""
+    """This device's rates: a large product in bfloat16 and in float32, and one that reads weights for a
+    single row."""
     n, wide = 1024, 8192
     square, row, weights = jax.numpy.ones((n, n)), jax.numpy.ones((1, wide)), jax.numpy.ones((wide, wide))
     narrow = square.astype(jax.numpy.bfloat16)

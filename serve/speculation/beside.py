@@ -1,4 +1,5 @@
-"""What stands beside a model to guess for it: read from its folder, checked against the model, and joined with its steps."""
+"""What stands beside a model to guess for it: read from its folder, checked against the model, and joined
+with its steps."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,8 @@ class Beside(NamedTuple):
 
 
 def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> Beside:
-    """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where it does not fit."""
+    """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where
+    it does not fit."""
     if chosen.model is None:
         return Beside()
     folder, where = find(chosen.model), everywhere(params)

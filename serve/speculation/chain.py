@@ -1,4 +1,5 @@
-"""Phases of a model beside which something on the device guesses: a chain of guesses for each row, verified in one pass."""
+"""Phases of a model beside which something on the device guesses: a chain of guesses for each row, verified
+in one pass."""
 
 from dataclasses import dataclass, replace
 

@@ -1,12 +1,13 @@
 """How many guesses a step verifies, none included: what the last steps say is fastest now.
 
-A pass over k guesses gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192, with an acceptance of its own
-for each place), and costs what passes of its shape have cost. At a full batch a pass is bound by arithmetic, k + 1 tokens cost
-k + 1 times one, and the answer is none.
+A pass over k guesses gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192, with an
+acceptance of its own for each place), and costs what passes of its shape have cost. At a full batch a pass is
+bound by arithmetic, k + 1 tokens cost k + 1 times one, and the answer is none.
 
-Guesses need the last step's tokens, so a step that is asked for them waits for those, and the host's work on them is in its time.
-A plain step overlaps with that work: it is the cheaper way to verify nothing, and has a time of its own. Where asking does
-not pay, most steps are plain. Plain Python; its choices follow from what it was told, in that order.
+Guesses need the last step's tokens, so a step that is asked for them waits for those, and the host's work on
+them is in its time. A plain step overlaps with that work: it is the cheaper way to verify nothing, and has a
+time of its own. Where asking does not pay, most steps are plain. Plain Python; its choices follow from what
+it was told, in that order.
 """
 
 import math
@@ -55,7 +56,8 @@ class Acceptance:
 
 @dataclass
 class StepTime:
-    """The time of one kind of step, an average in which the newest counts most. `age` is the number of steps since it was measured."""
+    """The time of one kind of step, an average in which the newest counts most. `age` is the number of steps
+    since it was measured."""
 
     seconds: float
     measured: int = 0
@@ -69,7 +71,8 @@ class StepTime:
 
 @dataclass
 class Asking:
-    """What asking for guesses is worth: how often there were some, and by how much slower than plain steps those were."""
+    """What asking for guesses is worth: how often there were some, and by how much slower than plain steps
+    those were."""
 
     lost: float  # seconds of a step with guesses, less those of plain steps for the same tokens
     found: float = 1.0
@@ -88,10 +91,11 @@ class Asking:
 
 @dataclass
 class Controller:
-    """Chooses among `ks` (0 and the numbers of guesses whose verification is compiled), for each number of rows by itself.
+    """Chooses among `ks` (0 and the numbers of guesses whose verification is compiled), for each number of
+    rows by itself.
 
-    `times` are seconds of a step that is asked for guesses by (rows, k), `plain` those of one that is not by rows, first as the
-    warm-up measured them; a kind without a time is tried when it first comes up.
+    `times` are seconds of a step that is asked for guesses by (rows, k), `plain` those of one that is not by
+    rows, first as the warm-up measured them; a kind without a time is tried when it first comes up.
     """
 
     ks: tuple[int, ...]
@@ -114,7 +118,8 @@ class Controller:
         return cls(tuple(ks), {shape: StepTime(t) for shape, t in seconds.items()}, plain)
 
     def asks(self, rows: int) -> bool:
-        """Whether the next step of so many rows may verify guesses, and waits for the last tokens; otherwise it is plain."""
+        """Whether the next step of so many rows may verify guesses, and waits for the last tokens; otherwise
+        it is plain."""
         left = self.asleep.setdefault(rows, NAP)
         if not left:
             return True
@@ -164,7 +169,8 @@ class Controller:
         return best
 
     def _trial(self, ks: list[int], gains: dict[int, float], costs: dict[int, StepTime], best: int) -> int:
-        """Now and then another than the best, the one not seen for longest, if the time that it loses is within the share."""
+        """Now and then another than the best, the one not seen for longest, if the time that it loses is
+        within the share."""
         self.since += 1
         others = [k for k in ks if k != best]
         if self.since <= PATIENCE or not others:
@@ -179,8 +185,8 @@ class Controller:
     def _rest(self, rows: int, found: bool, seconds: float, tokens: float) -> None:
         """Plain steps to come after a step that was asked and is expected to give so many tokens a row.
 
-        Where asking does not pay, so many that it costs its share of the time at most; where it does, a few when it is long
-        since one was measured.
+        Where asking does not pay, so many that it costs its share of the time at most; where it does, a few
+        when it is long since one was measured.
         """
         plain = self.plain.get(rows) or self.times[rows, 0]
         lost = seconds - tokens * plain.seconds

@@ -1,4 +1,5 @@
-"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot change a result."""
+"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot
+change a result."""
 
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -9,7 +10,8 @@ from .suffix import SuffixDrafter
 
 
 class Drafter(Protocol):
-    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what they are."""
+    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what
+    they are."""
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """A request enters with its prompt."""
@@ -24,7 +26,8 @@ class Drafter(Protocol):
         ...
 
     def end(self, request: Hashable) -> None:
-        """It finished or was aborted: what was kept for it goes, and other requests may learn from its output."""
+        """It finished or was aborted: what was kept for it goes, and other requests may learn from its
+        output."""
         ...
 
 

@@ -1,7 +1,9 @@
-"""The seam `Guesser`: what guesses on the device. A head reads the target's last hidden state, a draft model reads the tokens.
+"""The seam `Guesser`: what guesses on the device. A head reads the target's last hidden state, a draft model
+reads the tokens.
 
-The guesses of a row and their verification are one dispatch. A draft model has its keys in the target's cache, as more layers
-under the same page tables: prefixes that are found, shared or preempted are so for both.
+The guesses of a row and their verification are one dispatch. A draft model has its keys in the target's
+cache, as more layers under the same page tables: prefixes that are found, shared or preempted are so for
+both.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +25,16 @@ from ..programs.step import Slots, column, run
 
 
 class Asked(NamedTuple):
-    """A batch in which some tokens are open: to be guessed. Its page tables are those of the guesser's layers."""
+    """A batch in which some tokens are open: to be guessed. Its page tables are those of the guesser's
+    layers."""
 
     batch: Batch
     open: Bool[Array, "B T"]
 
 
 class Chain(NamedTuple):
-    """The guesser's cache, the batch's tokens with the open ones guessed, and their distributions where they were drawn."""
+    """The guesser's cache, the batch's tokens with the open ones guessed, and their distributions where they
+    were drawn."""
 
     cache: KVCache
     tokens: Int[Array, "B T"]
@@ -38,7 +42,8 @@ class Chain(NamedTuple):
 
 
 class Guesser(Protocol):
-    """Guesses the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the guesser's own layers."""
+    """Guesses the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the guesser's own
+    layers."""
 
     def follow(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> KVCache:
         """The cache after the tokens of a batch."""
@@ -85,8 +90,8 @@ class HeadGuesser:
 class DraftModel:
     """Guesses of a small model, one token after the other.
 
-    Under the rule `coupled` it samples with the target's own random numbers, which makes equal tokens likely (Daliri et al.);
-    under `rejection` with others, and its distributions are kept.
+    Under the rule `coupled` it samples with the target's own random numbers, which makes equal tokens likely
+    (Daliri et al.); under `rejection` with others, and its distributions are kept.
     """
 
     draft: ModelConfig
@@ -96,7 +101,8 @@ class DraftModel:
         return run(params.draft, cache, slots, batch, self.draft)[1]
 
     def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: Asked) -> Chain:
-        """T steps of the draft: the last writes the keys of the last guess only, so that none is missing if it is right."""
+        """T steps of the draft: the last writes the keys of the last guess only, so that none is missing if
+        it is right."""
         batch, open = asked
         T = batch.tokens.shape[1]
 
@@ -118,7 +124,8 @@ class DraftModel:
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
-        """A chain of samples, and the likeliest other tokens beside it: a comb, so that the draft reads one path."""
+        """A chain of samples, and the likeliest other tokens beside it: a comb, so that the draft reads one
+        path."""
         batch, node = asked.batch, 0
         tokens = jnp.zeros((len(batch.start), tree.nodes), jnp.int32).at[:, 0].set(batch.tokens[:, 0])
         for depth in range(tree.depth):

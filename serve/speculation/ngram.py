@@ -1,7 +1,7 @@
 """Guesses from the request's own tokens: what followed the same few tokens the last time they appeared.
 
-Prompt lookup decoding (Saxena 2023, as in Transformers and vLLM): worth most where the output repeats the prompt, as
-summaries, answers from a text and edits of code do.
+Prompt lookup decoding (Saxena 2023, as in Transformers and vLLM): worth most where the output repeats the
+prompt, as summaries, answers from a text and edits of code do.
 """
 
 from collections.abc import Hashable, Sequence

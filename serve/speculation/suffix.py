@@ -1,8 +1,9 @@
-"""Guesses from what the run has written so far: the most frequent continuation in finished outputs and in the request itself.
+"""Guesses from what the run has written so far: the most frequent continuation in finished outputs and in the
+request itself.
 
-SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an index of places in the stored tokens in the place of suffix
-trees: the same matches and counts over a bounded number of places, in a tenth of a tree's memory. Batch jobs repeat
-themselves, so that one request's output foretells the next one's.
+SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an index of places in the stored tokens in the place of
+suffix trees: the same matches and counts over a bounded number of places, in a tenth of a tree's memory.
+Batch jobs repeat themselves, so that one request's output foretells the next one's.
 """
 
 from collections import Counter, OrderedDict
@@ -25,7 +26,8 @@ Place = tuple[Hashable, int]  # a stored sequence, and the place in it after an 
 
 
 class SuffixIndex:
-    """Stored sequences by the runs of tokens in them; beyond `capacity` tokens the one that was of use least lately goes."""
+    """Stored sequences by the runs of tokens in them; beyond `capacity` tokens the one that was of use least
+    lately goes."""
 
     def __init__(self, capacity: int, depth: int):
         self.capacity, self.depth, self.size = capacity, depth, 0
@@ -77,7 +79,8 @@ class SuffixIndex:
         return length
 
     def _vote(self, places: list[Place], k: int, least: float) -> Guess:
-        """Token by token the most frequent one, the latest among equals, until so sure a path is not known any more."""
+        """Token by token the most frequent one, the latest among equals, until so sure a path is not known
+        any more."""
         tokens, sure, expected = [], 1.0, 0.0
         for i in range(k):
             options = [

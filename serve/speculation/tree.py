@@ -1,7 +1,7 @@
 """Guesses that branch: a tree of tokens of each row, verified in one pass, of which one path is kept.
 
-A batch has a column for each depth of the tree; its nodes exist on the device only (SpecInfer, Miao et al., arXiv 2305.09781, with
-a static tree as Medusa's, arXiv 2401.10774).
+A batch has a column for each depth of the tree; its nodes exist on the device only (SpecInfer, Miao et al.,
+arXiv 2305.09781, with a static tree as Medusa's, arXiv 2401.10774).
 """
 
 from dataclasses import dataclass, replace
@@ -84,8 +84,8 @@ class TreePhases:
         tokens: Int[Array, "B n"],
         hidden: Float[Array, "B n D"],
     ) -> tuple[Slots, Sampled, Int[Array, "B T"], Int[Array, " B"]]:
-        """Sample from the root down as long as a sample is among the guesses that follow; the nodes that were visited, and
-        how many."""
+        """Sample from the root down as long as a sample is among the guesses that follow; the nodes that were
+        visited, and how many."""
         B, n, D = hidden.shape
         T, rows, rule = self.tree.depth + 1, jnp.arange(B, dtype=jnp.int32), RULES[self.acceptance]
         logits = unembed(params.target, self.config.target, hidden.reshape(B * n, D)).reshape(B, n, -1)

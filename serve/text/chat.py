@@ -1,4 +1,5 @@
-"""Chat templates: a conversation becomes the prompt a model was trained on, through Jinja2's sandbox as in Transformers."""
+"""Chat templates: a conversation becomes the prompt a model was trained on, through Jinja2's sandbox as in
+Transformers."""
 
 import json
 from collections.abc import Callable
@@ -24,8 +25,8 @@ def apply_chat(
 ) -> list[int]:
     """Token ids of a conversation; the template writes the special tokens, so none is added again.
 
-    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template, and ValueError as
-    `Tokenizer.encode` does for `most`.
+    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template, and
+    ValueError as `Tokenizer.encode` does for `most`.
     """
     return tokenizer.encode(render_for(tokenizer, messages, **options), add_special_tokens=False, most=most)
 
@@ -57,8 +58,9 @@ def render_chat(
     now: datetime | None = None,
     **kwargs: Any,
 ) -> str:
-    """The prompt text of a conversation. `now` is the time that a template may write down (default: the clock's);
-    further keywords are variables of the template. With `continue_final_message` it ends in the last message.
+    """The prompt text of a conversation. `now` is the time that a template may write down (default: the
+    clock's); further keywords are variables of the template. With `continue_final_message` it ends in the
+    last message.
 
     Raises ChatTemplateError for malformed messages and for whatever goes wrong in the template.
     """
@@ -100,7 +102,8 @@ def up_to_mark(text: str) -> str:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Messages as templates expect them: content a string (text parts joined by newlines), tool arguments as objects.
+    """Messages as templates expect them: content a string (text parts joined by newlines), tool arguments as
+    objects.
 
     Raises ChatTemplateError with the place of what is wrong.
     """

@@ -1,7 +1,9 @@
-"""How few tokens a text can have, told from its length: a prompt that is far too long is refused without being tokenized.
+"""How few tokens a text can have, told from its length: a prompt that is far too long is refused without
+being tokenized.
 
-No token stands for more of a text than its own name is long. That holds where every character becomes part of some token, so
-for byte-level pairs and for those with a token for each byte; where a tokenizer may drop or join characters nothing is told.
+No token stands for more of a text than its own name is long. That holds where every character becomes part of
+some token, so for byte-level pairs and for those with a token for each byte; where a tokenizer may drop or
+join characters nothing is told.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +31,8 @@ KEEPING = (
 class Measure:
     """A token stands for at most `longest` bytes or characters, whichever are counted.
 
-    `composed` characters may become one before (an ASCII text stays as it is if `ascii_stays`), and spaces may vanish.
+    `composed` characters may become one before (an ASCII text stays as it is if `ascii_stays`), and spaces
+    may vanish.
     """
 
     longest: int

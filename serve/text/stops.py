@@ -8,16 +8,19 @@ from .tokenizer import Tokenizer
 class Detokenizer:
     """Text of a request's generated tokens, as they come, and the stop strings in it.
 
-    `push` returns only text that no later token can change and that cannot be the beginning of a stop string; the pushes and
-    `finish` together are the text, however the ids were divided among them. Without a stop that text is what the tokenizer
-    decodes from all ids at once: after `prompt_ids`, what it adds to the prompt's text (a leading space is then kept). A
-    character whose bytes begin in the prompt is not completed.
+    `push` returns only text that no later token can change and that cannot be the beginning of a stop string;
+    the pushes and `finish` together are the text, however the ids were divided among them. Without a stop
+    that text is what the tokenizer decodes from all ids at once: after `prompt_ids`, what it adds to the
+    prompt's text (a leading space is then kept). A character whose bytes begin in the prompt is not
+    completed.
 
-    Stop strings are looked for after every token. Reading character by character, the one that is complete first wins, of
-    several ending together the longest; the text ends before it, or after it with `include_stop_str_in_output`. A stop *token*
-    is the caller's business: push its id only if its text belongs to the output.
+    Stop strings are looked for after every token. Reading character by character, the one that is complete
+    first wins, of several ending together the longest; the text ends before it, or after it with
+    `include_stop_str_in_output`. A stop *token* is the caller's business: push its id only if its text
+    belongs to the output.
 
-    Attributes: stop_hit (the stop string found, or None), tokens_used (ids consumed, the completing one included).
+    Attributes: stop_hit (the stop string found, or None), tokens_used (ids consumed, the completing one
+    included).
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def push(self, ids: Iterable[int], below_min: int = 0) -> str:
-        """Takes the next ids, up to the one that completes a stop string; returns the text that became certain.
+        """Takes the next ids, up to the one that completes a stop string; returns the text that became
+        certain.
 
-        The first `below_min` of the ids are among the request's first `min_tokens`: a stop string must end beyond their text.
+        The first `below_min` of the ids are among the request's first `min_tokens`: a stop string must end
+        beyond their text.
         """
         pieces = []
         for i, token_id in enumerate(ids):

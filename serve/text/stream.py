@@ -1,8 +1,10 @@
-"""Text from tokens one by one: for each way a tokenizer decodes, what can no longer change and what still may.
+"""Text from tokens one by one: for each way a tokenizer decodes, what can no longer change and what still
+may.
 
-Decoding a prefix is not a prefix of decoding the whole: a character's bytes may lie in several tokens, and byte-fallback
-tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream gives out text only when it is final.
-The bytes of the byte-level alphabet are GPT-2's (Radford et al., 2019); runs and replacements follow the `tokenizers` library.
+Decoding a prefix is not a prefix of decoding the whole: a character's bytes may lie in several tokens, and
+byte-fallback tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream gives out
+text only when it is final. The bytes of the byte-level alphabet are GPT-2's (Radford et al., 2019); runs and
+replacements follow the `tokenizers` library.
 """
 
 import codecs
@@ -30,7 +32,8 @@ class TextStream(Protocol):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for: printable ones themselves, the rest from U+0100 on."""
+    """The byte each character of a byte-level vocabulary stands for: printable ones themselves, the rest from
+    U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -62,7 +65,8 @@ def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 @dataclass(frozen=True)
 class PieceRules:
-    """How a SentencePiece-like vocabulary becomes text: replacements per token, byte tokens, leading characters dropped."""
+    """How a SentencePiece-like vocabulary becomes text: replacements per token, byte tokens, leading
+    characters dropped."""
 
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
@@ -87,8 +91,8 @@ class PieceRules:
 class PieceStream:
     """Tokens are text, some are single bytes (Llama 2, Mistral, Gemma, Phi-3).
 
-    A run of byte tokens is UTF-8 as a whole or, with one bad byte anywhere, replaced byte by byte: so it stays pending until
-    it ends or breaks.
+    A run of byte tokens is UTF-8 as a whole or, with one bad byte anywhere, replaced byte by byte: so it
+    stays pending until it ends or breaks.
     """
 
     def __init__(self, rules: PieceRules, at_start: bool):
@@ -145,7 +149,8 @@ class PieceStream:
 class WindowStream:
     """Any other decoder: the text of a few last tokens, less the text of those already given out.
 
-    As Hugging Face's text-generation-inference does it; exact where a token's text depends on its predecessor alone.
+    As Hugging Face's text-generation-inference does it; exact where a token's text depends on its predecessor
+    alone.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]):

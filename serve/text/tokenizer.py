@@ -178,8 +178,8 @@ class Tokenizer:
         `add_special_tokens=False`.
 
         Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds, and
-        ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter one
-        has, the ids tell.
+        ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter
+        one has, the ids tell.
         """
         if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
             raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
@@ -192,8 +192,8 @@ class Tokenizer:
         return [*self._prefix, *ids] if missing else ids
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text surely reaches, found without tokenizing it; 0 where its length tells
-        nothing.
+        """A number of tokens that a text surely reaches, found without tokenizing it; 0 where its length
+        tells nothing.
         """
         return 0 if self._measure is None else self._measure.least_tokens(text)
 

@@ -1,8 +1,9 @@
-"""From a folder's tokenizer files to one that encodes: `tokenizer.json`, a SentencePiece model, or GPT-2's two files.
+"""From a folder's tokenizer files to one that encodes: `tokenizer.json`, a SentencePiece model, or GPT-2's
+two files.
 
-`tokenizers` keeps every vocabulary and decodes, so that streamed text has one way. It encodes too, except for SentencePiece
-(Kudo and Richardson, arXiv 1808.06226): there the library of that name does, because its normalisation and its ties between
-equally good pieces are not those of a conversion.
+`tokenizers` keeps every vocabulary and decodes, so that streamed text has one way. It encodes too, except for
+SentencePiece (Kudo and Richardson, arXiv 1808.06226): there the library of that name does, because its
+normalisation and its ties between equally good pieces are not those of a conversion.
 """
 
 import re
@@ -46,8 +47,9 @@ Token = str | Described
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as its files give it. `backend` has the tokens and decodes; it encodes too, unless `encode` is there, which
-    makes ids of a text and of whether special tokens are added. `config` is completed by what the files imply.
+    """A tokenizer as its files give it. `backend` has the tokens and decodes; it encodes too, unless `encode`
+    is there, which makes ids of a text and of whether special tokens are added. `config` is completed by what
+    the files imply.
     """
 
     backend: "tokenizers.Tokenizer"
@@ -119,9 +121,10 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
 def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
     """A SentencePiece model, with the tokens that other files of its folder add to it.
 
-    Control pieces, and tokens that the folder adds or names, are found in texts; between them the library encodes. Like
-    transformers 5, only the text's own beginning gets the space that the model was trained to expect there, unless the
-    configuration says `"legacy": true`; bos is put in front unless it says `"add_bos_token": false`.
+    Control pieces, and tokens that the folder adds or names, are found in texts; between them the library
+    encodes. Like transformers 5, only the text's own beginning gets the space that the model was trained to
+    expect there, unless the configuration says `"legacy": true`; bos is put in front unless it says
+    `"add_bos_token": false`.
     """
     spm = library(file)
     first, rest = processors(spm, file, bool(config.get("legacy", False)))
@@ -131,7 +134,8 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
     added = backend.get_added_tokens_decoder()
 
     def ids_of(text: str) -> list[int]:
-        """Added tokens are the backend's to find; what lies between two of them is one word to it, mostly an unknown one."""
+        """Added tokens are the backend's to find; what lies between two of them is one word to it, mostly an
+        unknown one."""
         found = backend.encode(text, add_special_tokens=False)
         ids: list[int] = []
         for token, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -223,7 +227,8 @@ def added_beside(
     folder: Path, config: Mapping[str, Any], known: Mapping[int, str]
 ) -> dict[int, "tokenizers.AddedToken"]:
     """Added tokens by id: those known from the model itself are special, those of `added_tokens.json` and of
-    `added_tokens_decoder` as these and the names of special tokens say. Raises ValueError for an id that is no number."""
+    `added_tokens_decoder` as these and the names of special tokens say. Raises ValueError for an id that is
+    no number."""
     from tokenizers import AddedToken
 
     special = {content(token) for token in named(config)}
@@ -255,7 +260,8 @@ def add_tokens(
 
 
 def read_tokens(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that names special tokens. Raises ValueError for a token or a list of them that is none."""
+    """The JSON object of a file that names special tokens. Raises ValueError for a token or a list of them
+    that is none."""
     config = read_json(file) if file.exists() else {}
     expected = dict.fromkeys(NAMED, Token | None) | {"additional_special_tokens": list[Token] | None}
     for name, kind in expected.items():

@@ -12,7 +12,8 @@ def knob(default: Any, help: str, **about: Any) -> Any:
 
 
 def converted(name: str, value: Any, kind: Any) -> Any:
-    """A value as a field's type (an int becomes a float, a list a tuple). Raises TypeError with the field's name."""
+    """A value as a field's type (an int becomes a float, a list a tuple). Raises TypeError with the field's
+    name."""
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:

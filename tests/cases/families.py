@@ -1,7 +1,8 @@
-"""Small checkpoints of every family that a seed draws, and what Transformers computed with them: `families.json`.
+"""Small checkpoints of every family that a seed draws, and what Transformers computed with them:
+`families.json`.
 
-For each case it holds a `config.json` in the style of transformers 5, the names and shapes of the tensors, logits and greedy tokens.
-`python tests/cases/families.py` makes it anew.
+For each case it holds a `config.json` in the style of transformers 5, the names and shapes of the tensors,
+logits and greedy tokens. `python tests/cases/families.py` makes it anew.
 """
 
 import json
@@ -239,7 +240,8 @@ def optional(package: str) -> Any:
 def expected_outputs(
     folder: Path, new: int = NEW, margin: float = 0.0
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """Last logits and greedy tokens as Transformers computes them; nothing where two tokens are likely within `margin`."""
+    """Last logits and greedy tokens as Transformers computes them; nothing where two tokens are likely within
+    `margin`."""
     torch, transformers = optional("torch"), optional("transformers")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,

@@ -1,4 +1,5 @@
-"""Small packers of quantised checkpoints, written from the formats' papers: they share nothing with the reader."""
+"""Small packers of quantised checkpoints, written from the formats' papers: they share nothing with the
+reader."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -52,7 +53,8 @@ def fp8_scaled(suffix: str, by_row: bool) -> Packer:
 
 
 def mxfp4(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
-    """Weights [E,i,o] crosswise: for each output blocks of 32 inputs, two to a byte, and the exponent of each block."""
+    """Weights [E,i,o] crosswise: for each output blocks of 32 inputs, two to a byte, and the exponent of each
+    block."""
     rows = w.transpose(0, 2, 1).reshape(w.shape[0], w.shape[2], -1, 32)
     exponent = np.floor(np.log2(np.abs(rows).max(-1))) - 2
     scaled = rows / 2.0 ** exponent[..., None]
@@ -65,7 +67,8 @@ def mxfp4(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
 
 
 def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool) -> tuple[np.ndarray, ...]:
-    """Integers [i,o], zeros and half-precision scales [groups,o] of a weight [o,i], and the numbers they stand for."""
+    """Integers [i,o], zeros and half-precision scales [groups,o] of a weight [o,i], and the numbers they
+    stand for."""
     top, columns = 2**bits - 1, w.T
     zeros, scales = (np.zeros((group.max() + 1, len(w)), t) for t in (np.int64, np.float16))
     for g in range(len(zeros)):
@@ -82,7 +85,8 @@ def grouped(w: np.ndarray, bits: int, group: np.ndarray, symmetric: bool) -> tup
 
 
 def words(q: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
-    """Integers [n,columns], so many neighbouring columns in each int32; `order` says which of them comes first."""
+    """Integers [n,columns], so many neighbouring columns in each int32; `order` says which of them comes
+    first."""
     per = 32 // bits
     out = np.zeros((len(q), q.shape[1] // per), np.uint64)
     for place, column in enumerate(order):
@@ -102,7 +106,8 @@ def awq(group: int) -> Packer:
 
 
 def gptq(group: int, bits: int = 4, symmetric: bool = True, ordered: bool = False, less: int = 1) -> Packer:
-    """`ordered` shuffles the inputs among the groups, as desc_act does; zeros are stored `less` than they are."""
+    """`ordered` shuffles the inputs among the groups, as desc_act does; zeros are stored `less` than they
+    are."""
 
     def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
         of = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)

@@ -1,4 +1,5 @@
-"""Hugging Face folders: what is written is read back bit for bit, and what cannot be loaded is refused by name."""
+"""Hugging Face folders: what is written is read back bit for bit, and what cannot be loaded is refused by
+name."""
 
 import json
 import math
@@ -261,7 +262,8 @@ print((resident("VmHWM") - before) / nbytes(params))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_loading_takes_less_than_a_third_more_than_the_model(tmp_path, dtype):
-    """The peak of a process' resident memory, files mapped into it included; 60 % of this model is one tensor."""
+    """The peak of a process' resident memory, files mapped into it included; 60 % of this model is one
+    tensor."""
     sizes = {"vocab_size": 48000, "hidden_size": 1024, "ffn_size": 2560, "num_heads": 16, "head_size": 64}
     config = config_with(**sizes, tied_embeddings=True)
     params = jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config))

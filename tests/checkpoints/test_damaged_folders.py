@@ -1,4 +1,5 @@
-"""Model folders with files that are no files, or nested without end, or too long: one sentence, soon, and no traceback."""
+"""Model folders with files that are no files, or nested without end, or too long: one sentence, soon, and no
+traceback."""
 
 import json
 import shutil

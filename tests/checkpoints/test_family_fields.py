@@ -1,4 +1,5 @@
-"""Fields of every family's `config.json`: those that are read are documented, and odd values are refused in one sentence."""
+"""Fields of every family's `config.json`: those that are read are documented, and odd values are refused in
+one sentence."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Command lines in processes of their own that start with everything imported: half of such a process's time is imports."""
+"""Command lines in processes of their own that start with everything imported: half of such a process's time
+is imports."""
 
 import os
 from collections.abc import Sequence

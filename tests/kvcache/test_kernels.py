@@ -138,7 +138,8 @@ def test_a_long_row_has_parts_at_most(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_keys_of_a_path_count_like_written_ones():
-    """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses, leave the bits as they are."""
+    """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses, leave the bits
+    as they are."""
     case = Case((70, 1, 0), (1, 1, 1), window=60, sinks=True)
     q, pages, reading = inputs(case)
     root = jnp.asarray([67, 0, 0], jnp.int32)

@@ -1,4 +1,5 @@
-"""Rejection acceptance leaves the target's distribution as it is: by enumeration of all paths, and by counting draws."""
+"""Rejection acceptance leaves the target's distribution as it is: by enumeration of all paths, and by
+counting draws."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -36,7 +37,8 @@ Offer = tuple[
 
 @dataclass(frozen=True)
 class Language:
-    """Next-token probabilities after every prefix, of a target (p) and a draft (q): made from a seed, zeros included."""
+    """Next-token probabilities after every prefix, of a target (p) and a draft (q): made from a seed, zeros
+    included."""
 
     V: int
     seed: int
@@ -69,7 +71,8 @@ class Language:
         return np.stack([float(w) * a for w, a in zip(self.p(prefix), after, strict=True)])
 
 
-# ---------------------------------------------------------------- drafters: every way in which guesses can be drawn
+# ---------------------------------------------------------------- drafters: every way in which guesses can be
+# drawn
 
 
 def independent(q: np.ndarray, count: int) -> Iterator[Offer]:
@@ -121,7 +124,8 @@ class Enumeration:
     tree: TokenTree
 
     def joint(self, node: int, prefix: Prefix, length: int) -> np.ndarray:
-        """Probabilities of the first `length` tokens, by the rule that the sampler applies at this node and below."""
+        """Probabilities of the first `length` tokens, by the rule that the sampler applies at this node and
+        below."""
         children = [c for c in self.tree.children[node] if c >= 0]
         if not children or length == 0:
             return self.language.joint(prefix, length)
@@ -171,7 +175,8 @@ def test_all_paths_add_up_to_the_target(tree: TokenTree, drafter):
 
 
 def test_a_wrong_rule_would_be_noticed():
-    """The enumeration is no tautology: keeping a little too often shifts the distribution by far more than the bound."""
+    """The enumeration is no tautology: keeping a little too often shifts the distribution by far more than
+    the bound."""
     language, tree = Language(5, seed=5, noise=3.0), TREES["chain of 2"]
 
     class Lenient(Enumeration):
@@ -187,7 +192,8 @@ def test_a_wrong_rule_would_be_noticed():
 
 
 def table(language: Language, length: int, which: str) -> np.ndarray:
-    """Probabilities after every prefix shorter than `length`, [prefixes, V]; prefix (a, b) is row 1 + V + a * V + b."""
+    """Probabilities after every prefix shorter than `length`, [prefixes, V]; prefix (a, b) is row 1 + V + a *
+    V + b."""
     prefixes = itertools.chain.from_iterable(
         itertools.product(range(language.V), repeat=n) for n in range(length)
     )
@@ -200,7 +206,8 @@ def following(row: jax.Array, token: jax.Array, V: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("k", "length"))
 def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) -> jax.Array:
-    """Whole steps of draft and verification, as an engine takes them, until each row has `length` tokens: [B, length].
+    """Whole steps of draft and verification, as an engine takes them, until each row has `length` tokens: [B,
+    length].
 
     A position that was guessed in vain is guessed again by the next step, with the same random numbers.
     """
@@ -235,7 +242,8 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
 
 
 def assert_distributed(cells: np.ndarray, probabilities: np.ndarray) -> None:
-    """Pearson's test over cells that expect at least five draws; the rest are one cell. Impossible ones must be empty."""
+    """Pearson's test over cells that expect at least five draws; the rest are one cell. Impossible ones must
+    be empty."""
     counts = np.bincount(cells, minlength=probabilities.size)
     wanted = probabilities.ravel().astype(np.float64)
     expected = wanted / wanted.sum() * len(cells)

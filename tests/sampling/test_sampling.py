@@ -146,7 +146,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_draws_follow_the_distribution(name):
-    """Chi-square over 4096 positions, at 5 standard deviations of its degrees of freedom; banned tokens never."""
+    """Chi-square over 4096 positions, at 5 standard deviations of its degrees of freedom; banned tokens
+    never."""
     request, draws = CASES[name], 4096
     want = distribution(LOGITS, request)
     found = np.bincount(np.asarray(draw(LOGITS, request, draws).token), minlength=len(LOGITS))

@@ -40,10 +40,11 @@ Fields: Any = make_dataclass("Fields", [(name, Any, entry(value)) for name, valu
 
 
 class EngineArgs(Fields):
-    """What `LLM` is started with, settable; `LLM(**vars(args))`, `LLM(**asdict(args))` and `LLM.from_engine_args` take it.
+    """What `LLM` is started with, settable; `LLM(**vars(args))`, `LLM(**asdict(args))` and
+    `LLM.from_engine_args` take it.
 
-    Its fields are the keywords of `LLM`, and those of vLLM's that ask for nothing here; values are checked by `LLM`. Raises
-    TypeError for an unknown name.
+    Its fields are the keywords of `LLM`, and those of vLLM's that ask for nothing here; values are checked by
+    `LLM`. Raises TypeError for an unknown name.
     """
 
     def __init__(self, model: str | None = None, **options: Any):
@@ -79,7 +80,8 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def reading_of(default: Any) -> dict[str, Any]:
-    """How argparse reads a field of which only the default is known: JSON for a mapping, and for None whatever it looks like."""
+    """How argparse reads a field of which only the default is known: JSON for a mapping, and for None
+    whatever it looks like."""
     if isinstance(default, bool):
         return {"action": argparse.BooleanOptionalAction}
     if default is None:

@@ -26,7 +26,8 @@ def awaited(name: str) -> Callable[..., Awaitable[Any]]:
 
 
 class AsyncLLM:
-    """Requests run in worker threads while the event loop goes on; as many as are iterated share the engine's steps."""
+    """Requests run in worker threads while the event loop goes on; as many as are iterated share the engine's
+    steps."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
@@ -34,7 +35,8 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "AsyncLLM":
-        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without effect."""
+        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without
+        effect."""
         return cls(LLM.from_engine_args(engine_args))
 
     async def generate(
@@ -48,7 +50,8 @@ class AsyncLLM:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Reports of a request, as its `output_kind` says, up to its end. Closing or cancelling it aborts the request."""
+        """Reports of a request, as its `output_kind` says, up to its end. Closing or cancelling it aborts the
+        request."""
         check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         start = partial(self._reports, prompt, sampling_params, request_id, priority)
         async with aclosing(in_threads(start, self._gate)) as reports:
@@ -67,7 +70,8 @@ class AsyncLLM:
     start_profile, stop_profile = awaited("start_profile"), awaited("stop_profile")
 
     async def pause_generation(self, *, mode: Literal["keep"] = "keep", **ignored: Any) -> None:
-        """Take no more steps until `resume_generation`. Raises ValueError for a mode that ends the requests: `abort` does."""
+        """Take no more steps until `resume_generation`. Raises ValueError for a mode that ends the requests:
+        `abort` does."""
         if mode != "keep":
             raise ValueError(f"mode={mode!r} is not supported: only 'keep'")
         await self._gate.close()

@@ -12,7 +12,8 @@ from .progress import Progress
 
 
 class LLMEngine:
-    """Requests are added and advanced by `step`; whatever else an `LLM` has, such as `reset_prefix_cache`, is its own."""
+    """Requests are added and advanced by `step`; whatever else an `LLM` has, such as `reset_prefix_cache`, is
+    its own."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
@@ -20,7 +21,8 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "LLMEngine":
-        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without effect."""
+        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without
+        effect."""
         return cls(LLM.from_engine_args(engine_args))
 
     def add_request(
@@ -42,7 +44,8 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; returns those that have new tokens, as their `output_kind` says, or have ended.
+        """Advance all requests by one step; returns those that have new tokens, as their `output_kind` says,
+        or have ended.
 
         What the `LLM` itself has queued is returned when it has ended.
         """

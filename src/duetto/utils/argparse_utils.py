@@ -1,4 +1,5 @@
-"""`FlexibleArgumentParser`: argparse with names in underscores or dashes, JSON by parts, and options from a file."""
+"""`FlexibleArgumentParser`: argparse with names in underscores or dashes, JSON by parts, and options from a
+file."""
 
 import argparse
 import json
@@ -9,8 +10,9 @@ from typing import Any
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes `--max_model_len` for `--max-model-len` and the other way round, `--config FILE` (YAML or JSON, from option to
-    value; what the command line says counts more), and `--option.a.b VALUE` for a part of an option that is JSON."""
+    """Takes `--max_model_len` for `--max-model-len` and the other way round, `--config FILE` (YAML or JSON,
+    from option to value; what the command line says counts more), and `--option.a.b VALUE` for a part of an
+    option that is JSON."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
@@ -54,7 +56,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [word for name, value in found.items() for word in self._as_words(str(name), value)]
 
     def _as_words(self, name: str, value: Any) -> list[str]:
-        """An option of a file as the command line would have it; one that is false is left out where nothing says no."""
+        """An option of a file as the command line would have it; one that is false is left out where nothing
+        says no."""
         name = name.replace("_", "-")
         if value is False:
             return [word for word in [f"--no-{name}"] if word in self._option_string_actions]

@@ -1,4 +1,5 @@
-"""`EngineArgs` and the parser that scripts for vLLM make their command lines with; and the modules under vLLM's names."""
+"""`EngineArgs` and the parser that scripts for vLLM make their command lines with; and the modules under
+vLLM's names."""
 
 import json
 from dataclasses import asdict, fields, replace

@@ -1,4 +1,5 @@
-"""The Python API on token ids: forms of prompts, parameters and options, what is refused, and what a result holds."""
+"""The Python API on token ids: forms of prompts, parameters and options, what is refused, and what a result
+holds."""
 
 from collections.abc import Iterator
 from dataclasses import replace

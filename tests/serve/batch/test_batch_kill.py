@@ -1,4 +1,5 @@
-"""The real batch command, killed again and again: nothing is lost, nothing is computed twice, the bytes are the same."""
+"""The real batch command, killed again and again: nothing is lost, nothing is computed twice, the bytes are
+the same."""
 
 import json
 import os
@@ -35,7 +36,8 @@ LINES = 160
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """An input of lines of both formats, greedy and sampled, short and long, some of them wrong; a model stands beside it."""
+    """An input of lines of both formats, greedy and sampled, short and long, some of them wrong; a model
+    stands beside it."""
     shutil.copytree(ROOT / "checkpoints" / "demo-draft", tmp_path / "model")
     path = tmp_path / "in.jsonl"
     prompts = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]

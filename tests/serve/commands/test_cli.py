@@ -1,4 +1,5 @@
-"""The command line: flags follow the dataclasses, commands do what the Python API does, errors are one sentence."""
+"""The command line: flags follow the dataclasses, commands do what the Python API does, errors are one
+sentence."""
 
 import argparse
 import dataclasses

@@ -244,7 +244,8 @@ def test_damaged_contents_are_one_sentence(converted, tmp_path, name):
     broken = shutil.copytree(converted, tmp_path / "broken")
     file = broken / "params" / "state" / name
     file.write_bytes(bytes(file.stat().st_size))
-    # in its own process: Orbax closes its event loop on the first error, and reads that end later warn at any time
+    # in its own process: Orbax closes its event loop on the first error, and reads that end later warn at any
+    # time
     command = [sys.executable, "-c", LOAD, str(broken)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=PATH)
     assert done.returncode == 1

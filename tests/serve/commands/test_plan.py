@@ -1,4 +1,5 @@
-"""Plans: work counted from sizes agrees with XLA's count, memory with what an engine holds, and the command shows both."""
+"""Plans: work counted from sizes agrees with XLA's count, memory with what an engine holds, and the command
+shows both."""
 
 import dataclasses
 import json
@@ -47,7 +48,8 @@ def small_job(context: int) -> EnginePlan:
     return EnginePlan("small", SMALL, "float32", EngineOptions(), here(), SIZES, context)
 
 
-# XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts as many.
+# XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts
+# as many.
 @pytest.mark.parametrize(
     "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 1, 256), 0)], ids=str
 )

@@ -1,4 +1,5 @@
-"""Model families through the engine, in pages, chunks and batches, against what Transformers computed for the same checkpoints."""
+"""Model families through the engine, in pages, chunks and batches, against what Transformers computed for the
+same checkpoints."""
 
 import pytest
 from cases.compare import log_softmax

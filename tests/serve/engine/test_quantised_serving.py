@@ -1,4 +1,5 @@
-"""Quantisation as an option: of a folder while it is loaded, of parameters at hand, in plans and in converted folders."""
+"""Quantisation as an option: of a folder while it is loaded, of parameters at hand, in plans and in converted
+folders."""
 
 import json
 import os

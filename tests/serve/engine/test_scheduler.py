@@ -159,7 +159,8 @@ class FakePrograms:
     def _column(
         self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
     ) -> Iterator[tuple[int, int, int]]:
-        """One step of all rows, writes before reads; gives (row, position, token) of every token that is emitted."""
+        """One step of all rows, writes before reads; gives (row, position, token) of every token that is
+        emitted."""
         awake = [
             row for row in range(shape.rows) if batch.count[row] > column and slots[int(batch.slot[row])].live
         ]
@@ -183,7 +184,8 @@ class FakePrograms:
     def _verified(
         self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
     ) -> Iterator[tuple[int, int, int]]:
-        """Column of a verification: all tokens are written before the first, and a row goes on while its guesses are right."""
+        """Column of a verification: all tokens are written before the first, and a row goes on while its
+        guesses are right."""
         if column == 0:
             self._going = [r for r in range(shape.rows) if batch.count[r] and slots[int(batch.slot[r])].live]
             for row in self._going:
@@ -221,7 +223,8 @@ class FakePrograms:
         return [cell.token for cell in cells]
 
     def _emit(self, slot: Slot, tokens: list[int], end: int) -> int:
-        """What serve/programs/step.py's `emit` does for one row: sample, and fall asleep at a stop token or the end."""
+        """What serve/programs/step.py's `emit` does for one row: sample, and fall asleep at a stop token or
+        the end."""
         token = next_token(tokens, int(slot.seat.knobs.seed))
         if slot.history is not None:
             assert slot.history[-len(tokens) :] == tokens, "the sampler looks back on other tokens"
@@ -587,7 +590,8 @@ class Serving(RuleBasedStateMachine):
         assert len(texts) == 1 and len(texts.pop()) == (owners[0][1] + 1) * W
 
     def _check_names(self) -> None:
-        """What is found under a name has been written with the tokens of that name, in the phase that may share it."""
+        """What is found under a name has been written with the tokens of that name, in the phase that may
+        share it."""
         W, pools = self.engine.sizes.page_size, self.engine.tables.pools
         named = [(g, *entry) for g, pool in enumerate(pools) for entry in pool._page_of.items()]
         assert self.options["caching"] or not named
@@ -705,7 +709,8 @@ def test_preempted_request_computes_nothing_that_is_still_there(same_bits):
     known, before = len(second.tokens), len(programs.ran)
     run(engine)
     starts = [start for _, works in programs.ran[before:] for _, start, _ in works]
-    # a full page of the prompt or, where their bits agree, of the outputs; its last pages went to the first request
+    # a full page of the prompt or, where their bits agree, of the outputs; its last pages went to the first
+    # request
     assert min(starts) >= 4 and known > 8
     assert second.outputs == expected(second)[0]
 
@@ -902,7 +907,8 @@ def test_guesses_are_shortened_by_the_end_and_by_free_pages():
 
 
 def test_nobody_gives_way_to_a_guess():
-    """One page is left beside two running requests: the first one's guesses take it, and the other's end with its page."""
+    """One page is left beside two running requests: the first one's guesses take it, and the other's end with
+    its page."""
     engine, programs = start(guesses=6, pages=5, page_size=4, seats=2, budget=16, max_model_len=16)
     assert engine.speculation is not None
     engine.speculation.drafter = cast(Any, Zeros())

@@ -1,4 +1,5 @@
-"""Parameters that are sharded over two devices give the tokens of one; `test_mesh.py` runs these tests where there are two."""
+"""Parameters that are sharded over two devices give the tokens of one; `test_mesh.py` runs these tests where
+there are two."""
 
 from dataclasses import replace
 from functools import partial

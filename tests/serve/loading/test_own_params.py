@@ -22,7 +22,8 @@ SMALL = {"max_model_len": 32, "max_num_seqs": 1, "max_prefill_tokens": 16, "repr
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary embeddings, written with Flax's own layers and the half-split pairing."""
+    """Grouped-query attention with rotary embeddings, written with Flax's own layers and the half-split
+    pairing."""
 
     def __init__(self, rngs: nnx.Rngs):
         def heads(count: int) -> nnx.LinearGeneral:

@@ -1,4 +1,5 @@
-"""Kept programs: only what this user has written, and whole, is ever deserialised; the folder does not grow for ever."""
+"""Kept programs: only what this user has written, and whole, is ever deserialised; the folder does not grow
+for ever."""
 
 import os
 import pickle
@@ -76,7 +77,8 @@ def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypa
 
 
 def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder):
-    """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and probe."""
+    """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and
+    probe."""
     loading.keep_compiled(folder)
     kept.compile(KEY, program(5))
     file = folder / "duetto" / KEY

@@ -1,4 +1,5 @@
-"""The one step at its other shapes: verification of guesses, several decode steps in one dispatch, stops on the device."""
+"""The one step at its other shapes: verification of guesses, several decode steps in one dispatch, stops on
+the device."""
 
 from functools import cache, partial
 

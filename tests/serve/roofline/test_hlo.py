@@ -1,4 +1,5 @@
-"""The reader of optimised modules: its bytes are XLA's own where nothing loops, and loops and branches count as they run."""
+"""The reader of optimised modules: its bytes are XLA's own where nothing loops, and loops and branches count
+as they run."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The compiled steps update the cache in place and move little more than they must: here, and on accelerators that are not there."""
+"""The compiled steps update the cache in place and move little more than they must: here, and on accelerators
+that are not there."""
 
 import dataclasses
 from importlib.metadata import PackageNotFoundError
@@ -20,12 +21,14 @@ from duetto.serve.roofline.targets import MissingCompiler, Target, TargetError, 
 
 pytestmark = pytest.mark.as_served
 
-# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have few words.
+# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
+# few words.
 LAYERS, WORDS = 2, 2048
 SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
 CONTEXT = 1024  # tokens in the cache of each row of a decode
 
-# Bytes that each program may touch over those it must (weights, live keys and values, and activations once), and MiB of
+# Bytes that each program may touch over those it must (weights, live keys and values, and activations once),
+# and MiB of
 # temporaries: what was reached, rounded up. Lower them when it gets better.
 MOST = {
     ("h200", "0.6b", Shape("prefill", 1, 512)): (1.22, 16),
@@ -60,7 +63,8 @@ def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> Eng
 
 
 def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
-    """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of a layer."""
+    """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of
+    a layer."""
     donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
     assert found.aliased >= device_bytes(donated)

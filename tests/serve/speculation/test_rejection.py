@@ -116,7 +116,8 @@ def guide_of(name: str) -> tuple[ChainPhases | TreePhases, Pair]:
 def test_rejection_keeps_the_distribution(name):
     """Pearson's test of 30,000 continuations of three tokens against the target's own probabilities.
 
-    It finds probabilities that are 6 % off (root mean square) in 99 of 100 cases; test_accept.py tests the rule itself more finely.
+    It finds probabilities that are 6 % off (root mean square) in 99 of 100 cases; test_accept.py tests the
+    rule itself more finely.
     """
     temperature = 0.9
     guide, params = guide_of(name)

@@ -62,7 +62,8 @@ def expected() -> list[list[tuple[int, bytes]]]:
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_guesses_of_the_device_change_no_bit(expected, name):
-    """Tokens and log-probabilities, through preemption and prefix hits, in an engine that verifies at every step."""
+    """Tokens and log-probabilities, through preemption and prefix hits, in an engine that verifies at every
+    step."""
     texts, params = zip(*itertools.product(TEXTS, PARAMS), strict=True)
     with LLM(**SIZES, speculative_config=GUIDES[name] | {"adaptive": False}) as llm:
         for _ in range(2):

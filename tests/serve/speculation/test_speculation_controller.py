@@ -1,4 +1,5 @@
-"""The controller against simulated engines: never much below the better of always guessing and never guessing."""
+"""The controller against simulated engines: never much below the better of always guessing and never
+guessing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ STEPS = 3000  # of one row without guesses, in the time that a simulation lasts
 
 @dataclass(frozen=True)
 class Machine:
-    """Step times of a device: reading the weights, or arithmetic, whichever is slower; and a fixed part. Seconds."""
+    """Step times of a device: reading the weights, or arithmetic, whichever is slower; and a fixed part.
+    Seconds."""
 
     weights: float
     token: float  # of arithmetic
@@ -72,7 +74,8 @@ class Fixed:
 
 
 def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Text) -> float:
-    """Tokens of a run of fixed length. Every policy meets the same load at the same time; step times vary by 5 %."""
+    """Tokens of a run of fixed length. Every policy meets the same load at the same time; step times vary by
+    5 %."""
     rng, tokens, clock, length = np.random.default_rng(0), 0, 0.0, STEPS * machine.seconds(1, 0, False)
     while clock < length:
         rows, shares = load(clock / length), text(clock / length)
@@ -91,7 +94,8 @@ def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Tex
 
 
 def warmed_up(machine: Machine) -> Controller:
-    """A controller with the table of a warm-up: every shape once, alone, on a short context, wrong by a fifth."""
+    """A controller with the table of a warm-up: every shape once, alone, on a short context, wrong by a
+    fifth."""
     rng, shapes = np.random.default_rng(2), [(2**i, k) for i in range(9) for k in KS]
     device = replace(machine, host=0.0)
     times = {s: device.seconds(*s, True) * float(rng.uniform(0.75, 1.15)) for s in shapes}

@@ -1,4 +1,5 @@
-"""A prompt that is far too long is refused by its length alone, and none is refused that would have been short enough."""
+"""A prompt that is far too long is refused by its length alone, and none is refused that would have been
+short enough."""
 
 import random
 import unicodedata

@@ -1,4 +1,5 @@
-"""Folders without tokenizer.json: ids and texts are those of the sentencepiece library, or of the file they were made from."""
+"""Folders without tokenizer.json: ids and texts are those of the sentencepiece library, or of the file they
+were made from."""
 
 import io
 import itertools

@@ -96,7 +96,8 @@ def test_any_chunking_gives_the_decoded_text(kind, data, skip, cuts):
 )
 @settings(max_examples=300, deadline=None)
 def test_stop_strings_equal_a_search_after_every_token(kind, data, below, include, cuts):
-    """The oracle decodes everything again for each token, and looks character by character for the first stop."""
+    """The oracle decodes everything again for each token, and looks character by character for the first
+    stop."""
     tokenizer = KINDS[kind]
     last = st.integers(len(tokenizer) - 60, len(tokenizer) - 1)
     bytes_and_such = st.sampled_from(tokenizer.encode("\t<x\x0bé", add_special_tokens=False))

@@ -1,4 +1,5 @@
-"""Each prompt with parameters of its own, several completions of one, and what happens to the neighbours: nothing."""
+"""Each prompt with parameters of its own, several completions of one, and what happens to the neighbours:
+nothing."""
 
 from duetto import LLM, SamplingParams
 
