@@ -62,7 +62,8 @@ def throughput(bench: Bench) -> Iterator[Row]:
 
 
 def faster_dtype(bench: Bench, family: str) -> list[str]:
-    """Of a peer's dtypes the one that serves the first requests faster; the first run of each does not count."""
+    """Of a peer's dtypes the one that serves the first requests faster; the first run of each does not
+    count."""
     requests = at_once(bench.entries(bench.amount.pilot), bench.vocabulary)
     names = bench.chosen(family)
     if len(names) < 2:

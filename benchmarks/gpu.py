@@ -217,7 +217,8 @@ def bench_checks(run: Run) -> Iterator[Row]:
 
 
 def demo_checks(run: Run) -> Iterator[Row]:
-    """The demo model's tokens: requests alone and together, and with the reference in place of the kernels."""
+    """The demo model's tokens: requests alone and together, and with the reference in place of the
+    kernels."""
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=24, logprobs=1)
         for i, t in enumerate((0.0, 0.0, 1.0, 0.8))

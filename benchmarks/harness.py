@@ -1,4 +1,5 @@
-"""What every part shares: how much is measured, the engines' processes, runs in turns, and rows of results."""
+"""What every part shares: how much is measured, the engines' processes, runs in turns, and rows of
+results."""
 
 import json
 import statistics

@@ -53,7 +53,8 @@ def make(name: str, folder: str) -> None:
 
 
 def load(folder: str, dtype: str) -> dict[str, float]:
-    """Load in this process: seconds, and bytes of the parameters and of the peak beyond what was held before."""
+    """Load in this process: seconds, and bytes of the parameters and of the peak beyond what was held
+    before."""
     import jax
     import jax.numpy as jnp
 

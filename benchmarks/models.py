@@ -119,7 +119,8 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 
 def interleaved(weight: Any, heads: int) -> Any:
-    """Rows of a rotated projection in the order of llama.cpp's Llama, which rotates neighbours, not halves."""
+    """Rows of a rotated projection in the order of llama.cpp's Llama, which rotates neighbours, not
+    halves."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -21,7 +21,8 @@ RESERVED = 3  # token ids below are never in a prompt: tokenizers use them for m
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a trace: arrival in seconds, tokens of prompt and output, and names of the prompt's blocks."""
+    """A line of a trace: arrival in seconds, tokens of prompt and output, and names of the prompt's
+    blocks."""
 
     arrival: float
     prompt: int

@@ -61,7 +61,8 @@ def files(folder: Path) -> list[str]:
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """Copy what a model's folder holds beside its weights: configuration, tokenizer, chat template, licence."""
+    """Copy what a model's folder holds beside its weights: configuration, tokenizer, chat template,
+    licence."""
     for pattern in DESCRIBING:
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, target / file.name)

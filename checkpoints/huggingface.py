@@ -221,7 +221,8 @@ def known_dtype(dtype: Any) -> np.dtype:
 
 
 def choose_dtype(dtype: Any, raw: Mapping[str, Any], embed: Source, folder: Path) -> np.dtype:
-    """The dtype asked for; for "auto" the one that config.json names, or else that of the stored embedding."""
+    """The dtype asked for; for "auto" the one that config.json names, or else that of the stored
+    embedding."""
     named = raw.get("dtype") or raw.get("torch_dtype") or str(embed.dtype)
     found = DTYPES.get(str(named).removeprefix("torch."))
     if found is None:
@@ -260,7 +261,8 @@ def check_tensor(found: Source, expected: tuple[int, ...]) -> None:
 
 
 def is_ignored(name: str, family: Family, config: ModelConfig) -> bool:
-    """Whether a tensor is known to change nothing; a group named `beyond` matches only layers past the last."""
+    """Whether a tensor is known to change nothing; a group named `beyond` matches only layers past the
+    last."""
     found = next((m for pattern in family.ignored if (m := re.fullmatch(pattern, name))), None)
     if found is None:
         return False

@@ -125,7 +125,8 @@ def read_specs(path: str | Path) -> Decoder:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `duetto.json` says: sizes of files in bytes, and which parameters are records of several arrays."""
+    """What `duetto.json` says: sizes of files in bytes, and which parameters are records of several
+    arrays."""
 
     files: Mapping[str, int]
     records: Mapping[str, Mapping[str, Any]]

@@ -76,7 +76,8 @@ class Recipe:
 
 
 def matrices(tree: Any) -> Any:
-    """Which axes of a leaf a product sums over and which it yields; None for the embedding, gains and biases."""
+    """Which axes of a leaf a product sums over and which it yields; None for the embedding, gains and
+    biases."""
     from optax.contrib import MuonDimensionNumbers as Axes
 
     def axes(path: tuple, leaf: Any) -> Any:
@@ -151,7 +152,8 @@ def make_step(recipe: Recipe, teacher: Teacher | None) -> Callable:
 
 
 def start(recipe: Recipe, params: Any) -> tuple:
-    """Parameters, random unless given, and optimizer moments before the first step, which may destroy them."""
+    """Parameters, random unless given, and optimizer moments before the first step, which may destroy
+    them."""
     if params is None:
         params = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
     params = jax.tree.map(jnp.copy, params)

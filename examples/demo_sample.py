@@ -63,7 +63,8 @@ def parses(line: str) -> bool:
 def definitions(
     model: tuple[ModelConfig, Decoder], tokenizer: Tokenizer, prompt: str, count: int, seed: int = 0
 ) -> list[str]:
-    """`count` sampled first lines after a prompt that ends in `def`, at temperature 1: the rest of each line."""
+    """`count` sampled first lines after a prompt that ends in `def`, at temperature 1: the rest of each
+    line."""
     texts = complete(model, tokenizer, [prompt] * count, 32, temperature=1.0, seed=seed)
     space = prompt[len(prompt.rstrip(" ")) :]
     return [space + text.split("\n", 1)[0] for text in texts]

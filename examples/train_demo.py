@@ -33,7 +33,8 @@ CUT = 0.02  # share of words cut from the space before them
 
 
 def phases(steps: int) -> tuple[Phase, ...]:
-    """Short windows are cheap: three quarters of the steps read 128 tokens, a fifth 256, the last ones 1024."""
+    """Short windows are cheap: three quarters of the steps read 128 tokens, a fifth 256, the last ones
+    1024."""
     middle, long = steps // 5, steps // 20
     short = Phase(steps - middle - long, batch=16, context=128)
     return short, Phase(middle, batch=8, context=256), Phase(long, batch=2, context=CONTEXT)

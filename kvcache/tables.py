@@ -40,7 +40,8 @@ class PageTables:
         return max(1 - pool.free / pool.pages for pool in self.pools)
 
     def find(self, names: Sequence[bytes]) -> Tables:
-        """Pages of the longest prefix that is here: all of it, or what its window sees. Nothing is taken yet."""
+        """Pages of the longest prefix that is here: all of it, or what its window sees. Nothing is taken
+        yet."""
         here = [[pool.find(name) for name in names] for pool in self.pools]
         count = len(names)
         while (gap := min(self._gap(g, found, count) for g, found in enumerate(here))) < count:

@@ -1,4 +1,5 @@
-"""What a decoder is before it has weights: sizes and kinds. Frozen and hashable, so it is static under jit."""
+"""What a decoder is before it has weights: sizes and kinds. Frozen and hashable, so it is static under
+jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -61,7 +62,8 @@ class GroupedQuery:
 
     @property
     def cached_by(self) -> str | None:
-        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with it."""
+        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with
+        it."""
         return "k"
 
     @property

@@ -81,7 +81,8 @@ class Static(Model):
 
 
 class Continuous(Model):
-    """The manager's thread takes requests of different lengths; the queue holds all of them from the start."""
+    """The manager's thread takes requests of different lengths; the queue holds all of them from the
+    start."""
 
     def __init__(self, folder: Path, dtype: str, setting: Setting):
         super().__init__(folder, dtype, setting)

@@ -1,4 +1,5 @@
-"""What families that are shaped like Llama have in common: names of tensors, and pieces of the configuration."""
+"""What families that are shaped like Llama have in common: names of tensors, and pieces of the
+configuration."""
 
 from typing import Any
 
@@ -67,7 +68,8 @@ LLAMA = OUTSIDE | NORMS | ATTENTION | FFN
 def grouped_query(
     raw: fields.Raw, rope: Rope, size: int, kv_heads: int | None = None, **kinds: Any
 ) -> GroupedQuery:
-    """Attention with heads of `size`; `num_key_value_heads` is `kv_heads` if absent, and all heads if null."""
+    """Attention with heads of `size`; `num_key_value_heads` is `kv_heads` if absent, and all heads if
+    null."""
     heads = fields.integer(raw, "num_attention_heads")
     found = fields.nullable(fields.integer, raw, "num_key_value_heads", kv_heads) or heads
     if heads % found:
@@ -115,7 +117,8 @@ def decoder(
     tied: bool = False,
     **more: Any,
 ) -> ModelConfig:
-    """A model of these layers; the rest has defaults for `max_position_embeddings` and `tie_word_embeddings`."""
+    """A model of these layers; the rest has defaults for `max_position_embeddings` and
+    `tie_word_embeddings`."""
     return ModelConfig(
         vocab_size=fields.integer(raw, "vocab_size"),
         hidden_size=fields.integer(raw, "hidden_size"),

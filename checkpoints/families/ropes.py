@@ -99,7 +99,8 @@ def yarn(plain: Rope, found: Raw, length: int) -> Rope:
 
 
 def yarn_scale(found: Raw, factor: float) -> float:
-    """Of cosine and sine: with both of DeepSeek's fields their quotient, which leaves the rest to the scores."""
+    """Of cosine and sine: with both of DeepSeek's fields their quotient, which leaves the rest to the
+    scores."""
     if found.get("mscale") and found.get("mscale_all_dim"):
         return weighted(found, factor, "mscale") / weighted(found, factor, "mscale_all_dim")
     return magnitude(factor, 1.0)

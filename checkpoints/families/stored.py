@@ -51,7 +51,8 @@ class Stored:
         return next((i for i, g in enumerate(self.axes.split(",")) if "[" in g or "<" in g), 0)
 
     def sizes(self, shape: Shape) -> list[int]:
-        """The sizes of the stored axes as far as this parameter fills them, from the shape of our parameter."""
+        """The sizes of the stored axes as far as this parameter fills them, from the shape of our
+        parameter."""
         sizes = dict(zip(self.ours, shape, strict=True))
         return [math.prod(sizes[letter] for letter in group) for group in self.groups]
 

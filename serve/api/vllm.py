@@ -33,7 +33,8 @@ NEUTRAL: Table = {
 
 
 def check_all(**given: Any) -> None:
-    """Raise ValueError for an argument of vLLM's, or one of a list of them, that asks for what is not here."""
+    """Raise ValueError for an argument of vLLM's, or one of a list of them, that asks for what is not
+    here."""
     for name, value in given.items():
         for one in value if isinstance(value, (list, tuple)) and value else [value]:
             check_neutral(name, one, NEUTRAL)

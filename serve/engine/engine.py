@@ -345,7 +345,8 @@ def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
 
 
 def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -> None:
-    """Column i of a row's scores is the prompt's token start + i + 1; a row may repeat one that was scored."""
+    """Column i of a row's scores is the prompt's token start + i + 1; a row may repeat one that was
+    scored."""
     if request.params.prompt_logprobs is None or output.prompt is None:
         return
     fields = [np.asarray(x)[row] for x in score_fields(output.prompt)]

@@ -39,7 +39,8 @@ class Speculation:
         return rows > 0 and (self.controller is None or self.controller.asks(self._size(rows)))
 
     def guess(self, works: Sequence[Work]) -> list[list[int]]:
-        """Guesses for each row of a step; none for one that feeds what it had generated before a preemption."""
+        """Guesses for each row of a step; none for one that feeds what it had generated before a
+        preemption."""
         guesses = [self._guess(work) for work in works]
         k = self._chosen([len(g) for g in guesses])
         return [g[:k] for g in guesses]

@@ -30,7 +30,8 @@ class ScoreLog:
 
 @dataclass
 class Clock:
-    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall clock."""
+    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
+    clock."""
 
     arrival: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)

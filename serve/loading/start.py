@@ -155,7 +155,8 @@ def read_folder(
 def random_folder(
     path: Path, dtype: Any, where: Any, quantization: str | None = None
 ) -> tuple[ModelConfig, Decoder]:
-    """The model of a folder's `config.json` with random weights, the same at each start; "auto" is bfloat16."""
+    """The model of a folder's `config.json` with random weights, the same at each start; "auto" is
+    bfloat16."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     config = read_config(path)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)

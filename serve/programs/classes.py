@@ -41,7 +41,8 @@ class Classes:
 
 
 class Written(NamedTuple):
-    """A digest of a sequence's keys and values, and log-probabilities of samples by the tokens before them."""
+    """A digest of a sequence's keys and values, and log-probabilities of samples by the tokens before
+    them."""
 
     digest: bytes
     scores: dict[int, bytes]
@@ -94,7 +95,8 @@ class Probe:
         return Written(self._digests(pages[None], tokens)[0], scores)
 
     def agrees(self, shape: Shape, canonical: Shape) -> bool:
-        """Whether a full prefill writes what the canonical one does, for as many texts as it takes to tell."""
+        """Whether a full prefill writes what the canonical one does, for as many texts as it takes to
+        tell."""
         if shape == canonical:
             return True
         tokens = min(shape.area, self.tokens)
@@ -164,7 +166,8 @@ class Probe:
 
 
 def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:
-    """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its own."""
+    """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its
+    own."""
     found = [hashlib.blake2b(digest_size=16) for _ in pages]
     for pool in jax.tree.leaves(cache):
         K, _, _, H = pool.shape
@@ -206,7 +209,8 @@ def fingerprint(params: Any) -> str:
 
 
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
-    """Compare every shape with the canonical one of its phase; the cache and the slots are used as scratch."""
+    """Compare every shape with the canonical one of its phase; the cache and the slots are used as
+    scratch."""
     shapes = sorted(programs.steps)
     prefills = [s for s in shapes if s.phase == "prefill"]
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))

@@ -1,4 +1,5 @@
-"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
+"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are
+called."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

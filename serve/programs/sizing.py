@@ -1,4 +1,5 @@
-"""How much fits: an engine's sizes from the model, the options and the memory, before anything is allocated."""
+"""How much fits: an engine's sizes from the model, the options and the memory, before anything is
+allocated."""
 
 import math
 import os

@@ -245,7 +245,8 @@ def step(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """Rows of one prompt, which see those before them, or of several; samples after those that end a prompt."""
+    """Rows of one prompt, which see those before them, or of several; samples after those that end a
+    prompt."""
     return step(params, cache, slots, batch, config=config)
 
 

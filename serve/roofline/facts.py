@@ -83,7 +83,8 @@ def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int 
 
 
 def moved(instructions: Iterable[Instruction]) -> tuple[Moved, ...]:
-    """Copies, transposes, slices and gathers that write BIG bytes of main memory and more, the largest first."""
+    """Copies, transposes, slices and gathers that write BIG bytes of main memory and more, the largest
+    first."""
     counts = Counter(
         (re.sub(r"[.\d]+$", "", x.name), label(x.kind))
         for x in instructions

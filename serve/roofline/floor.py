@@ -90,7 +90,8 @@ def starts(shape: Shape, context: int) -> np.ndarray:
 
 
 def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: int) -> tuple[Pool, ...]:
-    """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their devices."""
+    """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their
+    devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 

@@ -328,7 +328,8 @@ def held(kind: str) -> int:
 
 
 def result(x: Instruction, operands: Sequence[str]) -> str:
-    """The type of what an instruction gives; the start of an asynchronous one names its operands before it."""
+    """The type of what an instruction gives; the start of an asynchronous one names its operands before
+    it."""
     kinds = buffers(x.kind)
     started = x.operation.endswith("-start") and len(kinds) > len(operands)
     return ", ".join(kinds[len(operands) : 2 * len(operands)]) if started else x.kind

@@ -25,7 +25,8 @@ from .guessers import Asked, Guesser
 
 @dataclass(frozen=True)
 class TreePhases:
-    """Phases of a pair whose guesses are a tree; a token below zero in a batch of `verify` opens its depth."""
+    """Phases of a pair whose guesses are a tree; a token below zero in a batch of `verify` opens its
+    depth."""
 
     config: PairConfig
     guesser: Guesser

@@ -17,7 +17,8 @@ MARK = "\ue000end of the text to continue\ue000"  # of private-use characters, w
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that cannot be rendered: malformed messages, no template, or the template refused them."""
+    """A conversation that cannot be rendered: malformed messages, no template, or the template refused
+    them."""
 
 
 def apply_chat(

@@ -68,7 +68,8 @@ class Detokenizer:
         return self._give("".join(pieces))
 
     def finish(self) -> str:
-        """No further token comes: returns the text that was held back. Nothing is left after a stop string."""
+        """No further token comes: returns the text that was held back. Nothing is left after a stop
+        string."""
         if self.stop_hit is not None:
             return ""
         held = "" if self._include else self._held
@@ -97,7 +98,8 @@ class Detokenizer:
 
 
 def first_match(text: str, stops: Sequence[str], floor: int) -> tuple[int, int] | None:
-    """Start and end of the stop string that ends first beyond `floor`; of those ending together the longest."""
+    """Start and end of the stop string that ends first beyond `floor`; of those ending together the
+    longest."""
     found = []
     for stop in stops:
         start = text.find(stop, max(0, floor - len(stop) + 1))

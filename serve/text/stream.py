@@ -40,7 +40,8 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class ByteLevelStream:
-    """Every token is bytes; their concatenation is UTF-8, ill-formed parts replaced (GPT-2, Llama 3, Qwen)."""
+    """Every token is bytes; their concatenation is UTF-8, ill-formed parts replaced (GPT-2, Llama 3,
+    Qwen)."""
 
     pending = ""
 
@@ -56,7 +57,8 @@ class ByteLevelStream:
 
 
 def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """The bytes of a byte-level token; an added token with a character outside the alphabet is its own UTF-8."""
+    """The bytes of a byte-level token; an added token with a character outside the alphabet is its own
+    UTF-8."""
     try:
         return bytes([alphabet[c] for c in token])
     except KeyError:

@@ -8,7 +8,8 @@ NAMES = [b"%d" % i for i in range(8)]
 
 
 def mixed(pages: int = 16) -> PageTables:
-    """Pages of 4 tokens; one group sees everything, the other the last 6; a step computes 8 tokens at most."""
+    """Pages of 4 tokens; one group sees everything, the other the last 6; a step computes 8 tokens at
+    most."""
     return PageTables((None, 6), (pages, 8), page_size=4, work=8)
 
 

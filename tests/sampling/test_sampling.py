@@ -241,7 +241,8 @@ def bits(s: Sampled, row: int, wanted: bool) -> list[bytes]:
 
 @pytest.mark.parametrize("V", [12, 515])
 def test_neighbours_never_matter(V):
-    """Each kind of request alone, beside all the others, beside dead rows, at another width: the same bits."""
+    """Each kind of request alone, beside all the others, beside dead rows, at another width: the same
+    bits."""
     requests = list(features().values())
     n = len(requests)
     state, rng = empty_state(n, V), np.random.default_rng(2)
@@ -267,7 +268,8 @@ def assert_equal_trees(a: Any, b: Any) -> None:
 
 
 def test_features_that_are_off_change_no_bit():
-    """Edits and narrowings are identities on rows that do not use them, also when another row makes them run."""
+    """Edits and narrowings are identities on rows that do not use them, also when another row makes them
+    run."""
     everything = CASES["all"]
     state = enter(enter(empty_state(2, 12), 0, everything), 1, Request(SamplingParams()))
     slot = jnp.array([0, 1], jnp.int32)

@@ -1,4 +1,5 @@
-"""The parts of the sampler that work on whole arrays: kept tokens, scores, argmax, sums, and a step's cost."""
+"""The parts of the sampler that work on whole arrays: kept tokens, scores, argmax, sums, and a step's
+cost."""
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,8 @@ def test_argmax_is_the_first_of_the_largest(V):
 
 
 def test_greedy_pays_for_an_argmax_and_the_state_is_updated_in_place():
-    """Outside of the branches nothing of the logits' size is computed; the donated state is wholly aliased."""
+    """Outside of the branches nothing of the logits' size is computed; the donated state is wholly
+    aliased."""
     B, V = 8, 4096
     state, slot = empty_state(B, V), jnp.arange(B, dtype=jnp.int32)
     args = jnp.zeros((B, V)), slot, slot, slot >= 0, state

@@ -39,7 +39,8 @@ PATH = os.environ | {"PYTHONPATH": str(ROOT / "src")}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, tiny) -> Path:
-    """A Hugging Face folder of a small random model, in bfloat16, with the demo's tokenizer files beside it."""
+    """A Hugging Face folder of a small random model, in bfloat16, with the demo's tokenizer files beside
+    it."""
     folder = tmp_path_factory.mktemp("model") / "hub"
     huggingface.save(folder, tiny.config, tiny.params, "bfloat16")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -1,4 +1,5 @@
-"""The scheduler and the page pool under the real engine, over a device that keeps its pages in a dictionary."""
+"""The scheduler and the page pool under the real engine, over a device that keeps its pages in a
+dictionary."""
 
 import heapq
 import sys
@@ -532,7 +533,8 @@ class Serving(RuleBasedStateMachine):
             self._check_order(left, seated)
 
     def _check_order(self, left: list[Request], seated: dict[Request, tuple[int, int]]) -> None:
-        """Whoever is first in line goes on, and nobody is admitted before another who waits in front of him."""
+        """Whoever is first in line goes on, and nobody is admitted before another who waits in front of
+        him."""
         if left and left[0] in seated:
             first = left[0]
             verified = any(work.request is first for ran in self.engine._flight for work in ran.rows)

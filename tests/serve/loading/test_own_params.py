@@ -1,4 +1,5 @@
-"""Parameters that are at hand: served without a copy, and taken from a Flax NNX model or any nested mapping."""
+"""Parameters that are at hand: served without a copy, and taken from a Flax NNX model or any nested
+mapping."""
 
 import importlib.util
 from pathlib import Path

@@ -33,7 +33,8 @@ class Device:
         self.length = 0
 
     def run(self, program, tokens, count=None):
-        """Feed tokens after those that were fed before; gives the emitted tokens and their log-probabilities."""
+        """Feed tokens after those that were fed before; gives the emitted tokens and their
+        log-probabilities."""
         batch = Batch(
             tokens=jnp.array([tokens, [0] * len(tokens)], jnp.int32),
             start=jnp.array([self.length, 0], jnp.int32),
@@ -105,7 +106,8 @@ def test_several_steps_in_one_dispatch(tiny, params):
 
 
 def test_decode_replays_the_tokens_it_is_given(tiny):
-    """As for a preempted request: known tokens are fed, nothing is emitted for them, then sampling goes on."""
+    """As for a preempted request: known tokens are fed, nothing is emitted for them, then sampling goes
+    on."""
     want = plain(tiny, SEEDED, 8)
     device = Device(tiny, SEEDED)
     knobs = knobs_row(

@@ -1,4 +1,5 @@
-"""Rejection, end to end on the device: whole steps of every guide leave the target's distribution as it is."""
+"""Rejection, end to end on the device: whole steps of every guide leave the target's distribution as it
+is."""
 
 import itertools
 from dataclasses import replace

@@ -42,7 +42,8 @@ def corpus() -> list[str]:
 
 
 def train(kind: str, fallback: bool, rule: str, **options) -> bytes:
-    """A small model with llama's normalisation ("identity", all spaces kept) or SentencePiece's own default."""
+    """A small model with llama's normalisation ("identity", all spaces kept) or SentencePiece's own
+    default."""
     made = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus()),
@@ -131,7 +132,8 @@ def test_every_piece_decodes_as_in_the_library(tmp_path):
 
 
 def test_special_tokens_split_a_text_and_only_its_beginning_gets_a_space(tmp_path):
-    """As transformers 5 does it; with `legacy` every part is encoded as a text of its own, as it was before."""
+    """As transformers 5 does it; with `legacy` every part is encoded as a text of its own, as it was
+    before."""
     kind = ("bpe", True, "identity")
     ours, theirs = both(tmp_path, kind)
     inst, bos = theirs.piece_to_id("[INST]"), theirs.bos_id()
