@@ -17,7 +17,7 @@ LINKED = re.compile(r"\]\(([^)\s#:]+)(?:#[\w-]+)?\)")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_names_in_a_document_are_there(document: Path):
     text = document.read_text()
-    for path, name in NAMED.findall(text):
+    for path, name in NAMED.findall(text.replace("NAME.py", "")):
         file = next((file for folder in places(document) if (file := folder / path).exists()), None)
         assert file, f"`{path}` is not there"
         assert not name or re.search(rf"^\s*(async )?(def|class) {name}\b", file.read_text(), re.MULTILINE), (
