@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test coverage bench docs lint format clean
+.PHONY: demo test coverage bench docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -28,6 +28,10 @@ bench: $(VENV)/demo.stamp
 # The documentation as a site in build/site; signatures are laid out by ruff, which is looked for on the path.
 docs: $(VENV)/docs.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
+
+# Runs the notebooks and stores them with their outputs.
+notebooks: $(VENV)/test.stamp
+	$(BIN)/python notebooks/store.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
