@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test coverage bench docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -24,6 +24,14 @@ coverage: $(VENV)/test.stamp
 # Flags go into BENCH, as in `make bench BENCH="--quick"`.
 bench: $(VENV)/demo.stamp
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# The documentation as a site in build/site; signatures are laid out by ruff, which is looked for on the path.
+docs: $(VENV)/docs.stamp
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
+
+# Runs the notebooks and stores them with their outputs.
+notebooks: $(VENV)/test.stamp
+	$(BIN)/python notebooks/store.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
@@ -44,6 +52,11 @@ $(VENV)/demo.stamp: pyproject.toml
 $(VENV)/test.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $(VENV)/demo.stamp $@
+
+$(VENV)/docs.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $(VENV)/demo.stamp $@
 
 clean:

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import OURS
 from benchmarks.harness import Row
 
 PANELS = {  # part -> title, and what is on the vertical axis
@@ -26,10 +27,18 @@ def plot(rows: Sequence[Row], title: str, file: Path) -> None:
     for axis, (part, name) in zip(axes.flat, PANELS.items(), strict=True):
         bars(axis, [row for row in rows if row.part == part and shown(row)], engines)
         axis.set_title(name, loc="left")
-    handles = [axes[0, 0].bar([0], [0], color=f"C{i}", label=name) for i, name in enumerate(engines)]
+    handles = [axes[0, 0].bar([0], [0], color=colour(name, engines), label=name) for name in engines]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     figure.savefig(file, metadata={"Date": None})
+
+
+def colour(engine: str, engines: Sequence[str]) -> str:
+    """Ours in colours, the others in greys, so that ours are found at once."""
+    own = engine.startswith(OURS)
+    alike = [name for name in engines if name.startswith(OURS) == own]
+    place = alike.index(engine)
+    return f"C{place}" if own else str(0.35 + 0.5 * place / max(len(alike) - 1, 1))
 
 
 def shown(row: Row) -> bool:
@@ -41,8 +50,8 @@ def bars(axis: Any, rows: Sequence[Row], engines: Sequence[str]) -> None:
     groups = list(dict.fromkeys(row.what for row in rows))
     width = 0.8 / max(len(engines), 1)
     for row in rows:
-        i = engines.index(row.engine)
-        axis.bar(groups.index(row.what) + (i + 0.5) * width - 0.4, row.median, width, color=f"C{i}")
+        at = groups.index(row.what) + (engines.index(row.engine) + 0.5) * width - 0.4
+        axis.bar(at, row.median, width, color=colour(row.engine, engines))
     axis.set_xticks(
         range(len(groups)), [what.removesuffix(", TTFT p99").replace(", ", "\n") for what in groups]
     )

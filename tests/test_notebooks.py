@@ -1,12 +1,16 @@
-"""The notebooks run from the first cell to the last, and open in Colab."""
+"""The notebooks are stored with outputs of their own sources, run from the first cell to the last, and open in Colab."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from notebooks.store import code_cells, digest, run
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation"]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
+MOST_BYTES = 300_000
 
 
 def read(name: str):
@@ -15,29 +19,41 @@ def read(name: str):
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
+def shown(cell: Any) -> set[str]:
+    """The kinds of a cell's outputs; what it says on standard error is none."""
+    outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return {kind for output in outputs for kind in output.get("data", ("text",))}
+
+
 def test_all_notebooks_are_listed():
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NOTEBOOKS
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_is_clean(name):
+def test_notebook_is_stored_with_the_outputs_of_its_sources(name):
     notebook = read(name)
     assert notebook.metadata.kernelspec.name == "python3"
     assert f"{COLAB}/{name}.ipynb" in notebook.cells[0].source
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = code_cells(notebook)
     assert "pip install" in code[0].source and "git+https://github.com/duetto-ai/duetto" in code[0].source
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert notebook.metadata.stored_for == digest(notebook), f"run `python notebooks/store.py {name}`"
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs and all(
+        output.output_type != "error" and output.get("name") != "stderr" for output in outputs
+    )
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Jupyter's own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs(name):
-    from nbclient import NotebookClient
-
     notebook = read(name)
-    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(FOLDER)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    stored = [shown(cell) for cell in code_cells(notebook)]
+    run(notebook)
+    assert [shown(cell) for cell in code_cells(notebook)] == stored
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     told = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stderr")
     assert [line for line in told.splitlines() if line and not line.startswith("duetto: ")] == []
