@@ -1,4 +1,4 @@
-"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are called."""
+"""The closed table of shapes: programs are compiled ahead of time, and only compiled ones are called."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jaxtyping import Int
 
 from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
@@ -44,14 +45,15 @@ def like(tree: Any) -> Any:
 
 
 def empty_state(config: PairConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
-    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some devices."""
+    """A cache and slots that nobody has used; some devices store a pool's numbers as another type."""
     cache = empty_cache(config.layers, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return cache, empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
-    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too, ask for them."""
+    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too,
+    ask for them."""
 
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -109,7 +111,8 @@ def compiling(count: int) -> str:
 
 
 class Programs:
-    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of them start from."""
+    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of
+    them start from."""
 
     def __init__(self, phases: Phases, params: Params, sizes: Sizes, shapes: Iterable[Shape]):
         started = time.perf_counter()
@@ -173,10 +176,14 @@ class Programs:
         )
 
 
-Ints = np.ndarray | list[int]
-
-
-def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Sequence[Ints], slot: int) -> None:
+def fill(
+    batch: Batch,
+    row: int,
+    tokens: Int[np.ndarray, " T"] | list[int],
+    start: int,
+    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
+    slot: int,
+) -> None:
     """Write one row of a host batch; `pages` has the row's own for each window."""
     batch.tokens[row, : len(tokens)] = tokens
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot

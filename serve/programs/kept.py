@@ -1,9 +1,11 @@
-"""Compiled programs on disk that are found without tracing: a second start neither traces, lowers nor compiles them.
+"""Compiled programs on disk that are found without tracing: a second start neither traces, lowers nor
+compiles them.
 
-jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model. The key here is what
-a program follows from: this package's source, the versions, the device, the flags, and the arguments' shapes. The files lie in a
-folder of jax's cache (`jax_compilation_cache_dir`) and may be deleted at any time. A program is read by `pickle`, as jax writes it, but
-only after `store` has found that nobody else can have written it.
+jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model.
+The key here is what a program follows from: this package's source, the versions, the device, the flags, and
+the arguments' shapes. The files lie in a folder of jax's cache (`jax_compilation_cache_dir`) and may be
+deleted at any time. A program is read by `pickle`, as jax writes it, but only after `store` has found that
+nobody else can have written it.
 """
 
 import hashlib
@@ -18,6 +20,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import jax
@@ -43,7 +46,8 @@ def folder() -> Path | None:
 
 
 def key(phases: Phases, phase: str, arguments: Any) -> str | None:
-    """What the program of a phase with these abstract arguments is kept under; None on several devices, whose order matters."""
+    """What the program of a phase with these abstract arguments is kept under; None on several devices, whose
+    order matters."""
     leaves, structure = jax.tree.flatten(arguments)
     devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
     if len(devices) > 1:
@@ -93,8 +97,8 @@ def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
     return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
 
 
-def read(key: str | None, kind: type[T]) -> T | None:
-    """The record of a type that is kept under a key, or None."""
+def read(key: str | None, kind: type[T] | GenericAlias) -> T | None:
+    """The record of a type, such as dict[str, bytes], that is kept under a key, or None."""
     content = read_bytes(key)
     try:
         return msgspec.msgpack.decode(content, type=kind) if content else None
@@ -136,8 +140,8 @@ def load(key: str | None, device: Any) -> Any:
 def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile a program, and keep it where the device's programs can be.
 
-    On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a damaged file it is
-    compiled once more.
+    On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a
+    damaged file it is compiled once more.
     """
     compiled, known = found(lowered)
     if known and read_bytes(key) == b"":

@@ -1,7 +1,8 @@
-"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are in `speculation`."""
+"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are
+in `speculation`."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ...kvcache.pages import Batch, KVCache
 from ...model.config import ModelConfig
@@ -14,8 +15,10 @@ from .step import Output, Slots
 Result = tuple[KVCache, Slots, Output]
 
 
+@runtime_checkable
 class Phases(Protocol):
-    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are found by it."""
+    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are
+    found by it."""
 
     @property
     def config(self) -> PairConfig: ...
@@ -29,7 +32,8 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's guesses."""
+    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's
+    guesses."""
 
     target: ModelConfig
     acceptance: str = "coupled"

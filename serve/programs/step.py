@@ -1,6 +1,8 @@
-"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T] shapes.
+"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T]
+shapes.
 
-Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows share a batch.
+Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows
+share a batch.
 """
 
 from dataclasses import replace
@@ -9,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...kvcache.pages import Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
@@ -27,7 +29,8 @@ FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer ha
 
 @pytree
 class Slots:
-    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of capacity."""
+    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of
+    capacity."""
 
     last: Any  # int32 [C], the last token sampled
     live: Any  # bool [C], False once a stop token or the end was reached
@@ -50,7 +53,7 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,Q] (token -1 where none was emitted) and prompt scores [B,T] or None."""
+    """What a step tells the host: samples [B,steps], token -1 where none, and prompt scores [B,T] or None."""
 
     sampled: Sampled
     prompt: Scores | None
@@ -59,7 +62,8 @@ class Output:
 def empty_slots(
     capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
 ) -> Slots:
-    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in SamplingState."""
+    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in
+    SamplingState."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -75,7 +79,7 @@ def empty_slots(
     )
 
 
-def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
+def seat(slots: Slots, slot: Int[Array, ""], new: Seat) -> Slots:
     """Give a slot to a request."""
     return replace(
         slots,
@@ -89,17 +93,21 @@ def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
 
 
 def awake(slots: Slots, batch: Batch) -> Batch:
-    """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the slot's last."""
+    """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
 
 
 def emit(
-    slots: Slots, batch: Batch, token: Array, hidden: Array, position: Array, wanted: Bool[Array, " B"]
-) -> tuple[Slots, Array]:
-    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the token, -1 where not
-    wanted."""
+    slots: Slots,
+    batch: Batch,
+    token: Int[Array, " B"],
+    hidden: Float[Array, "B D"],
+    position: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+) -> tuple[Slots, Int[Array, " B"]]:
+    """Record the token sampled from `hidden` for each row that wants one; -1 where not wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = jnp.where(wanted, batch.slot, slots.live.shape[0])
@@ -129,13 +137,14 @@ def sample_last(
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
 
 
-def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "R D"]:
+def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
     """The rows, and zeros below them."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
-    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1 where it did not run."""
+    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1
+    where it did not run."""
     _, first = jax.eval_shape(one, jnp.int32(0), state)
     nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), -1, s.dtype), first)
 
@@ -144,14 +153,14 @@ def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
         state, new = one(i, state)
         return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), found, new)
 
-    def unfinished(carry: Any) -> Array:
+    def unfinished(carry: Any) -> Bool[Array, ""]:
         return (carry[0] < T) & more(*carry[:2])
 
     _, state, found = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, nothing))
     return state, found
 
 
-def column(x: Array, i: Array) -> Array:
+def column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B *rest"]:
     return jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
 
 
@@ -165,11 +174,14 @@ def accept(
 ) -> tuple[Slots, Sampled]:
     """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
 
-    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not drawn.
+    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not
+    drawn.
     """
     T = batch.tokens.shape[1]
 
-    def one(i: Array, state: tuple[Slots, Array]) -> tuple[tuple[Slots, Array], Sampled]:
+    def one(
+        i: Int[Array, ""], state: tuple[Slots, Bool[Array, " B"]]
+    ) -> tuple[tuple[Slots, Bool[Array, " B"]], Sampled]:
         slots, wanted = state
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
         probs = None if offers is None else column(offers, after)[:, None]
@@ -195,7 +207,7 @@ def score_prompt(
     B, T = hidden.shape[:2]
     tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
 
-    def tiles(x: Array) -> Array:
+    def tiles(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "tiles tile *rest"]:
         return x.reshape(B * T // tile, tile, *x.shape[2:])
 
     scored = jax.lax.map(
@@ -207,7 +219,8 @@ def score_prompt(
 def prompt_scores(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> Scores:
-    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row wants them."""
+    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row
+    wants them."""
     following = jnp.roll(batch.tokens, -1, axis=1)
     work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
@@ -236,16 +249,16 @@ def step(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """Rows of one prompt, which see those before them, or of several; samples after those that end a prompt."""
+    """Rows of one prompt, which see those before them, or of several; samples after those that end one."""
     return step(params, cache, slots, batch, config=config)
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are decode's."""
+    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, with its bits."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
-    def each(x: Array) -> Array:
+    def each(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
         return jnp.repeat(x, T, axis=0)
 
     return Batch(
@@ -260,10 +273,12 @@ def rows_of_one(batch: Batch) -> Batch:
 def verify(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
 ):
-    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its guess.
+    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its
+    guess.
 
-    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant verification,
-    Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything reads them.
+    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant
+    verification, Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything
+    reads them.
     """
     return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
 
@@ -273,7 +288,7 @@ def judge(
     cache: KVCache,
     slots: Slots,
     batch: Batch,
-    offers: Any,
+    offers: Float[Array, "B T V"] | None,
     *,
     config: ModelConfig,
     rule: Rule,
@@ -289,19 +304,20 @@ def judge(
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
     """T steps of one token a row, each fed with the token before it; `count` of a row says how many it takes.
 
-    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had generated.
+    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had
+    generated.
     """
     T = batch.tokens.shape[1]
     if T == 1:
         return step(params, cache, slots, batch, config=config)
 
-    def one(i: Array, state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
+    def one(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
         count = (i < batch.count).astype(jnp.int32)
         single = replace(batch, tokens=column(batch.tokens, i)[:, None], start=batch.start + i, count=count)
         cache, slots, out = step(params, *state, single, config=config)
         return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
 
-    def more(i: Array, state: tuple[KVCache, Slots]) -> Array:
+    def more(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> Bool[Array, ""]:
         return jnp.any((i < batch.count) & state[1].live[batch.slot])
 
     (cache, slots), sampled = in_turn(T, more, one, (cache, slots))
