@@ -79,8 +79,8 @@ def empty_slots(
     )
 
 
-def seat(slots: Slots, slot: Int[Array, ""], new: Seat) -> Slots:
-    """Give a slot to a request."""
+def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
+    """Give a slot to a request, or several to as many."""
     return replace(
         slots,
         last=slots.last.at[slot].set(-1),

@@ -1,15 +1,18 @@
-"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot change a result."""
+"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot
+change a result."""
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..options.speculation import SpeculativeConfig
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 
+@runtime_checkable
 class Drafter(Protocol):
-    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what they are."""
+    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what
+    they are."""
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
         """A request enters with its prompt."""
@@ -24,7 +27,8 @@ class Drafter(Protocol):
         ...
 
     def end(self, request: Hashable) -> None:
-        """It finished or was aborted: what was kept for it goes, and other requests may learn from its output."""
+        """It finished or was aborted: what was kept for it goes, and other requests may learn from its
+        output."""
         ...
 
 

@@ -1,14 +1,14 @@
 """Guesses that branch: a tree of tokens of each row, verified in one pass, of which one path is kept.
 
-A batch has a column for each depth of the tree; its nodes exist on the device only (SpecInfer, Miao et al., arXiv 2305.09781, with
-a static tree as Medusa's, arXiv 2401.10774).
+A batch has a column for each depth of the tree; its nodes exist on the device only (SpecInfer, Miao et al.,
+arXiv 2305.09781, with a static tree as Medusa's, arXiv 2401.10774).
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ...kvcache.branches import Branches, branches, branching, keep
 from ...kvcache.pages import Batch, KVCache, positions
@@ -25,7 +25,7 @@ from .guessers import Asked, Guesser
 
 @dataclass(frozen=True)
 class TreePhases:
-    """Phases of a pair whose guesses are a tree; a token below zero in a batch of `verify` opens its depth."""
+    """Phases of a pair whose guesses are a tree; a token below zero in `verify`'s batch opens its depth."""
 
     config: PairConfig
     guesser: Guesser
@@ -59,7 +59,7 @@ class TreePhases:
         B, n = tokens.shape
         depths = jnp.asarray(self.tree.depths)[None]
 
-        def each(x: Array) -> Array:
+        def each(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
             return jnp.repeat(x, n, axis=0)
 
         rows = Batch(
@@ -84,14 +84,14 @@ class TreePhases:
         tokens: Int[Array, "B n"],
         hidden: Float[Array, "B n D"],
     ) -> tuple[Slots, Sampled, Int[Array, "B T"], Int[Array, " B"]]:
-        """Sample from the root down as long as a sample is among the guesses that follow; the nodes that were visited, and
-        how many."""
+        """Sample from the root down as long as a sample is among the guesses that follow; the nodes that were
+        visited, and how many."""
         B, n, D = hidden.shape
         T, rows, rule = self.tree.depth + 1, jnp.arange(B, dtype=jnp.int32), RULES[self.acceptance]
         logits = unembed(params.target, self.config.target, hidden.reshape(B * n, D)).reshape(B, n, -1)
         children = jnp.asarray(self.tree.children)
 
-        def one(i: Array, state: Any) -> tuple[Any, Sampled]:
+        def one(i: Int[Array, ""], state: Any) -> tuple[Any, Sampled]:
             slots, going, node, taken, steps = state
             kids, position = children[node], batch.start + i + 1
             real = (kids >= 0) & (i + 1 < batch.count)[:, None]
