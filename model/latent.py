@@ -75,7 +75,7 @@ def cached_row(
     w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn
 ) -> Float[Array, "B T 1 row"]:
     """What a token leaves in the cache: its latent, and the turned key that all heads share."""
-    down = biased(einsum("btd,dc->btc", x, w.kv_down), w.kv_down_bias)[:, :, None]
+    down = biased(einsum("btd,dz->btz", x, w.kv_down), w.kv_down_bias)[:, :, None]
     latent = rms_norm(down[..., : c.rank], w.kv_norm, c.norm)
     return jnp.concatenate([latent, rotate(down[..., c.rank :], turn, c.rope.interleaved)], axis=-1)
 

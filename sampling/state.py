@@ -25,11 +25,11 @@ EARLY = -1e26  # would end the output before min_tokens
 class SamplingState:
     """Every request's knobs and history, donated through each step; dense rows are read where a knob says."""
 
-    knobs: Knobs  # [B, ...]
-    output_counts: Any  # int32 [B,V], how often each token was generated
-    in_prompt: Any  # bool [B,V]
-    bias: Any  # float32 [B,V]
-    recent: Any  # int32 [B, MAX_BAD_WORD_LENGTH-1], the last generated tokens, -1 before the first
+    knobs: Knobs  # [C,...]
+    output_counts: Any  # int32 [C,V], how often each token was generated
+    in_prompt: Any  # bool [C,V]
+    bias: Any  # float32 [C,V]
+    recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, -1 before the first
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
 
 
@@ -46,8 +46,8 @@ def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS) -> SamplingState:
     )
 
 
-def admit(state: SamplingState, slot: Int[Array, ""], knobs: Knobs) -> SamplingState:
-    """The state with one slot's knobs replaced."""
+def admit(state: SamplingState, slot: Int[Array, "*seats"], knobs: Knobs) -> SamplingState:
+    """The state with the knobs of one slot, or of several, replaced."""
     return replace(state, knobs=jax.tree.map(lambda rows, row: rows.at[slot].set(row), state.knobs, knobs))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from ...kvcache.pages import Batch, KVCache
 from ...model.pair import target_of
@@ -41,16 +42,14 @@ class Classes:
 
 
 class Written(NamedTuple):
-    """A digest of a sequence's keys and values, and log-probabilities of samples by the tokens before
-    them."""
+    """A digest of a sequence's keys and values, and samples' log-probabilities by the tokens before them."""
 
     digest: bytes
     scores: dict[int, bytes]
 
 
 class Probe:
-    """Runs shapes on fixed token sequences in an otherwise idle engine and digests what they write and
-    sample."""
+    """Runs shapes on fixed token sequences in an idle engine and digests what they write and sample."""
 
     def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
         self.programs, self.arguments = programs, arguments
@@ -75,12 +74,11 @@ class Probe:
         self.arguments = replace(self.arguments, cache=cache, slots=slots)
         return jax.tree.map(np.asarray, out)
 
-    def _own(self, pages: np.ndarray) -> list[np.ndarray]:
+    def _own(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
         return [pages] * len(self.programs.sizes.pages)
 
     def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
-        """What a prefill writes of one sequence's first tokens, and its scores wherever the canonical one has
-        some."""
+        """What a prefill writes of a sequence's first tokens, and scores where the canonical one has some."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         scores = {}
         for first in range(0, tokens, shape.area):
@@ -95,8 +93,7 @@ class Probe:
         return Written(self._digests(pages[None], tokens)[0], scores)
 
     def agrees(self, shape: Shape, canonical: Shape) -> bool:
-        """Whether a full prefill writes what the canonical one does, for as many texts as it takes to
-        tell."""
+        """Whether a full prefill writes what the canonical one does, for the texts that it takes to tell."""
         if shape == canonical:
             return True
         tokens = min(shape.area, self.tokens)
@@ -136,7 +133,7 @@ class Probe:
         cache = self.arguments.cache
         return KVCache(cache.k[: self.layers], cache.v[: self.layers])
 
-    def _digests(self, pages: np.ndarray, tokens: int) -> list[bytes]:
+    def _digests(self, pages: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
         return digests(self._cache, pages, tokens)
 
     def _rows(self, shape: Shape) -> int:
@@ -150,7 +147,7 @@ class Probe:
             fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch
 
-    def _pages(self, row: int) -> np.ndarray:
+    def _pages(self, row: int) -> Int[np.ndarray, " M"]:
         return np.arange(row * self.pages, (row + 1) * self.pages, dtype=np.int32)
 
     def write(self, steps: int) -> None:
@@ -165,9 +162,8 @@ class Probe:
         return min(clock.seconds(lambda: self._run(shape, batch), REPEATS))
 
 
-def digests(cache: KVCache, pages: np.ndarray, tokens: int) -> list[bytes]:
-    """A hash of each sequence's keys and values in all layers: its first tokens, in pages [R,M] of its
-    own."""
+def digests(cache: KVCache, pages: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
+    """A hash of each sequence's keys and values in all layers: its first tokens, in pages of its own."""
     found = [hashlib.blake2b(digest_size=16) for _ in pages]
     for pool in jax.tree.leaves(cache):
         K, _, _, H = pool.shape
@@ -209,8 +205,7 @@ def fingerprint(params: Any) -> str:
 
 
 def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
-    """Compare every shape with the canonical one of its phase; the cache and the slots are used as
-    scratch."""
+    """Compare every shape with the canonical one of its phase; cache and slots are used as scratch."""
     shapes = sorted(programs.steps)
     prefills = [s for s in shapes if s.phase == "prefill"]
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))

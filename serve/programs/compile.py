@@ -1,5 +1,4 @@
-"""The closed table of shapes: every program is compiled ahead of time, and only compiled programs are
-called."""
+"""The closed table of shapes: programs are compiled ahead of time, and only compiled ones are called."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jaxtyping import Int
 
 from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
@@ -45,8 +45,7 @@ def like(tree: Any) -> Any:
 
 
 def empty_state(config: PairConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
-    """A cache and slots that nobody has used; a pool's numbers are stored as another type than dtype on some
-    devices."""
+    """A cache and slots that nobody has used; some devices store a pool's numbers as another type."""
     cache = empty_cache(config.layers, sizes.pages, sizes.page_size, stored)
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return cache, empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
@@ -177,10 +176,14 @@ class Programs:
         )
 
 
-Ints = np.ndarray | list[int]
-
-
-def fill(batch: Batch, row: int, tokens: Ints, start: int, pages: Sequence[Ints], slot: int) -> None:
+def fill(
+    batch: Batch,
+    row: int,
+    tokens: Int[np.ndarray, " T"] | list[int],
+    start: int,
+    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
+    slot: int,
+) -> None:
     """Write one row of a host batch; `pages` has the row's own for each window."""
     batch.tokens[row, : len(tokens)] = tokens
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot

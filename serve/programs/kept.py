@@ -20,6 +20,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import jax
@@ -96,8 +97,8 @@ def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
     return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
 
 
-def read(key: str | None, kind: type[T]) -> T | None:
-    """The record of a type that is kept under a key, or None."""
+def read(key: str | None, kind: type[T] | GenericAlias) -> T | None:
+    """The record of a type, such as dict[str, bytes], that is kept under a key, or None."""
     content = read_bytes(key)
     try:
         return msgspec.msgpack.decode(content, type=kind) if content else None

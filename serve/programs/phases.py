@@ -2,7 +2,7 @@
 in `speculation`."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ...kvcache.pages import Batch, KVCache
 from ...model.config import ModelConfig
@@ -15,6 +15,7 @@ from .step import Output, Slots
 Result = tuple[KVCache, Slots, Output]
 
 
+@runtime_checkable
 class Phases(Protocol):
     """The phases of a step. Its repr names everything that decides what they compute, since kept programs are
     found by it."""

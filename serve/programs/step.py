@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...kvcache.pages import Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
@@ -53,8 +53,7 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,Q] (token -1 where none was emitted) and prompt scores [B,T] or
-    None."""
+    """What a step tells the host: samples [B,steps], token -1 where none, and prompt scores [B,T] or None."""
 
     sampled: Sampled
     prompt: Scores | None
@@ -80,8 +79,8 @@ def empty_slots(
     )
 
 
-def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
-    """Give a slot to a request."""
+def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
+    """Give a slot to a request, or several to as many."""
     return replace(
         slots,
         last=slots.last.at[slot].set(-1),
@@ -94,18 +93,21 @@ def seat(slots: Slots, slot: Array, new: Seat) -> Slots:
 
 
 def awake(slots: Slots, batch: Batch) -> Batch:
-    """The batch as the device sees it: slots that have stopped are empty rows, and unknown tokens are the
-    slot's last."""
+    """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
 
 
 def emit(
-    slots: Slots, batch: Batch, token: Array, hidden: Array, position: Array, wanted: Bool[Array, " B"]
-) -> tuple[Slots, Array]:
-    """Record a token [B] sampled from hidden [B,D] for each row that wants one; gives the slots and the
-    token, -1 where not wanted."""
+    slots: Slots,
+    batch: Batch,
+    token: Int[Array, " B"],
+    hidden: Float[Array, "B D"],
+    position: Int[Array, " B"],
+    wanted: Bool[Array, " B"],
+) -> tuple[Slots, Int[Array, " B"]]:
+    """Record the token sampled from `hidden` for each row that wants one; -1 where not wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = jnp.where(wanted, batch.slot, slots.live.shape[0])
@@ -135,7 +137,7 @@ def sample_last(
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
 
 
-def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "R D"]:
+def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
     """The rows, and zeros below them."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
@@ -151,14 +153,14 @@ def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
         state, new = one(i, state)
         return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), found, new)
 
-    def unfinished(carry: Any) -> Array:
+    def unfinished(carry: Any) -> Bool[Array, ""]:
         return (carry[0] < T) & more(*carry[:2])
 
     _, state, found = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, nothing))
     return state, found
 
 
-def column(x: Array, i: Array) -> Array:
+def column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B *rest"]:
     return jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
 
 
@@ -177,7 +179,9 @@ def accept(
     """
     T = batch.tokens.shape[1]
 
-    def one(i: Array, state: tuple[Slots, Array]) -> tuple[tuple[Slots, Array], Sampled]:
+    def one(
+        i: Int[Array, ""], state: tuple[Slots, Bool[Array, " B"]]
+    ) -> tuple[tuple[Slots, Bool[Array, " B"]], Sampled]:
         slots, wanted = state
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
         probs = None if offers is None else column(offers, after)[:, None]
@@ -203,7 +207,7 @@ def score_prompt(
     B, T = hidden.shape[:2]
     tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
 
-    def tiles(x: Array) -> Array:
+    def tiles(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "tiles tile *rest"]:
         return x.reshape(B * T // tile, tile, *x.shape[2:])
 
     scored = jax.lax.map(
@@ -245,18 +249,16 @@ def step(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """Rows of one prompt, which see those before them, or of several; samples after those that end a
-    prompt."""
+    """Rows of one prompt, which see those before them, or of several; samples after those that end one."""
     return step(params, cache, slots, batch, config=config)
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, so that the bits are
-    decode's."""
+    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, with its bits."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
-    def each(x: Array) -> Array:
+    def each(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
         return jnp.repeat(x, T, axis=0)
 
     return Batch(
@@ -286,7 +288,7 @@ def judge(
     cache: KVCache,
     slots: Slots,
     batch: Batch,
-    offers: Any,
+    offers: Float[Array, "B T V"] | None,
     *,
     config: ModelConfig,
     rule: Rule,
@@ -309,13 +311,13 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
     if T == 1:
         return step(params, cache, slots, batch, config=config)
 
-    def one(i: Array, state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
+    def one(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
         count = (i < batch.count).astype(jnp.int32)
         single = replace(batch, tokens=column(batch.tokens, i)[:, None], start=batch.start + i, count=count)
         cache, slots, out = step(params, *state, single, config=config)
         return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
 
-    def more(i: Array, state: tuple[KVCache, Slots]) -> Array:
+    def more(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> Bool[Array, ""]:
         return jnp.any((i < batch.count) & state[1].live[batch.slot])
 
     (cache, slots), sampled = in_turn(T, more, one, (cache, slots))

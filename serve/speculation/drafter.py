@@ -2,13 +2,14 @@
 change a result."""
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..options.speculation import SpeculativeConfig
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what
     they are."""

@@ -7,7 +7,7 @@ both.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,7 @@ from ..programs.step import Slots, column, run
 
 
 class Asked(NamedTuple):
-    """A batch in which some tokens are open: to be guessed. Its page tables are those of the guesser's
-    layers."""
+    """A batch with tokens that are open: to be guessed. Its page tables are those of the guesser's layers."""
 
     batch: Batch
     open: Bool[Array, "B T"]
@@ -41,6 +40,7 @@ class Chain(NamedTuple):
     offers: Float[Array, "B T V"] | None = None
 
 
+@runtime_checkable
 class Guesser(Protocol):
     """Guesses the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the guesser's own
     layers."""
@@ -106,7 +106,7 @@ class DraftModel:
         batch, open = asked
         T = batch.tokens.shape[1]
 
-        def one(carry: tuple[Array, KVCache], i: Array) -> tuple[Any, Any]:
+        def one(carry: tuple[Int[Array, " B"], KVCache], i: Int[Array, ""]) -> tuple[Any, Any]:
             token, cache = carry
             logits, cache, row = self._next(params, cache, slots, batch, token, i)
             guess, q = self._draw(logits, slots, row)
@@ -124,8 +124,7 @@ class DraftModel:
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
-        """A chain of samples, and the likeliest other tokens beside it: a comb, so that the draft reads one
-        path."""
+        """A chain of samples, and the likeliest others beside it: a comb, the draft reads one path."""
         batch, node = asked.batch, 0
         tokens = jnp.zeros((len(batch.start), tree.nodes), jnp.int32).at[:, 0].set(batch.tokens[:, 0])
         for depth in range(tree.depth):
@@ -138,7 +137,13 @@ class DraftModel:
         return cache, tokens
 
     def _next(
-        self, params: Pair, cache: KVCache, slots: Slots, batch: Batch, token: Array, i: Array | int
+        self,
+        params: Pair,
+        cache: KVCache,
+        slots: Slots,
+        batch: Batch,
+        token: Int[Array, " B"],
+        i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "B V"], KVCache, Batch]:
         """Logits after `token`, the i-th of the batch's rows; and the rows of that one token."""
         count = (i < batch.count).astype(jnp.int32)
@@ -146,14 +151,18 @@ class DraftModel:
         hidden, cache = run(params.draft, cache, slots, row, self.draft)
         return unembed(params.draft, self.draft, hidden[:, 0]), cache, row
 
-    def _draw(self, logits: Float[Array, "B V"], slots: Slots, row: Batch) -> tuple[Array, Array | None]:
+    def _draw(
+        self, logits: Float[Array, "B V"], slots: Slots, row: Batch
+    ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
         position, live = row.start + 1, row.count > 0
         if RULES[self.acceptance] is not rejection:
             return sample(logits, position, row.slot, live, slots.sampling).token, None
         q = target_probs(logits, position, row.slot, live, slots.sampling)
         return draw_guess(q, slots.sampling.knobs.seed[row.slot], position), q
 
-    def _choices(self, logits: Float[Array, "B V"], slots: Slots, row: Batch, count: int) -> Array:
+    def _choices(
+        self, logits: Float[Array, "B V"], slots: Slots, row: Batch, count: int
+    ) -> Int[Array, "B {count}"]:
         """The token that the draft samples with the target's random numbers, then its likeliest others."""
         drawn = sample(logits, row.start + 1, row.slot, row.count > 0, slots.sampling).token
         rows = jnp.arange(len(drawn), dtype=jnp.int32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ...kvcache.branches import Branches, branches, branching, keep
 from ...kvcache.pages import Batch, KVCache, positions
@@ -25,8 +25,7 @@ from .guessers import Asked, Guesser
 
 @dataclass(frozen=True)
 class TreePhases:
-    """Phases of a pair whose guesses are a tree; a token below zero in a batch of `verify` opens its
-    depth."""
+    """Phases of a pair whose guesses are a tree; a token below zero in `verify`'s batch opens its depth."""
 
     config: PairConfig
     guesser: Guesser
@@ -60,7 +59,7 @@ class TreePhases:
         B, n = tokens.shape
         depths = jnp.asarray(self.tree.depths)[None]
 
-        def each(x: Array) -> Array:
+        def each(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
             return jnp.repeat(x, n, axis=0)
 
         rows = Batch(
@@ -92,7 +91,7 @@ class TreePhases:
         logits = unembed(params.target, self.config.target, hidden.reshape(B * n, D)).reshape(B, n, -1)
         children = jnp.asarray(self.tree.children)
 
-        def one(i: Array, state: Any) -> tuple[Any, Sampled]:
+        def one(i: Int[Array, ""], state: Any) -> tuple[Any, Sampled]:
             slots, going, node, taken, steps = state
             kids, position = children[node], batch.start + i + 1
             real = (kids >= 0) & (i + 1 < batch.count)[:, None]

@@ -87,8 +87,7 @@ def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array
 
 @pytest.fixture(scope="module")
 def mixed() -> Decoder:
-    """Grouped-query and latent attention, a dense layer and two mixtures; weights are large enough to
-    matter."""
+    """Grouped-query and latent attention, a dense layer and two mixtures, with weights that matter."""
     specs = jax.tree.map(
         lambda s: replace(s, scale=0.1) if s.mean == 0 else s, decoder_spec(MIXED), is_leaf=is_spec
     )
@@ -145,8 +144,7 @@ def test_codes_are_as_near_as_they_can_be(name: str):
 
 
 def test_four_bits_by_hand():
-    """A group's largest number becomes -8; neighbours along the summed axis share a byte, the even one
-    low."""
+    """A group's largest number becomes -8; neighbours along the summed axis share a byte, the even is low."""
     column = np.array([8.0, -4.0, 1.0, 0.4, 7.6, -8.0, 3.0, 0.0], np.float32)
     record = quantised(jnp.asarray(np.stack([column, 0 * column], 1)), (-2,), "int4")
     assert record.scales.dtype == jnp.bfloat16 and record.scales.shape == (1, 2)

@@ -1,0 +1,115 @@
+"""Shapes are said and checked: the suite runs with annotations checked, and none of an array lacks its letters."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from conftest import CHECKED, ROOT
+from jaxtyping import TypeCheckError
+
+from duetto.kvcache.pages import products
+from duetto.model.attention import grouped
+
+ARRAYS = {"Array", "ndarray"}
+LETTER = re.compile(r"(?<![A-Za-z_])([A-Za-z])(?![A-Za-z_])")
+WEIGHTS = "a weight has the axes that its equation says"
+EXCEPTIONS = {  # by function, why there are no letters
+    **dict.fromkeys(
+        (
+            "layers.Weight.einsum",
+            "layers.einsum",
+            "layers.product",
+            "layers.narrow_product",
+            "layers.narrow_product.on_cpu",
+            "layers.is_row",
+            "lowrank.LowRank.einsum",
+            "lowrank.low_rank",
+            "quant.Quantised.einsum",
+            "quant.Quantised.widened",
+            "quant.Quantised.codes",
+            "quant.against",
+            "quant.spread",
+            "quant.unpack",
+            "quant.pack",
+            "quant.quantised",
+            "quant.group_scales",
+            "compress.work",
+            "compress.widen",
+            "tree.init.draw",
+        ),
+        WEIGHTS,
+    ),
+    "layers.biased": "a bias has the last axes of what it is added to",
+    "kernels.Given": "it stands where shapes are said, in the place of Array",
+}
+
+
+def files() -> list[Path]:
+    folders = [ROOT.joinpath(*name.split(".")) for name in CHECKED]
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+
+
+def annotations(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
+    """Every annotation of a function's signature in a file, nested functions' too, under the function's name."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{name}.{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
+        if isinstance(child, ast.FunctionDef):
+            given = child.args
+            args = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+            yield from ((inner, arg.annotation) for arg in args if arg and arg.annotation)
+            yield from [(inner, child.returns)] if child.returns else []
+        yield from annotations(child, inner)
+
+
+def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What a file's own names for types stand for."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def shapes(annotation: ast.AST) -> Iterator[str | None]:
+    """The shape of each array of an annotation, None of one without."""
+    if isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
+        parts = annotation.slice.elts
+        if isinstance(parts[-1], ast.Constant) and isinstance(parts[-1].value, str):
+            yield parts[-1].value
+            return
+    if (
+        annotation.attr if isinstance(annotation, ast.Attribute) else getattr(annotation, "id", "")
+    ) in ARRAYS:
+        yield None
+    for child in ast.iter_child_nodes(annotation):
+        yield from shapes(child)
+
+
+def arrays() -> list[tuple[str, str | None]]:
+    """Every array of a signature by its function, and its shape."""
+    pairs = []
+    for path in files():
+        tree = ast.parse(path.read_text())
+        said = [*annotations(tree, path.stem), *((f"{path.stem}.{name}", x) for name, x in aliases(tree))]
+        pairs += [(name, shape) for name, x in said for shape in shapes(x)]
+    return pairs
+
+
+def test_a_wrong_shape_is_refused():
+    with pytest.raises(TypeCheckError, match="grouped"):
+        grouped(jnp.zeros((1, 2, 3)), 1)
+    with pytest.raises(TypeCheckError, match="products"):
+        products(jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 3, 4, 8)))
+
+
+def test_every_array_has_its_letters():
+    bare = {name for name, shape in arrays() if shape in (None, "...")}
+    assert bare == set(EXCEPTIONS)
+
+
+def test_letters_are_those_of_the_docs():
+    told = (ROOT / "README.md").read_text().partition("**The letters**")[2].partition("**The nouns**")[0]
+    known = {part.split()[0] for part in told.partition(":")[2].replace("\n", " ").split("·")}
+    used = {letter for _, shape in arrays() for letter in LETTER.findall(shape or "")}
+    assert used <= known, f"{used - known} are not in README.md"
