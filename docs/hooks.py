@@ -1,5 +1,5 @@
-"""What MkDocs is told beyond its configuration: the README is the first page, links that leave docs/ go to GitHub, and the
-help of the commands and the fields of records are put where a page asks for them."""
+"""What MkDocs is told beyond its configuration: the README is the first page, links that leave docs/ go to
+GitHub, and the help of the commands and the fields of records are put where a page asks for them."""
 
 import dataclasses
 import io

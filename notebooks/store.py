@@ -1,7 +1,8 @@
-"""Run the notebooks and store them with their outputs, so that a page of the repository shows them: python notebooks/store.py [NAME ...]
+"""Run the notebooks and store them with their outputs, so that a page of the repository shows them: python
+notebooks/store.py [NAME ...]
 
-What the start of a model says on standard error is left out. `stored_for` in a notebook's metadata is a digest of the sources that
-gave its outputs.
+What the start of a model says on standard error is left out. `stored_for` in a notebook's metadata is a
+digest of the sources that gave its outputs.
 """
 
 import hashlib

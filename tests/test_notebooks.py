@@ -1,4 +1,5 @@
-"""The notebooks are stored with outputs of their own sources, run from the first cell to the last, and open in Colab."""
+"""The notebooks are stored with outputs of their own sources, run from the first cell to the last, and open
+in Colab."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""Shapes are said and checked: the suite runs with annotations checked, and none of an array lacks its letters."""
+"""Shapes are said and checked: the suite runs with annotations checked, and none of an array lacks its
+letters."""
 
 import ast
 import re
@@ -53,7 +54,8 @@ def files() -> list[Path]:
 
 
 def annotations(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
-    """Every annotation of a function's signature in a file, nested functions' too, under the function's name."""
+    """Every annotation of a function's signature in a file, nested functions' too, under the function's
+    name."""
     for child in ast.iter_child_nodes(node):
         inner = f"{name}.{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
         if isinstance(child, ast.FunctionDef):
