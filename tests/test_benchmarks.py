@@ -3,7 +3,6 @@ timed."""
 
 # pyright: reportMissingImports=false
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, pairwise
@@ -13,17 +12,6 @@ import numpy as np
 import pytest
 from conftest import ROOT, random_model
 
-from duetto import LLM, SamplingParams
-from duetto.checkpoints.huggingface import read_config
-from duetto.checkpoints.huggingface import save as save_model
-from duetto.serve.cli import main
-from duetto.serve.commands.buckets import Step, best_edges, lengths_of, padding, rehearse
-from duetto.serve.commands.buckets import alone as alone_of
-from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Sizes, can_share, prefills, table
-from duetto.serve.roofline.presets import PRESETS
-
-sys.path.insert(0, str(ROOT))
 from benchmarks import alone, beside
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.engines import OURS, Answer, Served, Setting
@@ -42,6 +30,15 @@ from benchmarks.traces import (
     replayed,
     with_prefixes,
 )
+from duetto import LLM, SamplingParams
+from duetto.checkpoints.huggingface import read_config
+from duetto.checkpoints.huggingface import save as save_model
+from duetto.serve.cli import main
+from duetto.serve.commands.buckets import Step, best_edges, lengths_of, padding, rehearse
+from duetto.serve.commands.buckets import alone as alone_of
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Sizes, can_share, prefills, table
+from duetto.serve.roofline.presets import PRESETS
 
 DEMO = ROOT / "checkpoints" / "demo"
 
