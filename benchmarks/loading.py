@@ -59,7 +59,7 @@ def load(folder: str, dtype: str) -> dict[str, float]:
     import jax.numpy as jnp
 
     from duetto.model.tree import nbytes
-    from duetto.serve.loading.start import read_folder
+    from duetto.serve.loading.folder import read_folder
 
     if Path(folder).name == "orbax":
         from orbax.checkpoint import v1  # noqa: F401  its import is not loading

@@ -21,12 +21,12 @@ from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
 from ..refusals import shown
-from .codes import keep
 from .families import FAMILIES, UNSUPPORTED, llama
 from .families.family import Family
 from .folders import read_config_json
 from .layout import Group, groups
-from .quantised import check_config, sources
+from .quantised.codes import keep
+from .quantised.config import check_config, sources
 from .tensors import FLOATS, CheckpointError, Source, aligned, read, same_numbers, write
 from .weights import find_tensors
 

@@ -16,11 +16,13 @@ from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
 from ..host.progress import telling
+from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
-from ..loading.start import keep_compiled, load_folder, require_arrays, start_engine
+from ..loading.start import require_arrays, start_engine
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..outputs import Delta, RequestOutput
+from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer

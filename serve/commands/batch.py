@@ -7,7 +7,7 @@ from ...sampling.params import SamplingParams
 from ..batch.fingerprint import fingerprint
 from ..batch.job import BatchOptions
 from ..batch.run import run_batch
-from ..loading.start import checked_defaults
+from ..loading.folder import checked_defaults
 from ..options.flags import given, positive
 from .command import (
     checked,

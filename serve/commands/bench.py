@@ -32,11 +32,12 @@ from ..host import clock
 from ..host.devices import default_device
 from ..host.memory import keep_freed
 from ..host.signals import raise_on_interrupt
+from ..loading.folder import compute_dtype, read_folder
 from ..loading.origin import Origin
-from ..loading.start import compute_dtype, keep_compiled, read_folder
 from ..options.engine import EngineOptions
 from ..options.flags import numbers, positive
 from ..programs.compile import Arguments, Programs
+from ..programs.jaxcache import keep_compiled
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
 from ..roofline.floor import demand

@@ -21,7 +21,7 @@ from ..engine.request import Request
 from ..engine.rows import calls, prompt_rows
 from ..engine.scheduler import Limits, Scheduler, Work
 from ..host.signals import raise_on_interrupt
-from ..loading.start import DEMO
+from ..loading.folder import DEMO
 from ..options.engine import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
 from ..options.flags import positive
 from ..programs.shapes import Shape, doublings, least_row, prefills

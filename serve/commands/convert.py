@@ -12,8 +12,8 @@ from ...checkpoints.hub import resolve
 from ...model.compress import FORMS
 from ...model.transformer import Decoder
 from ..host.signals import raise_on_interrupt
+from ..loading.folder import dtype_name, read_folder
 from ..loading.origin import stored_form
-from ..loading.start import dtype_name, read_folder
 from ..options.engine import STORED
 
 FORMATS = ("orbax", "huggingface")

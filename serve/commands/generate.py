@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from ...sampling.params import SamplingParams
-from ..loading.start import checked_defaults
+from ..loading.folder import checked_defaults
 from .command import (
     checked,
     engine_flags,

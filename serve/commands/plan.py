@@ -20,10 +20,11 @@ from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
 from ..host.signals import raise_on_interrupt
+from ..loading.folder import DEMO, compute_dtype, read_shapes
 from ..loading.origin import Origin, stored_form
-from ..loading.start import DEMO, compute_dtype, keep_compiled, read_shapes
 from ..options.engine import EngineOptions
 from ..programs.compile import Arguments, Programs, arguments_like, lower
+from ..programs.jaxcache import keep_compiled
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes, can_share, table
 from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes

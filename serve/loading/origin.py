@@ -16,7 +16,7 @@ from ..options.engine import STORED, EngineOptions
 from ..speculation.beside import find
 from ..text.tokenizer import Tokenizer
 from ..text.vocabularies import EXPECTED, unread
-from .start import DEMO
+from .folder import DEMO
 
 NONE = "the model has no tokenizer"
 

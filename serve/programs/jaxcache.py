@@ -6,20 +6,53 @@ is told a size.
 """
 
 import hashlib
+import os
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from ..host import store
 from . import kept
 
-LIMIT = (
-    1 << 29
-)  # bytes: jax compresses, and its copies are to go before those in `store` (see `kept.compile`)
+# Bytes: jax compresses, and its copies are to go before those in `store` (see `kept.compile`).
+LIMIT = 1 << 29
 SUMS = "sums"  # what the checksums are kept under
 PROGRAM, USED = "-cache", "-atime"  # how names end of jax's files: a program, and the time of its last use
+
+
+def cache_home() -> Path:
+    """Where compiled programs are kept: `duetto/xla` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duetto" / "xla"
+
+
+def keep_compiled(folder: str | Path | None = "auto") -> None:
+    """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None
+    changes nothing.
+
+    With "auto" a directory that the user gave to jax stays as it is. In one that others own or can write to,
+    nothing is kept, and a warning says so.
+    """
+    if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
+        return
+    try:
+        chosen = str(cache_home() if folder == "auto" else folder)
+    except RuntimeError as error:  # the user has no home
+        return store.warn(f"compiled programs are not kept: {error}")
+    local = "://" not in chosen
+    if local and not store.usable(Path(chosen)):
+        return
+    if local:
+        bound(Path(chosen))
+    if jax.config.values["jax_compilation_cache_dir"] != chosen:
+        compilation_cache.reset_cache()  # else jax stays with the folder that it opened first
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if local:
+        check(Path(chosen))
 
 
 def bound(folder: Path) -> None:

@@ -28,7 +28,7 @@ from duetto.model.layers import Norm
 from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import paths
-from duetto.serve.loading.start import load_folder
+from duetto.serve.loading.folder import load_folder
 
 SIZES = {
     "vocab_size": 40,

@@ -9,7 +9,7 @@ import pytest
 
 from duetto.checkpoints import tensors
 from duetto.checkpoints.tensors import CheckpointError, contents
-from duetto.serve.loading.start import DEMO, checked_defaults, load_folder
+from duetto.serve.loading.folder import DEMO, checked_defaults, load_folder
 from duetto.serve.text.tokenizer import Tokenizer
 
 DEPTH = 100_000

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve.loading.start import DEMO, checked_defaults
+from duetto.serve.loading.folder import DEMO, checked_defaults
 from duetto.serve.text.chat import ChatTemplateError
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}

@@ -29,7 +29,7 @@ from duetto.model.layers import Norm
 from duetto.model.tree import paths
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
-from duetto.serve.loading.start import read_folder
+from duetto.serve.loading.folder import read_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "checkpoints" / "demo"

@@ -26,7 +26,7 @@ from duetto.model.tree import is_spec, nbytes, paths
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
 from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for
-from duetto.serve.loading.start import read_folder, read_shapes
+from duetto.serve.loading.folder import read_folder, read_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.roofline.facts import facts

@@ -18,7 +18,7 @@ from duetto.serve.batch.fingerprint import fingerprint
 from duetto.serve.commands import command
 from duetto.serve.host import progress
 from duetto.serve.loading import start as loading
-from duetto.serve.loading.start import DEMO, load_folder
+from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs

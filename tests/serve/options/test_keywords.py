@@ -12,8 +12,8 @@ from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.sampling.names import NEUTRAL
+from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.loading.origin import Origin
-from duetto.serve.loading.start import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.keywords import OTHER_NAMES, engine_options
 from duetto.serve.options.neutral import EFFECTLESS, VALUES

@@ -14,7 +14,6 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto.serve.host import store
-from duetto.serve.loading import start as loading
 from duetto.serve.programs import jaxcache, kept
 
 NAMES = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
@@ -57,7 +56,7 @@ def said(caplog) -> list[str]:
 
 
 def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypatch, caplog):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     kept.compile(KEY, program())
     file = folder / "duetto" / KEY
     whole = file.read_bytes()
@@ -79,7 +78,7 @@ def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypa
 def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder):
     """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and
     probe."""
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     kept.compile(KEY, program(5))
     file = folder / "duetto" / KEY
     file.write_bytes(file.read_bytes()[:-100])
@@ -97,7 +96,7 @@ def test_a_file_under_another_name_is_damaged(folder):
 
 
 def test_records_of_ours_are_read_without_pickle(folder, monkeypatch):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     monkeypatch.setattr(pickle, "loads", fails)
     kept.write(KEY, {"a": (1, 2)})
     assert kept.read(KEY, dict[str, tuple[int, int]]) == {"a": (1, 2)}
@@ -105,65 +104,65 @@ def test_records_of_ours_are_read_without_pickle(folder, monkeypatch):
 
 
 def test_what_is_damaged_in_jax_s_own_cache_is_deleted_before_jax_reads_it(folder, caplog):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     program(11).compile()
     jaxcache.seal()
     (file,) = folder.glob("*-cache")
     whole = file.read_bytes()
     file.write_bytes(flipped(whole, 4 * len(whole)))
     for _ in range(2):
-        loading.keep_compiled(folder)
+        jaxcache.keep_compiled(folder)
     (line,) = said(caplog)
     assert f"1 of jax's programs in {folder} were damaged" in line and not file.exists()
     jax.clear_caches()
     assert runs(program(11).compile(), 11)  # jax would warn, and warnings are errors here
     jaxcache.seal()
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert file.exists() and len(said(caplog)) == 1
 
 
 def test_what_others_can_write_in_jax_s_own_cache_is_deleted(folder, caplog):
     before = os.umask(0o002)
     try:
-        loading.keep_compiled(folder)
+        jaxcache.keep_compiled(folder)
         program(23).compile()
         jaxcache.seal()
     finally:
         os.umask(before)
     (file,) = folder.glob("*-cache")
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert file.exists() and not said(caplog)  # that the umask lets a group write is mended
     (folder / "planted-cache").write_bytes(b"0")
     (folder / "planted-cache").chmod(0o666)
     (folder / "linked-cache").symlink_to(file)
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert list(folder.glob("*-cache")) == [file] and "2 of jax's programs" in said(caplog)[0]
 
 
 def test_without_its_checksums_nothing_of_jax_s_cache_is_trusted(folder, caplog):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     program(19).compile()
     jaxcache.seal()
     (file,) = folder.glob("*-cache")
     sums = folder / "duetto" / jaxcache.SUMS
     sums.write_bytes(flipped(sums.read_bytes(), 500))
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert not file.exists() and [str(sums) in said(caplog)[0], str(folder) in said(caplog)[1]] == [
         True,
         True,
     ]
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert len(said(caplog)) == 2
 
 
 def test_a_program_that_jax_has_written_again_is_not_damaged(folder, caplog):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     program(13).compile()
     jaxcache.seal()
     (file,) = folder.glob("*-cache")
     file.write_bytes(b"evicted, and compiled once more")
     jaxcache.seal()
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert file.exists() and not said(caplog)
 
 
@@ -181,7 +180,7 @@ def test_nothing_is_noted_of_a_folder_that_is_the_users(folder):
 def test_folders_are_made_for_one_user_whatever_the_umask_says(folder):
     before = os.umask(0)
     try:
-        loading.keep_compiled(folder / "above" / "xla")
+        jaxcache.keep_compiled(folder / "above" / "xla")
         kept.write(KEY, 1)
     finally:
         os.umask(before)
@@ -192,7 +191,7 @@ def test_folders_are_made_for_one_user_whatever_the_umask_says(folder):
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
 def test_a_folder_that_others_can_write_is_not_used(folder, mode, monkeypatch, caplog):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     kept.compile(KEY, program())
     (folder / "duetto").chmod(mode)
     monkeypatch.setattr(pickle, "loads", fails)
@@ -207,13 +206,13 @@ def test_jax_gets_no_folder_that_others_can_write(folder, caplog):
     before = jax.config.values["jax_compilation_cache_dir"]
     folder.mkdir()
     folder.chmod(0o777)
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert jax.config.values["jax_compilation_cache_dir"] == before
     assert str(folder) in said(caplog)[0]
 
 
 def test_a_file_that_others_can_write_or_that_is_a_link_is_not_read(folder, monkeypatch):
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     kept.compile(KEY, program())
     file = folder / "duetto" / KEY
     monkeypatch.setattr(pickle, "loads", fails)
@@ -237,12 +236,12 @@ def test_owners_are_the_user_and_root(monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_a_warning(folder, monkeypatch, caplog):
     folder.write_text("in the way")
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert str(folder) in said(caplog)[0]
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
     jax.config.update("jax_compilation_cache_dir", None)
-    loading.keep_compiled()
+    jaxcache.keep_compiled()
     assert "no home" in said(caplog)[1] and jax.config.values["jax_compilation_cache_dir"] is None
 
 
@@ -313,7 +312,7 @@ def test_jax_bounds_its_own_cache_also_one_that_had_no_limit(folder, monkeypatch
     (folder / "old-cache").write_bytes(bytes(100_000))  # without the time of its last use
     monkeypatch.setattr(jaxcache, "LIMIT", 100_000)
     jax.config.update("jax_compilation_cache_max_size", -1)
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert jax.config.values["jax_compilation_cache_max_size"] == 100_000
     program(7).compile()  # jax would warn, and warnings are errors here
     assert not (folder / "old-cache").exists() and len(list(folder.glob("*-cache"))) >= 1
@@ -321,5 +320,5 @@ def test_jax_bounds_its_own_cache_also_one_that_had_no_limit(folder, monkeypatch
 
 def test_a_size_that_the_user_has_set_stays(folder):
     jax.config.update("jax_compilation_cache_max_size", 12345678)
-    loading.keep_compiled(folder)
+    jaxcache.keep_compiled(folder)
     assert jax.config.values["jax_compilation_cache_max_size"] == 12345678

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
 from duetto.serve.api.intake import Intake
-from duetto.serve.loading.start import DEMO
+from duetto.serve.loading.folder import DEMO
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text import lengths
 from duetto.serve.text.chat import apply_chat

@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..model.compress import CONTRACTED
-from ..model.quant import Quantised, Scheme
-from ..model.tree import Spec
-from .joined import Joined
-from .layout import Group, Parameter
-from .tensors import Source, aligned, read
+from ...model.compress import CONTRACTED
+from ...model.quant import Quantised, Scheme
+from ...model.tree import Spec
+from ..joined import Joined
+from ..layout import Group, Parameter
+from ..tensors import Source, aligned, read
 
 Index = tuple[np.ndarray, ...]
 

@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..tensors import FLOATS, CheckpointError, Tensor, is_finite
 from .codes import Codes, Part
-from .tensors import FLOATS, CheckpointError, Tensor, is_finite
 
 F32, I32, I8, U8 = (np.dtype(t) for t in (np.float32, np.int32, np.int8, np.uint8))
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..refusals import shown
-from .families.fields import flag, integer, only, value
+from ...refusals import shown
+from ..families.fields import flag, integer, only, value
+from ..tensors import CheckpointError, Source, Tensor
 from .formats import BlockScaled, Held, Mxfp4, PackedWeight, Packing
-from .tensors import CheckpointError, Source, Tensor
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 

@@ -1,0 +1,128 @@
+"""A model's folder: its parameters in a dtype, and what it says of its use."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from ... import checkpoints
+from ...checkpoints import huggingface, orbax
+from ...checkpoints.generation import GenerationDefaults, generation_defaults
+from ...checkpoints.huggingface import read_config
+from ...checkpoints.tensors import CheckpointError
+from ...model.compress import in_form
+from ...model.config import ModelConfig
+from ...model.sharding import shardings
+from ...model.transformer import Decoder, decoder_spec
+from ...model.tree import abstract, init
+from ...sampling.params import MAX_STOP_IDS, SamplingParams
+from ..host import progress
+from ..host.devices import default_device
+
+DEMO = Path(checkpoints.__file__).parent / "demo"
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+SHORT_NAMES = {"half": "float16", "float": "float32"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """One of DTYPES, from its name (vLLM's "half" and "float" too), numpy's, jax's or torch's dtype. Raises
+    ValueError.
+    """
+    if isinstance(dtype, str) or str(dtype).startswith("torch."):
+        name = str(dtype).removeprefix("torch.")
+    else:
+        try:
+            name = jnp.dtype(dtype).name
+        except TypeError:
+            name = ""
+    name = SHORT_NAMES.get(name, name)
+    if name not in DTYPES:
+        raise ValueError(f'dtype {dtype!r} is not allowed: "auto", "float32", "bfloat16" or "float16"')
+    return name
+
+
+def compute_dtype(dtype: Any, device: Any) -> Any:
+    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have
+    instructions for 16-bit products."""
+    name = dtype_name(dtype)
+    if name == "auto":
+        return "float32" if device.platform == "cpu" else "auto"
+    return jnp.dtype(name)
+
+
+def load_folder(
+    path: Path,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
+    load_format: str = "auto",
+) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
+    """A model folder's configuration, parameters and generation defaults, split over a mesh by
+    `model.sharding`'s rules.
+
+    With the load format "dummy" no weights are read: they are random.
+
+    Raises CheckpointError for the folder, ValueError for sizes that are no multiple of the mesh's.
+    """
+    defaults = checked_defaults(path)
+    device = default_device() if mesh is None else mesh.devices.flat[0]
+    # with axes of automatic type, as `jax.make_mesh` does not make them
+    plain = mesh and Mesh(mesh.devices, mesh.axis_names)
+    where = shardings(decoder_spec(read_config(path)), plain) if plain else device
+    read = random_folder if load_format == "dummy" else read_folder
+    config, params = read(path, compute_dtype(dtype, device), where, quantization)
+    return config, params, defaults
+
+
+def checked_defaults(path: Path) -> GenerationDefaults:
+    """A folder's generation defaults, within the sampler's limits. Raises CheckpointError with the file and
+    the field."""
+    found, file = generation_defaults(path), path / "generation_config.json"
+    try:
+        SamplingParams.from_dict(found.sampling)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise CheckpointError(f"{file}: {e}".replace("max_tokens", "max_new_tokens")) from e
+    count = len(set(found.eos_token_ids))
+    if count > MAX_STOP_IDS:
+        raise CheckpointError(f"{path}: eos_token_id has {count} ids, expected at most {MAX_STOP_IDS}")
+    return found
+
+
+def read_folder(
+    path: Path, dtype: Any, where: Any, quantization: str | None = None
+) -> tuple[ModelConfig, Decoder]:
+    """The model in a Hugging Face folder, or in one that `duetto convert` has written, on a device or in
+    shardings."""
+    where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
+    if not orbax.is_orbax(path):
+        told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
+        return huggingface.load(path, dtype, where, quantization=quantization, told=told)
+    config, params = orbax.load(path, dtype, where)
+    return config, in_form(params, quantization, params.embed.dtype, donate=True)
+
+
+def random_folder(
+    path: Path, dtype: Any, where: Any, quantization: str | None = None
+) -> tuple[ModelConfig, Decoder]:
+    """The model of a folder's `config.json` with random weights, the same at each start; "auto" is
+    bfloat16."""
+    where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
+    config = read_config(path)
+    chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    params = jax.device_put(init(jax.random.key(0), decoder_spec(config), chosen), where)
+    return config, in_form(params, quantization, chosen, donate=True)
+
+
+def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Decoder:
+    """What `read_folder` gives, without numbers; no weight is read. Raises CheckpointError."""
+    if not orbax.is_orbax(path):
+        return abstract(huggingface.read_specs(path, dtype, quantization), jnp.dtype(dtype))
+    shapes = abstract(orbax.read_specs(path), jnp.dtype(dtype))
+    return jax.eval_shape(lambda params: in_form(params, quantization, dtype), shapes)
