@@ -1,17 +1,13 @@
 """The notebooks are stored with outputs of their own sources, run from the first cell to the last, and open in Colab."""
 
-# pyright: reportMissingImports=false
-
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
 from notebooks.store import code_cells, digest, run
 
-FOLDER = ROOT / "notebooks"
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation"]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
 MOST_BYTES = 300_000
