@@ -6,7 +6,7 @@ laid over them, at the places where decode would have written them. So a node's 
 its tree; when one path is accepted its keys are written once, and the rest need no undo.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from ..model.attention import Attend, Keys, Reading
 from ..model.tree import pytree
-from .kernels import Pages, attend_with
+from .kernels import attend_with
 from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, replace, running_softmax, stored
+from .tiles import Pages
 
 
 @pytree
@@ -32,6 +33,36 @@ def branches(cache: KVCache) -> Branches:
     return Branches(cache, nothing, nothing)
 
 
+class Nodes(NamedTuple):
+    """Rows [B*n] that are the n nodes of each row's tree: where the root stands, and how many nodes lie before each.
+
+    `path` [n,path] has the nodes from the root to each node, and anything beyond it.
+    """
+
+    path: np.ndarray
+    root: Int[Array, " rows"]
+    depth: Int[Array, " rows"]
+
+    def paths(self, new: Float[Array, "B n K H"]) -> Float[Array, "B*n path K H"]:
+        """New keys of each node's own path."""
+        return new[:, self.path].reshape(-1, self.path.shape[1], *new.shape[2:])
+
+    def laid_over(
+        self,
+        block: Float[Array, "K rows S H"],
+        own_path: Float[Array, "rows path K H"],
+        rows: Int[Array, " rows"],
+        j: Int[Array, " rows"],
+    ) -> Float[Array, "K rows S H"]:
+        """Block j of some rows, with their own paths' keys where they would be."""
+        at = j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
+        place = at - self.root[rows, None]
+        own = (place >= 0) & (place <= self.depth[rows, None])
+        index = jnp.clip(place, 0, self.path.shape[1] - 1)[:, :, None, None]
+        laid = jnp.take_along_axis(own_path, index, axis=1).transpose(2, 0, 1, 3)
+        return jnp.where(own[None, :, :, None], laid, block)
+
+
 def branching(
     batch: Batch,
     windows: tuple[int | None, ...],
@@ -45,7 +76,7 @@ def branching(
     """
     n = len(depths)
     depth = jnp.tile(jnp.asarray(depths, jnp.int32), batch.start.shape[0] // n)
-    root = batch.start - depth
+    nodes = Nodes(path, batch.start - depth, depth)
 
     def attend(
         state: Branches,
@@ -59,26 +90,10 @@ def branching(
         pools = state.cache.k[layer], state.cache.v[layer]
         k = k.reshape(-1, n, *k.shape[2:])
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
+        tails: Any = nodes.paths(k), None if v is None else nodes.paths(v)
 
-        def tail(new: Float[Array, "B n K H"]) -> Float[Array, "B*n path K H"]:
-            """Keys of each node's own path."""
-            return new[:, path].reshape(-1, path.shape[1], *new.shape[2:])
-
-        tails: Any = tail(k), None if v is None else tail(v)
-
-        def laid_over(
-            pool: Pool,
-            own_path: Float[Array, "B path K H"],
-            rows: Int[Array, " rows"],
-            j: Int[Array, " rows"],
-        ) -> Float[Array, "K rows S H"]:
-            """Block j of some rows, with their own paths' keys where they would be."""
-            at = j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
-            place = at - root[rows, None]
-            own = (place >= 0) & (place <= depth[rows, None])
-            index = jnp.clip(place, 0, path.shape[1] - 1)[:, :, None, None]
-            laid = jnp.take_along_axis(own_path[rows], index, axis=1).transpose(2, 0, 1, 3)
-            return jnp.where(own[None, :, :, None], laid, read_block(pool, table[rows], j, own_path.dtype))
+        def laid_over(pool: Pool, tail: Array, rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Array:
+            return nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
 
         def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
             keys = laid_over(pools[0], tails[0], rows, j)
@@ -90,7 +105,7 @@ def branching(
             return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
 
         def pages() -> Pages:
-            return Pages(*pools, table, batch.start, batch.count, (*tails, root))
+            return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
         out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
         return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out

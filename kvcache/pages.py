@@ -20,7 +20,8 @@ from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.tree import pytree
 from .groups import by_length
-from .kernels import Pages, attend_with
+from .kernels import attend_with
+from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
 FEW = 16  # queries of a row that share a key head

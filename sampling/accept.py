@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from ..model.tree import pytree
-from .sample import EDITS, Rows, Sampled, argmax, changed, is_drawn, narrowed, pairwise_sum, sample, scored
+from .sample import EDITS, Rows, Sampled, changed, is_drawn, narrowed, sample, scored
+from .search import argmax, pairwise_sum
 from .state import MASKED, SamplingState
 
 # Independent random numbers of one position; `sample` draws from the position's own key.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from ..model.config import ModelConfig
 from ..model.heads import Head, advance
 from ..model.transformer import Decoder, unembed
-from .sample import argmax, largest
+from .search import argmax, largest
 from .token_tree import TokenTree
 
 

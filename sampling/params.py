@@ -17,7 +17,7 @@ from jaxtyping import Int32
 from ..fields import knob
 from ..model.tree import pytree
 from ..refusals import check_neutral, unknown
-from .checks import MAX_INT32, MAX_N, MAX_TEMPERATURE, checked, converted, require
+from .checks import MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
 from .names import NEUTRAL, known_names
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
@@ -136,17 +136,16 @@ class SamplingParams:
             for token in ids or ():
                 require(0 <= token < V, name, token, f"the vocabulary's ids are 0..{V - 1}")
 
-    def check_logprobs(self, most: int) -> None:
-        """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports; -1 is all
-        there are."""
+    def check_logprobs(self, most: int, V: int) -> None:
+        """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports, or than a
+        vocabulary of V has; -1 is all there are."""
+        there = max(V, MAX_LOGPROBS)  # as many places as a step reports at least
         for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            ok = wanted is None or most == -1 or 0 <= wanted <= most
-            require(
-                ok,
-                name,
-                wanted,
-                f"this engine reports max_logprobs={most}; start it with more, or -1 for all",
-            )
+            if wanted is None or (wanted == most == -1):
+                continue
+            reported = f"this engine reports max_logprobs={most}; start it with more, or -1 for all"
+            require(most == -1 or 0 <= wanted <= most, name, wanted, reported)
+            require(0 <= wanted <= there, name, wanted, f"the vocabulary has {V} tokens")
 
 
 FIELD_TYPES = get_type_hints(SamplingParams)

@@ -1,5 +1,6 @@
 """What a caller gets back; names and meaning are those of vLLM's offline API."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,3 +105,10 @@ class Delta:
 
     def __str__(self) -> str:
         return self.text
+
+
+def require_whole(what: str, results: Iterable[RequestOutput]) -> None:
+    """Raise RuntimeError where a request was aborted on whose result others are to be built."""
+    for result in results:
+        if any(one.finish_reason == "abort" for one in result.outputs):
+            raise RuntimeError(f"{what}: request {result.request_id} was aborted")

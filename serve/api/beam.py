@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...sampling.params import BeamSearchParams, SamplingParams
-from ..outputs import CompletionOutput, Logprob
+from ..outputs import CompletionOutput, Logprob, require_whole
 from .bar import Tqdm, rounds
 from .intake import Prompt, listed
 
@@ -96,9 +96,10 @@ def search(
     if concurrency_limit is not None and concurrency_limit < 1:
         raise ValueError(f"concurrency_limit={concurrency_limit!r} is not allowed: 1 or more, or None")
     searches = [begun(llm, prompt, params) for prompt in listed(prompts)]
+    asked = one_token(params, llm.options.max_logprobs, llm.config.vocab_size)
     at_once = concurrency_limit or max(len(searches), 1)
     for first in range(0, len(searches), at_once):
-        run(llm, searches[first : first + at_once], one_token(params, llm.options.max_logprobs), use_tqdm)
+        run(llm, searches[first : first + at_once], asked, use_tqdm)
     return [BeamSearchOutput([with_text(llm, beam) for beam in s.sequences()]) for s in searches]
 
 
@@ -111,16 +112,16 @@ def begun(llm: "LLM", prompt: Prompt, params: BeamSearchParams) -> Search:
     return Search(params, llm._intake.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)])
 
 
-def one_token(params: BeamSearchParams, most: int) -> SamplingParams:
+def one_token(params: BeamSearchParams, most: int, V: int) -> SamplingParams:
     """Twice as many alternatives as beams: were each best one an end, enough would go on. The engine reports
     `most`.
 
     Log-probabilities are those of the raw logits: as in vLLM, the temperature has no part in the search.
     """
-    wanted = 2 * params.beam_width
+    wanted = min(2 * params.beam_width, V)
     asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=wanted, detokenize=False)
     try:
-        asked.check_logprobs(most)
+        asked.check_logprobs(most, V)
         return asked
     except ValueError as error:
         raise ValueError(
@@ -138,7 +139,9 @@ def run(llm: "LLM", searches: list[Search], params: SamplingParams, use_tqdm: Tq
             partial(llm._intake.ticket, prompt=b.tokens, params=params, written=len(b.logprobs))
             for _, b in beams
         ]
-        results = iter(llm._finish(llm._session.tickets_of(makes), use_tqdm=False))
+        found = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
+        require_whole("beam_search", found)
+        results = iter(found)
         for search in growing:
             search.grow([next(results).outputs[0] for _ in search.beams])
 

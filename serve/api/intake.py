@@ -155,7 +155,7 @@ class Intake:
     def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
         """Whatever the device's rows would refuse is refused here, before the request is queued."""
         params.check_vocabulary(self.vocab_size)
-        params.check_logprobs(self.options.max_logprobs)
+        params.check_logprobs(self.options.max_logprobs, self.vocab_size)
         knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
         check_choice(params, self.vocab_size, self.stop_ids(params), words)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...sampling.params import SamplingParams
-from ..outputs import Logprob, RequestOutput
+from ..outputs import Logprob, RequestOutput, require_whole
 from .intake import Prompt, is_one_prompt, listed
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def log_likelihood(
         raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     results = llm.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
+    require_whole("log_likelihood", results)
     return [of_prompt(result, start) for result, start in zip(results, starts, strict=True)]
 
 

@@ -339,6 +339,9 @@ class LLM:
         return self._session.tickets_of(makes, request_id)
 
     def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:
-        with progress(len(tickets), use_tqdm) as done:
-            self._session.finish(tickets, done)
+        try:
+            with progress(len(tickets), use_tqdm) as done:
+                self._session.finish(tickets, done)
+        finally:  # also where no bar can be made
+            self._session.drop(tickets)
         return [self._intake.output(ticket) for ticket in tickets]

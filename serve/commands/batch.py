@@ -10,6 +10,7 @@ from ..batch.run import run_batch
 from ..loading.folder import checked_defaults
 from ..options.flags import given, positive
 from .command import (
+    check_report,
     checked,
     engine_flags,
     engine_options,
@@ -49,6 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_report(args)
     options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(

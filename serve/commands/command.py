@@ -10,7 +10,7 @@ from ..host.signals import raise_on_interrupt
 from ..host.streams import tell
 from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
-from .report import render, save
+from .report import check_path, render, save
 
 if TYPE_CHECKING:
     from ...sampling.params import SamplingParams
@@ -103,6 +103,12 @@ def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path
     args.model = str(origin.model)
     args.tokenizer = None if origin.tokenizer == origin.model else str(origin.tokenizer)
     return origin.model, origin.settled(options, download_dir=args.download_dir)
+
+
+def check_report(args: argparse.Namespace) -> None:
+    """Raises ValueError, before anything runs, where --report cannot be written or is not a report's place."""
+    if args.report:
+        check_path(args.report)
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...sampling.params import SamplingParams
 from ..loading.folder import checked_defaults
 from .command import (
+    check_report,
     checked,
     engine_flags,
     engine_options,
@@ -37,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_report(args)
     sampling_params(args, SamplingParams())  # what is wrong is said before a model is loaded
     folder, options = resolve_once(args, engine_options(args))
     stated = options.recommended(checked_defaults(folder).sampling)

@@ -62,3 +62,22 @@ def render(report: Mapping[str, Any]) -> str:
 def save(report: Mapping[str, Any], path: str | Path) -> None:
     """Write a report as JSON. Raises OSError."""
     Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def check_path(path: str | Path) -> None:
+    """Raise ValueError for a place where no report can be written, or where something else than one stands."""
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise ValueError(f"--report {path}: the folder {place.parent} does not exist")
+    if place.is_dir() or (place.is_file() and not is_report(place)):
+        raise ValueError(f"--report {path}: it exists and is no report; give another name")
+
+
+def is_report(file: Path) -> bool:
+    """Whether a file is empty or a report that an earlier run has saved."""
+    try:
+        content = file.read_bytes()
+        found = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return False
+    return not content or (isinstance(found, dict) and {*SPANS.values(), "steps", "requests"} <= {*found})

@@ -15,7 +15,6 @@ from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...sampling.params import knobs_row
-from ...sampling.sample import Sampled, Scores
 from ...sampling.state import dense_bias, needs_history
 from ..outputs import Pass
 from ..programs.classes import Classes
@@ -27,6 +26,7 @@ from .meter import Compilations, Meter
 from .request import Request
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
+from .scores import score_fields, take_prompt_scores
 from .sleep import Sleep, on_device, on_host, shapes_of
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -337,22 +337,6 @@ class Engine:
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
-
-
-def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
-    """The arrays of scores in the order in which a ScoreLog takes them."""
-    return x.logprob, x.rank, x.top_ids, x.top_logprobs
-
-
-def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -> None:
-    """Column i of a row's scores is the prompt's token start + i + 1; a row may repeat one that was
-    scored."""
-    if request.params.prompt_logprobs is None or output.prompt is None:
-        return
-    fields = [np.asarray(x)[row] for x in score_fields(output.prompt)]
-    for position in range(work.start + 1, min(work.start + work.count, len(request.prompt))):
-        if position > len(request.prompt_scores.logprob):
-            request.prompt_scores.append(*(x[position - work.start - 1] for x in fields))
 
 
 def describe(x: jax.Array | None) -> str:

@@ -40,7 +40,7 @@ class Sleep:
 
     def asked(self, tags: Iterable[str]) -> list[str]:
         """Those of the tags that are missing. Raises ValueError for one that is none."""
-        tags = set(tags)
+        tags = {tags} if isinstance(tags, str) else set(tags)
         if not tags <= set(TAGS):
             raise ValueError(
                 f"wake_up: tags {sorted(tags)} are not allowed: of {', '.join(TAGS)}, or None for all"

@@ -19,7 +19,8 @@ from ...model.pair import Pair
 from ...model.transformer import unembed
 from ...sampling.accept import RULES, draw_guess, rejection, target_probs
 from ...sampling.heads import guess_tree
-from ...sampling.sample import largest, sample
+from ...sampling.sample import sample
+from ...sampling.search import largest
 from ...sampling.token_tree import TokenTree
 from ..programs.step import Slots, column, run
 

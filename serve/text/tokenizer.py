@@ -19,6 +19,7 @@ from .stream import (
     piece_rules,
     token_bytes,
 )
+from .templates import chat_template_of
 from .vocabularies import content, find_vocabulary
 
 if TYPE_CHECKING:
@@ -37,13 +38,6 @@ NEUTRAL: Table = {
     "tokenizer_kwargs": (None, {}),
     "clean_up_tokenization_spaces": (False, None),
 }
-
-
-class NamedTemplate(msgspec.Struct):
-    """One of several templates in a `tokenizer_config.json`."""
-
-    name: str
-    template: str
 
 
 class Encoding(dict[str, Any]):
@@ -106,7 +100,7 @@ class Tokenizer:
         found = find_vocabulary(folder)
         if found is None:
             return None
-        return cls(found.backend, found.config, _chat_template(folder, found.config), found.encode)
+        return cls(found.backend, found.config, chat_template_of(folder, found.config), found.encode)
 
     # ------------------------------------------------------------ the vocabulary
 
@@ -332,26 +326,3 @@ def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[i
         if keep(token_id):
             found.append(token_id)
     return found[::-1]
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The folder's template: its own file, or in the configuration, there alone or as the one named
-    "default".
-
-    Raises ValueError for one that is no text.
-    """
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-    template = config.get("chat_template")
-    try:
-        named = msgspec.convert(template, str | list[NamedTemplate] | None)
-    except msgspec.ValidationError as error:
-        raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}, "
-            f"expected a template, or a list of objects with name and template: {error}"
-        ) from error
-    return {t.name: t.template for t in named}.get("default") if isinstance(named, list) else named

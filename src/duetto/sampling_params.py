@@ -1,5 +1,17 @@
 """The names of `vllm.sampling_params`."""
 
+from typing import NoReturn
+
 from .sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]
+REFUSED = dict.fromkeys(
+    ("StructuredOutputsParams", "GuidedDecodingParams"), "structured outputs are not supported"
+) | {"PoolingParams": "pooling models are not supported"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raises ImportError with the reason for a name of vLLM's that asks for what is not here."""
+    if name in REFUSED:
+        raise ImportError(f"{name}: {REFUSED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from duetto.kvcache import kernels
-from duetto.kvcache.kernels import Pages, attend_pages, supported
+from duetto.kvcache.kernels import attend_pages, supported
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
+from duetto.kvcache.tiles import Pages
 from duetto.model.attention import Reading
 
 

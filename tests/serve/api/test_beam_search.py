@@ -150,3 +150,19 @@ def test_what_is_refused(llm, arguments: dict[str, Any], error: str):
         llm.beam_search(**{"prompts": PROMPTS, "params": CASES["one beam"], **arguments})
     greedy = SamplingParams(temperature=0.0, max_tokens=3)
     assert llm.generate(PROMPTS[0], greedy, use_tqdm=False)[0].finished
+
+
+def test_a_search_that_is_aborted_says_so(llm, monkeypatch):
+    plain = llm.engine.step
+
+    def aborting():
+        for id in list(llm._session.tickets):
+            llm.abort(id)
+        return plain()
+
+    monkeypatch.setattr(llm.engine, "step", aborting)
+    with pytest.raises(RuntimeError, match="beam_search: request .* was aborted"):
+        llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=4))
+    with pytest.raises(RuntimeError, match="log_likelihood: request .* was aborted"):
+        llm.log_likelihood([[5] * 60])
+    assert not llm._session.tickets

@@ -106,3 +106,8 @@ def test_engine_args_are_settable_and_refuse_unknown_names():
 def test_prompts_are_mappings():
     assert TextPrompt(prompt="a") == {"prompt": "a"}
     assert TokensPrompt(prompt_token_ids=[1], multi_modal_data=None)["prompt_token_ids"] == [1]
+
+
+def test_a_name_that_asks_for_what_is_not_here_says_what():
+    with pytest.raises(ImportError, match="structured outputs are not supported"):
+        from duetto.sampling_params import StructuredOutputsParams  # noqa: F401

@@ -98,3 +98,13 @@ def test_the_number_is_in_the_programs_key_and_in_the_plan(tiny):
         scratch.append(scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("most", [-1, 5000])
+def test_more_than_the_vocabulary_has_are_refused(tiny, name, most):
+    V = tiny.config.vocab_size
+    params = SamplingParams(**{name: V})
+    params.check_logprobs(most, V)
+    with pytest.raises(ValueError, match=f"{name}={V + 1} is not allowed: the vocabulary has {V} tokens"):
+        SamplingParams(**{name: V + 1}).check_logprobs(most, V)

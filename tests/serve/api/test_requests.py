@@ -183,3 +183,9 @@ def test_parameters_that_are_none(llm, wrong):
         llm.update_params(wrong)
     with pytest.raises(TypeError, match="parameters are a Decoder, not"):
         LLM.from_params(llm.config, wrong)
+
+
+def test_no_id_stays_taken_where_no_bar_can_be_made(llm):
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([ONE, TWO], GREEDY, use_tqdm=lambda *args, **given: 1 / 0)
+    assert not llm._session.tickets

@@ -4,6 +4,7 @@ sentence."""
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from duetto.serve import cli
 from duetto.serve.batch.fingerprint import contents
 from duetto.serve.cli import main, parse
 from duetto.serve.commands import plan
-from duetto.serve.commands.report import render
+from duetto.serve.commands.report import check_path, render
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
 
@@ -205,3 +206,24 @@ def test_a_reader_who_leaves_is_no_error():
 def test_the_seed_of_a_batch_is_the_jobs():
     args = parse(["batch", "in", "out", "--seed", "3"])
     assert (args.seed, given(EngineOptions, args, leave_out=("seed",))) == (3, {})
+
+
+@pytest.mark.parametrize("command", [["generate", "def"], ["batch", "in", "out"]])
+@pytest.mark.parametrize(
+    "content, said", [("answers\n", "it exists and is no report"), (None, "the folder .* does not exist")]
+)
+def test_a_report_takes_no_other_files_place(tmp_path, capsys, command, content, said):
+    place = tmp_path / "report.json" if content else tmp_path / "nowhere" / "report.json"
+    if content:
+        place.write_text(content)
+    assert main([*command, "--report", str(place)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+    assert content is None or place.read_text() == content
+
+
+def test_a_report_may_take_an_earlier_ones_place(tmp_path):
+    (file := tmp_path / "report.json").write_text("")
+    check_path(file)
+    file.write_text(json.dumps(dict.fromkeys(["ttft", "tpot", "e2e", "steps", "requests"], 0)))
+    check_path(file)

@@ -1,7 +1,7 @@
 """Time and host memory of loading a model from a Hugging Face folder and from an Orbax one: prints a markdown
 table.
 
-    python benchmarks/loading.py 135m 1b
+    python benchmarks/studies/loading.py 135m 1b
 
 Each load is a process of its own; its peak is `ru_maxrss` less what the process held before, with jax
 started. Files are in the page cache. Random weights in bfloat16 are written to the folder for temporary

@@ -1,7 +1,7 @@
 """Bytes of the KV cache: latent attention beside the other kinds, and windowed layers beside full ones, as
 markdown tables.
 
-    python benchmarks/cache_bytes.py
+    python benchmarks/studies/cache_bytes.py
 
 The bytes are those of the cache's own arrays, made without numbers in them; sizes of models are the published
 ones.

@@ -1,7 +1,7 @@
 """What compressing a model costs: bytes, perplexity and agreement of the shipped demo model on text that it
 never saw.
 
-    python benchmarks/quality.py [--tokens 8192] [--cases int8 int4 0.75]
+    python benchmarks/studies/quality.py [--tokens 8192] [--cases int8 int4 0.75]
 
 Prints a markdown table. The text is the validation part of the demo's corpus, the running interpreter's
 standard library.
@@ -26,7 +26,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import nbytes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "checkpoints" / "demo"
 WINDOW, ROWS = 256, 8
 CASES = ("int8", "fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5")
