@@ -139,7 +139,7 @@ def test_output_is_not_counted_as_input(tiny):
     ("arguments", "error"),
     [
         ({"prompts": [[]]}, "the prompt is empty"),
-        ({"params": BeamSearchParams(beam_width=400, max_tokens=2)}, "beam_width=400 needs 800 log-prob"),
+        ({"params": BeamSearchParams(beam_width=400, max_tokens=2)}, "beam_width=400 needs 300 log-prob"),
         ({"lora_request": "adapter"}, "lora_request='adapter' is not supported"),
         ({"concurrency_limit": 0}, "concurrency_limit=0 is not allowed"),
     ],
