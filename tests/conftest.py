@@ -13,7 +13,7 @@ XLA_CACHE = ROOT / ".pytest_cache" / "xla"
 # For the tests' subprocesses too: the same small programs are compiled again and again otherwise.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Most of the suite's time was LLVM's: only tests of bits and of compiled programs ask for it (`optimisations`).
+# Most of the suite's time was LLVM's: only tests of bits and of programs ask for it (`optimisations`).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax

@@ -1,4 +1,4 @@
-"""Shapes are said and checked: the suite runs with annotations checked, and none of an array lacks its letters."""
+"""Shapes are said and checked: the suite checks annotations, and none of an array lacks its letters."""
 
 import ast
 import re
@@ -53,7 +53,7 @@ def files() -> list[Path]:
 
 
 def annotations(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
-    """Every annotation of a function's signature in a file, nested functions' too, under the function's name."""
+    """Every annotation of the signatures of a file, nested functions' too, under the function's name."""
     for child in ast.iter_child_nodes(node):
         inner = f"{name}.{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
         if isinstance(child, ast.FunctionDef):
