@@ -46,6 +46,9 @@ def fake_score(position: int, token: int) -> float:
     return float(100 * position + token)
 
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+
+
 class Params(NamedTuple):
     embed: jax.Array
 

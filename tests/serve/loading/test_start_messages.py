@@ -147,6 +147,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     assert start()[-1] == "duetto: reading kept programs: 3/3"
 
 
+@pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_probing_is_told(monkeypatch, capfd):
     class Probe(SimpleNamespace):
         def __init__(self, *_):
@@ -180,6 +181,7 @@ def test_only_what_is_kept_is_said_to_be(folder):
     assert programs.compiling(1) == "compiling 1 program"
 
 
+@pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_measuring_steps_is_told(monkeypatch, capfd):
     class Probe(SimpleNamespace):
         def __init__(self, *_):
