@@ -92,7 +92,12 @@ def branching(
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
         tails: Any = nodes.paths(k), None if v is None else nodes.paths(v)
 
-        def laid_over(pool: Pool, tail: Array, rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Array:
+        def laid_over(
+            pool: Pool,
+            tail: Float[Array, "nodes path K H"],
+            rows: Int[Array, " rows"],
+            j: Int[Array, " rows"],
+        ) -> Float[Array, "K rows S H"]:
             return nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
 
         def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
