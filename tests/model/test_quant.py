@@ -326,7 +326,7 @@ def test_a_weight_of_low_rank_loses_nothing():
 @pytest.fixture(scope="module")
 def quality() -> Iterator[ModuleType]:
     """The benchmark's own functions."""
-    file = ROOT / "benchmarks" / "quality.py"
+    file = ROOT / "benchmarks" / "studies" / "quality.py"
     spec = importlib.util.spec_from_file_location("quality", file)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
