@@ -114,7 +114,8 @@ def find(folder: Path, dtype: Any) -> Found:
     tensors = sources(raw, find_tensors(folder, family))
     if config.num_layers > len(tensors):  # one is missing; to list those of thousands of layers takes long
         raise CheckpointError(
-            f"{folder / 'config.json'}: a model of {config.num_layers} layers, but only {len(tensors)} tensors are stored"
+            f"{folder / 'config.json'}: a model of {config.num_layers} layers, but only {len(tensors)} tensors "
+            "are stored"
         )
     wanted = groups(family, config)
     check(folder, family, config, wanted, tensors)

@@ -1,4 +1,5 @@
-"""Inside a kernel over pages: the queries of a tile, tiles of keys where they lie, and the running softmax over them."""
+"""Inside a kernel over pages: the queries of a tile, tiles of keys where they lie, and the running softmax
+over them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

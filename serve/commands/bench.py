@@ -264,7 +264,8 @@ def run(args: argparse.Namespace) -> int:
     model, target, rows = load_model(args, options), here(measure=True), []
     peaks = target.peaks
     assert peaks is not None
-    about = f"{model.name} in {model.dtype} on {target.name} ({platform.processor() or platform.machine()}), jax {jax.__version__}"
+    processor = platform.processor() or platform.machine()
+    about = f"{model.name} in {model.dtype} on {target.name} ({processor}), jax {jax.__version__}"
     rates = f"{peaks.flops(model.dtype) / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s, measured"
     print(
         f"{about}\n{rates}\n{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}"

@@ -39,7 +39,8 @@ class EngineOptions:
     )
     prefill_buckets: tuple[int, ...] | None = knob(
         None,
-        "lengths that a prompt's chunk is padded to where it is alone, such as 64,192,512; default: powers of two from 64 on",
+        "lengths that a prompt's chunk is padded to where it is alone, such as 64,192,512; "
+        "default: powers of two from 64 on",
     )
     max_batched_token_mem: int | None = knob(
         None, "tokens that the KV cache holds; default: what the memory allows"
@@ -118,8 +119,8 @@ class EngineOptions:
         rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
         if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
             raise ValueError(
-                f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, of which the last is {last}, "
-                f"max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
+                f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, "
+                f"of which the last is {last}, max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
             )
 
     def require_unstored(self, what: str) -> None:

@@ -116,13 +116,13 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
             return choose_sizes(config, replace(options, max_model_len=max(pages * W, 2)), params, memory)
     elif cost(pages) > budget:
         raise ValueError(
-            f"max_batched_token_mem {wanted} needs {cost(pages) / 2**30:.1f} GiB of cache, {budget / 2**30:.1f} GiB are "
-            "free: lower it, or raise gpu_memory_utilization"
+            f"max_batched_token_mem {wanted} needs {cost(pages) / 2**30:.1f} GiB of cache, "
+            f"{budget / 2**30:.1f} GiB are free: lower it, or raise gpu_memory_utilization"
         )
     if pages < -(-longest // W):
         raise ValueError(
-            f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: lower max_model_len, "
-            "or raise max_batched_token_mem or gpu_memory_utilization"
+            f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: "
+            "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
     n_top = options.alternatives(config.target.vocab_size)
     return Sizes(longest, options.max_num_seqs, group_pages(layers, options, longest, pages), W, n_top=n_top)

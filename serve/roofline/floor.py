@@ -73,12 +73,11 @@ def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, para
     own = demand(shape, config.target, dtype, context, target_of(params))
     if config.draft is None:
         return own
+    assert isinstance(params, Pair)
     B, T = shape.rows, shape.tokens
-    rows, tokens, times, sampled = (B, 1, T, 1) if shape.phase == "verify" else (1, B * T, 1, 0)
-    if shape.phase == "decode":
-        rows, tokens, times = B, 1, T
-    draft = params.draft if isinstance(params, Pair) else params
-    one = step_demand(config.draft, draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
+    rows, tokens, times = (1, B * T, 1) if shape.phase == "prefill" else (B, 1, T)
+    sampled = int(shape.phase == "verify")
+    one = step_demand(config.draft, params.draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
     return Demand(own.flops + times * one.flops, own.bytes + times * one.bytes)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta", "EngineArgs", "LLMEngine",
-    "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta", "EngineArgs",
+    "LLMEngine", "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 HOMES = {

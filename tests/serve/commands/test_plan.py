@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from duetto.model.config import ModelConfig
-from duetto.model.pair import PairConfig
+from duetto.model.pair import Pair, PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, nbytes
 from duetto.sampling.params import SamplingParams
@@ -32,7 +32,7 @@ from duetto.serve.host.devices import memory_limit
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.programs.sizing import choose_sizes
-from duetto.serve.roofline.floor import Demand, demand
+from duetto.serve.roofline.floor import Demand, demand, pair_demand
 from duetto.serve.roofline.measured import STATUS
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import here
@@ -78,6 +78,20 @@ def test_work_grows_as_it_should():
     assert decode(8, 1, 200).bytes - decode(8, 1, 100).bytes == 8 * 100 * keys
     verify, prefill = (demand(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
     assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
+
+
+@pytest.mark.parametrize("phase, steps", [("prefill", 0), ("decode", 0), ("verify", 1)])
+def test_a_draft_model_counts_at_its_own_width(phase: str, steps: int):
+    """It writes its keys in each phase, and reads its head only where it guesses: once for each token."""
+    narrow = dataclasses.replace(SMALL, hidden_size=32)
+    params = Pair(*(abstract(decoder_spec(config), jnp.dtype("float32")) for config in (SMALL, narrow)))
+    shape = Shape(phase, 2, 8)
+    whole, own = (demand(shape, config, "float32", 16) for config in (SMALL, narrow))
+    added = pair_demand(shape, PairConfig(SMALL, narrow), "float32", 16, params).flops - whole.flops
+    head = 2 * narrow.vocab_size * narrow.hidden_size
+    sampled = {"prefill": 1, "decode": shape.area, "verify": shape.area}[phase]
+    assert added == pytest.approx(own.flops - head * sampled * (1 - steps), rel=0.02)
+    assert added < whole.flops / 2
 
 
 def test_a_floor_is_the_slower_of_two():
