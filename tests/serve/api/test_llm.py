@@ -11,31 +11,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, tokens
 
 from duetto import LLM, RequestOutput, SamplingParams
-
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
-SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
-PENALISED = SamplingParams(
-    temperature=0.8, seed=3, frequency_penalty=0.5, repetition_penalty=1.2, max_tokens=10
-)
-IDS = [5, 17, 200, 31, 8]
-PROMPTS = [IDS, list(range(20, 60)), [7], list(range(100, 180))]
-PARAMS = [GREEDY, SEEDED, PENALISED, replace(GREEDY, max_tokens=3, logprobs=0)]
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [completion.token_ids for output in outputs for completion in output.outputs]
-
-
-def exact(outputs: list[RequestOutput]) -> list[tuple]:
-    """Tokens and the bits of their log-probabilities."""
-    return [
-        (c.token_ids, [[x.logprob for x in at.values()] for at in c.logprobs or []], c.finish_reason)
-        for output in outputs
-        for c in output.outputs
-    ]
 
 
 @pytest.fixture(scope="module")
