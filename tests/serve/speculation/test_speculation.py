@@ -13,6 +13,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.serve.options.keywords import engine_options
+from duetto.serve.speculation.controller import Controller
 
 pytestmark = pytest.mark.as_served
 
@@ -113,20 +114,27 @@ def test_a_guide_that_does_not_fit_is_refused(tmp_path):
         LLM(speculative_config=wide)
 
 
-def test_the_controller_learns_step_times_and_what_is_accepted():
+def test_the_controller_learns_step_times_and_what_is_accepted(monkeypatch):
+    """On a device whose steps all take a millisecond: guesses cost nothing there, so they are asked for."""
+    learn = Controller.timed
+    monkeypatch.setattr(Controller, "timed", lambda self, rows, k, _: learn(self, rows, k, 1e-3))
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(**SIZES, speculative_config=config) as llm:
+        speculation = llm.engine.speculation
+        controller = speculation.controller
+        assert {rows for rows, _ in controller.times} == {1, 2} and set(controller.ks) <= {0, 1, 3}
+        speculation.controller = controller = Controller.of_times(
+            controller.ks, dict.fromkeys(controller.times, 1e-3)
+        )
         results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
-        speculation, report = llm.engine.speculation, llm.report()
-    controller = speculation.controller
-    assert {rows for rows, _ in controller.times} == {1, 2} and set(controller.ks) <= {0, 1, 3}
+        report = llm.report()
     assert any(time.measured > 1 for time in controller.times.values())
     assert report["compilations"] == 0 and 0 < report["speculation"]["acceptance"][0] <= 1
+    assert controller.acceptance.expected()[1] != Controller(controller.ks).acceptance.expected()[1]
     assert not speculation.following
     place, completion = 0, results[-1].outputs[0]
     passes = completion.passes or []
     assert sum(p.tokens for p in passes) == len(completion.token_ids)
-    # when it guesses depends on the times of steps, that it has guessed right does not
     assert any(p.accepted for result in results for p in result.outputs[0].passes or ())
     for p in passes:
         assert list(p.guesses[: p.accepted]) == completion.token_ids[place : place + p.accepted]
