@@ -16,12 +16,11 @@ from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...sampling.params import knobs_row
 from ...sampling.state import dense_bias, needs_history
-from ..outputs import Pass
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape
 from ..programs.step import Output, Seat
-from .guessing import Speculation
+from .guessing import Speculation, Taken
 from .meter import Compilations, Meter
 from .request import Request
 from .rows import calls, prompt_rows
@@ -207,10 +206,9 @@ class Engine:
             self._sleep.woke(tag)
 
     def _advance(self) -> list[Request]:
-        ahead, touched = self.speculation, []
-        guess = ahead.guess if ahead is not None and ahead.wanted(self.scheduler.decoding) else None
-        if not self._flight and ahead is not None:
-            ahead.committed(None)
+        touched, guess = [], None
+        if self.speculation is not None:
+            guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flight)
         if guess or any(ran.shape.phase == "verify" for ran in self._flight):
             touched = self._settle()
         plan = self.scheduler.plan(not self._flight, guess)
@@ -283,47 +281,48 @@ class Engine:
 
         `waited` says that the next step is not on its way yet.
         """
-        touched = []
+        taken = []
         for ran in flight:
             tokens = np.asarray(ran.output.sampled.token)
             self.meter.took()
             for row, work in enumerate(ran.rows):
-                if work.request.finished:
-                    continue  # aborted, or stopped by its text, while this step was on its way
-                take_prompt_scores(work.request, ran.output, row, work)
-                if self._take(work, ran, row, tokens[row]):
-                    touched.append(work.request)
-        if self.speculation is not None and flight:
-            prompts = any(ran.shape.phase == "prefill" for ran in flight)
-            works = None if prompts else [work for ran in flight for work in ran.rows]
-            self.speculation.committed(works, self.meter.arrived, waited)
-        return touched
+                found = self._take(work, ran, row, tokens[row])
+                taken.append(Taken(work, found, ran.shape.phase == "prefill"))
+        if self.speculation is not None and taken:
+            self.speculation.took(taken, self.meter.arrived, waited)
+        for row in taken:
+            if row.work.request.slot is not None:
+                self._conclude(row.work.request, len(row.tokens))
+        return [row.work.request for row in taken if row.tokens]
 
-    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> bool:
-        """Append a row's sampled tokens to its request; whether there were any."""
-        request, output = work.request, ran.output
-        emitted, known = np.flatnonzero(tokens >= 0), len(request.tokens)
+    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> list[int]:
+        """Append a row's sampled tokens to its request, and return them."""
+        request, known = work.request, len(work.request.tokens)
+        if request.finished:
+            return []  # aborted, or stopped by its text, while this step was on its way
+        take_prompt_scores(request, ran.output, row, work)
+        emitted = np.flatnonzero(tokens >= 0)
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))
         for i in emitted:
             if request.params.logprobs is not None:
-                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(output.sampled)))
+                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
             request.append(int(tokens[i]))
             if request.finished:
                 break
-        if self.speculation is not None and len(emitted):
-            self.speculation.grew(request, request.tokens[known:])
-            request.passes.append(Pass(work.guesses, len(request.tokens) - known))
-            if ran.shape.phase != "prefill":
-                self.speculation.judged(len(work.guesses), len(emitted))
-        if self.classes.same_bits and len(request.tokens) <= request.reach:
-            self.scheduler.name_pages(request, known - 1, len(request.tokens) - 1)
+        return request.tokens[known:]
+
+    def _conclude(self, request: Request, new: int) -> None:
+        """A request has got its new tokens from a step: its full pages are named, and it gives up its seat
+        where it has finished, or reached what its keys are good for."""
+        tokens = len(request.tokens)
+        if self.classes.same_bits and tokens <= request.reach:
+            self.scheduler.name_pages(request, tokens - new - 1, tokens - 1)
         if request.finished:
             self.scheduler.release(request)
             self._ended(request)
-        elif len(request.tokens) >= request.reach:
+        elif tokens >= request.reach:
             self.scheduler.preempt(request)
-        return len(emitted) > 0
 
     def _ended(self, request: Request) -> None:
         self.meter.finished(request)

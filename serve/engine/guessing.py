@@ -2,16 +2,26 @@
 what came of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..outputs import Pass
 from ..speculation.controller import Controller
 from ..speculation.drafter import Drafter
 from .request import Request
-from .scheduler import Work
+from .scheduler import Guess, Work
+
+
+class Taken(NamedTuple):
+    """A row of a step, and the tokens that its request got from it; `prompt` where it computed a prompt."""
+
+    work: Work
+    tokens: list[int]
+    prompt: bool
 
 
 class Speculation:
-    """Asks a drafter for guesses, and a controller for how many of them are worth a step's time.
+    """Asks a drafter for guesses, and a controller for how many of them are worth a step's time. The engine
+    says three things to it: `offers`, `took`, `ended`.
 
     `k` are the most guesses of a row, `seconds` what a step takes by (rows, guesses) as `step_seconds` has
     them; without them every guess is verified. Nothing here changes a result: it only decides what a step is
@@ -25,27 +35,28 @@ class Speculation:
         )
         self.sizes = sorted({rows for rows, _ in seconds or ()})
         self.following: set[Request] = set()
-        self.last: tuple[float, bool] | None = (
-            None  # when the last step was taken in, and whether the next had waited for it
-        )
+        # when the last step's results arrived, and whether the next had waited for them
+        self.last: tuple[float, bool] | None = None
         self.passes = self.emitted = self.drafted = 0
         self.tried, self.right = [0] * k, [0] * k
 
     # ------------------------------------------------------------ guesses
 
-    def wanted(self, rows: int) -> bool:
-        """Whether the next step of so many rows may verify guesses, for which the last step's tokens must be
-        known."""
-        return rows > 0 and (self.controller is None or self.controller.asks(self._size(rows)))
+    def offers(self, rows: int, idle: bool) -> Guess | None:
+        """What guesses for a next step of `rows` rows, once the last step's tokens are known; None for a
+        plain step. `idle` says that no step is running."""
+        if idle:
+            self.last = None
+        asked = rows > 0 and (self.controller is None or self.controller.asks(self._size(rows)))
+        return self._guesses if asked else None
 
-    def guess(self, works: Sequence[Work]) -> list[list[int]]:
-        """Guesses for each row of a step; none for one that feeds what it had generated before a
-        preemption."""
+    def _guesses(self, works: Sequence[Work]) -> list[list[int]]:
         guesses = [self._guess(work) for work in works]
         k = self._chosen([len(g) for g in guesses])
         return [g[:k] for g in guesses]
 
     def _guess(self, work: Work) -> list[int]:
+        """None for a row that feeds what it had generated before a preemption."""
         request = work.request
         if work.start + 1 < len(request.tokens):
             return []
@@ -65,36 +76,43 @@ class Speculation:
 
     # ------------------------------------------------------------ what came of them
 
-    def grew(self, request: Request, tokens: Sequence[int]) -> None:
-        """A request has got these tokens."""
-        if request in self.following:
-            self.drafter.extend(request, tokens)
+    def took(self, rows: Sequence[Taken], arrived: float, waited: bool) -> None:
+        """The results of a step with these rows arrived at this time; `waited` says that the next step is
+        planned after them."""
+        for row in rows:
+            if row.tokens:
+                self._learn(row)
+        prompts = any(row.prompt for row in rows)
+        self._time(None if prompts else [row.work for row in rows], arrived, waited)
 
-    def judged(self, guesses: int, emitted: int) -> None:
-        """A row's step with so many guesses has given so many tokens, at least one."""
+    def ended(self, request: Request) -> None:
+        """A request has finished or was aborted."""
+        if request in self.following:
+            self.following.remove(request)
+            self.drafter.end(request)
+
+    def _learn(self, row: Taken) -> None:
+        request, guesses, emitted = row.work.request, row.work.guesses, len(row.tokens)
+        if request in self.following:
+            self.drafter.extend(request, row.tokens)
+        request.passes.append(Pass(guesses, emitted))
+        if not row.prompt:
+            self._judge(len(guesses), emitted)
+
+    def _judge(self, guesses: int, emitted: int) -> None:
         accepted = emitted - 1
-        self.passes, self.emitted, self.drafted = (
-            self.passes + 1,
-            self.emitted + emitted,
-            self.drafted + guesses,
-        )
+        self.passes += 1
+        self.emitted += emitted
+        self.drafted += guesses
         for i in range(min(emitted, guesses)):
             self.tried[i] += 1
             self.right[i] += i < accepted
         if guesses and self.controller is not None:
             self.controller.judged(guesses, accepted)
 
-    def ended(self, request: Request) -> None:
-        if request in self.following:
-            self.following.remove(request)
-            self.drafter.end(request)
-
-    def committed(self, works: Sequence[Work] | None, now: float = 0.0, waited: bool = False) -> None:
-        """The results of a step with these rows came `now`; None where it did something else too, or nothing.
-
-        `waited` says that the next step is planned after them. A step planned so is timed from there to its
-        own results; of others those between two that overlapped.
-        """
+    def _time(self, works: Sequence[Work] | None, now: float, waited: bool) -> None:
+        """A step that is planned after the last one's tokens is timed from these to its own; of others, those
+        between two that overlapped. None stands for a step that did something else too."""
         before = self.last
         self.last = (now, waited) if works is not None else None
         if works and before is not None and self.controller is not None and (before[1] or not waited):
