@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.loading.folder import DEMO, checked_defaults
 from duetto.serve.text.chat import ChatTemplateError
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
 PROMPT = "def add(a, b):\n    "
 EOS = 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases.requests import SIZES
 from tqdm import tqdm
 
 from duetto import LLM, SamplingParams
@@ -13,7 +14,6 @@ from duetto.sampling.params import BeamSearchParams
 from duetto.serve.api.metrics import Counter, Gauge, Histogram, Metric
 from duetto.serve.text.chat import ChatTemplateError
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)
 PROMPT = "def add(a, b):\n    "
 TALK = [{"role": "user", "content": "Add two numbers."}]
