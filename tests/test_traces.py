@@ -23,7 +23,9 @@ def test_traces_are_what_their_readme_says():
 def test_the_full_files_are_read_too(tmp_path: Path):
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
     azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
     )
     mooncake.write_text('{"timestamp": 500, "input_length": 600, "output_length": 5, "hash_ids": [0, 3]}\n')
     assert [(round(e.arrival, 3), e.prompt, e.output) for e in read(azure)] == [

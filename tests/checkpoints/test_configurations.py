@@ -1,4 +1,4 @@
-"""The configuration file of a folder: both styles of RoPE's fields, and what is refused by field and value."""
+"""A folder's configuration: both styles of RoPE's fields, and what is refused by field and value."""
 
 import math
 
