@@ -95,6 +95,7 @@ def shared(make):
     return programs
 
 
+@pytest.mark.usefixtures("steady_steps")
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_script(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, "").split()])

@@ -245,7 +245,7 @@ def test_metrics_and_report(llm):
     before = llm.report()
     (output,) = llm.generate(PROMPTS[3], replace(GREEDY, ignore_eos=True), use_tqdm=False)
     m, after = output.metrics, llm.report()
-    assert 0 <= m.queued <= m.ttft <= m.e2e < 60 and m.arrival > 0 and m.preemptions == 0
+    assert 0 <= m.queued <= m.ttft <= m.e2e and m.arrival > 0 and m.preemptions == 0
     assert m.tpot == pytest.approx((m.e2e - m.ttft) / 9)
     assert after["requests"] == before["requests"] + 1
     assert after["prompt_tokens"] == before["prompt_tokens"] + 80

@@ -66,14 +66,15 @@ def test_leaving_an_asynchronous_stream_aborts_it(llm):
             return len(piece.token_ids)
         return 0
 
-    async def consume() -> None:
+    async def consume(begun: asyncio.Event) -> None:
         async for _ in llm.astream(IDS, long):
-            await asyncio.sleep(0)
+            begun.set()
 
     async def cancel() -> None:
-        task = asyncio.create_task(consume())
-        while not llm._session.tickets:
-            await asyncio.sleep(0.001)
+        begun = asyncio.Event()
+        task = asyncio.create_task(consume(begun))
+        await begun.wait()
+        assert llm._session.tickets
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

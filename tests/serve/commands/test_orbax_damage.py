@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -112,42 +110,40 @@ def test_parameters_of_another_model_are_named(converted, tmp_path):
 
 
 WRITER = """
-import sys
-from pathlib import Path
+import os, signal, sys
 from duetto.serve.commands.convert import convert
-source, folder = map(Path, sys.argv[1:])
-convert(source, folder / "first")
-print("ready", flush=True)
-for i in range(1000):
-    convert(source, folder / str(i))
+source, target, event, end = sys.argv[1:]
+
+def stop(name, arguments):
+    if name == event and ".partial-" in str(arguments[0]) and str(arguments[0]).endswith(end % os.getpid()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(stop)
+convert(source, target)
 """
+# What the writer is about to do, to a path that ends so, and whether its folder is complete by then.
+MOMENTS = [
+    ("open", ".partial-%d/config.json", False),
+    ("os.rename", "params.orbax-checkpoint-tmp%.0s", False),
+    ("open", ".partial-%d/duetto.json", False),
+    ("os.rename", ".partial-%d", True),
+]
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_folders_or_none(source, tmp_path):
-    draw, (_, params), partial = random.Random(1), huggingface.load(source), 0
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        command = [sys.executable, "-c", WRITER, str(source), str(folder)]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=PATH)
-        assert writer.stdout.readline() == "ready\n"
-        time.sleep(draw.uniform(0.1, 0.6))
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        left = sorted(folder.iterdir())
-        assert folder / "first" in left
-        for found in left:
-            whole = (
-                ".partial-" not in found.name or (found / "duetto.json").exists()
-            )  # killed before the renaming
-            partial += not whole
-            if whole:
-                assert same_params(orbax.load(found)[1], params)
-            else:
-                with pytest.raises(CheckpointError):
-                    read_folder(found, "auto", jax.devices()[0])
-    assert partial, "no writer was killed while it wrote"
+    params = huggingface.load(source)[1]
+    for attempt, (event, end, whole) in enumerate(MOMENTS):
+        target = tmp_path / str(attempt) / "new"
+        target.parent.mkdir()
+        command = [sys.executable, "-c", WRITER, str(source), str(target), event, end]
+        assert subprocess.run(command, check=False, env=PATH).returncode == -signal.SIGKILL
+        (found,) = target.parent.iterdir()
+        assert found.name.startswith("new.partial-")
+        if whole:
+            assert same_params(orbax.load(found)[1], params)
+        else:
+            with pytest.raises(CheckpointError):
+                read_folder(found, "auto", jax.devices()[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
