@@ -16,7 +16,7 @@ wheels=${2:-}
 python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-export PYTHONPATH="$site:$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$site:$root/src:$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 
 pip() { "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$site" "$@"; }
@@ -35,9 +35,9 @@ done
 
 file="$out/$(date +%F)-gpu.json"
 rm -f "$file"
-"$python" "$root/benchmarks/gpu.py" "$file" --seconds 380 ${dry[@]+"${dry[@]}"}
+"$python" -m benchmarks.gpu "$file" --seconds 380 ${dry[@]+"${dry[@]}"}
 # another process, since both frameworks keep the memory that they take
 if "$python" -c 'import torch, transformers' 2>/dev/null; then
-  XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" "$root/benchmarks/gpu.py" "$file" --parts peers ${dry[@]+"${dry[@]}"}
+  XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m benchmarks.gpu "$file" --parts peers ${dry[@]+"${dry[@]}"}
 fi
 echo "written: $file"

@@ -40,6 +40,7 @@ from duetto.model.tree import init
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
+from duetto.serve.speculation.controller import Controller
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -122,6 +123,15 @@ def unchecked() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
+    there, does not depend on the machine."""
+    of_times, timed = Controller.of_times, Controller.timed
+    monkeypatch.setattr(Controller, "of_times", lambda ks, times: of_times(ks, dict.fromkeys(times, 1e-3)))
+    monkeypatch.setattr(Controller, "timed", lambda self, rows, k, _: timed(self, rows, k, 1e-3))
 
 
 @dataclass(frozen=True)

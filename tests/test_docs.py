@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *ROOT.glob("docs/**/*.md")])
 NAMED = re.compile(r"`([\w./-]+\.(?:py|sh))(?:(?:::|: )(\w+))?`")  # a file, and what stands in it
 LINKED = re.compile(r"\]\(([^)\s#:]+)(?:#[\w-]+)?\)")
 

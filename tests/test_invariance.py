@@ -50,8 +50,8 @@ VARIANTS = {
 }  # fmt: skip
 MORE = {  # of the demo model only, whose programs are compiled as users' are
     "pages of 256 tokens, whole prompts, two seats, no prefix caching, shorter model length": {
-        "page_size": 256, "max_prefill_tokens": 256, "prefill_buckets": (64, 256), "decode_steps": 1, "max_num_seqs": 2,
-        "enable_prefix_caching": False, "max_model_len": 230,
+        "page_size": 256, "max_prefill_tokens": 256, "prefill_buckets": (64, 256), "decode_steps": 1,
+        "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 230,
     },
 }  # fmt: skip
 

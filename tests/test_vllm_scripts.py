@@ -18,7 +18,12 @@ SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/
 
 # What each prints, line by line, among other things.
 SAYS = {
-    "async_streaming": ["paused: True", "stream-0 finished: '.*'", "stream-2 finished: '.*'", "as if alone: True"],
+    "async_streaming": [
+        "paused: True",
+        "stream-0 finished: '.*'",
+        "stream-2 finished: '.*'",
+        "as if alone: True",
+    ],
     "basic": [r"'import os\\n' -> .* \((length|stop)\)", r"'for line in' -> .*"],
     "beam_search": ["3 beams, best first: True", "3 beams, best first: True"],
     "chat": [r"prompt '.*Reverse it.*', reply '", r"prompt '# system: You write Python\..*', reply '"],
@@ -60,7 +65,8 @@ SAYS = {
     "tokens_prompt": [r"same: True \['def add.*', None, 'as named'\]", "ids: True True", "chat: True"],
 }  # fmt: skip
 ARGUMENTS = {
-    "engine_args_cli": "--max_model_len 128 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 --temperature 0"
+    "engine_args_cli": "--max_model_len 128 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 "
+    "--temperature 0"
 }
 
 
@@ -89,6 +95,7 @@ def shared(make):
     return programs
 
 
+@pytest.mark.usefixtures("steady_steps")
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_script(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, "").split()])

@@ -79,7 +79,8 @@ TEMPLATES = {
         {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content }}
         {%- for call in message.tool_calls or [] %}
             {%- set call = call.function if call.function is defined else call %}
-            {{- '\\n<tool_call>\\n{"name": "' }}{{ call.name }}{{ '", "arguments": ' }}{{ call.arguments | tojson }}{{ '}\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{ call.name
+                }}{{ '", "arguments": ' }}{{ call.arguments | tojson }}{{ '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
@@ -102,13 +103,16 @@ TEMPLATES = {
 {%- endif %}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}
-        {%- if not message.tool_calls | length == 1 %}{{- raise_exception('One call at a time.') }}{%- endif %}
+        {%- if not message.tool_calls | length == 1
+            %}{{- raise_exception('One call at a time.') }}{%- endif %}
         {%- set call = message.tool_calls[0].function %}
         {{- '[assistant]' + call.name + '(' }}
-        {%- for name, value in call.arguments | items %}{{- name + '=' + value | tojson }}{%- if not loop.last %}, {% endif %}{%- endfor %}
+        {%- for name, value in call.arguments | items %}{{- name + '=' + value | tojson
+            }}{%- if not loop.last %}, {% endif %}{%- endfor %}
         {{- ')[end]' }}
     {%- elif message.role == 'tool' or message.role == 'ipython' %}
-        {{- '[tool]' }}{{- (message.content | tojson) if message.content is mapping or message.content is iterable else message.content }}[end]
+        {{- '[tool]' }}{{- (message.content | tojson) if message.content is mapping
+            or message.content is iterable else message.content }}[end]
     {%- else %}
         {{- '[' + message['role'] + ']\\n' + message['content'] | trim + '[end]' }}
     {%- endif %}
@@ -116,16 +120,19 @@ TEMPLATES = {
 {%- if add_generation_prompt %}{{- '[assistant]\\n' }}{%- endif %}
 """,
     # no system role, strict turns, the assistant under another name
-    "alternating": """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+    "alternating": """{{ bos_token }}{% if messages[0]['role'] == 'system'
+    %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate user/assistant/...') }}{% endif %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0)
+    %}{{ raise_exception('Roles must alternate user/assistant/...') }}{% endif %}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
 {{ '<start>' + role + '\\n' + message['content'] | trim + '<end>\\n' }}
 {% endfor %}
 {% if add_generation_prompt %}{{'<start>model\\n'}}{% endif %}""",
     # what was thought is dropped from earlier turns, kept by a namespace
     "thinking": """{% set ns = namespace(system='', last='') %}{{ bos_token }}
-{%- for message in messages %}{% if message.role == 'system' %}{% set ns.system = message.content %}{% endif %}{% endfor %}{{ ns.system }}
+{%- for message in messages %}{% if message.role == 'system' %}{% set ns.system = message.content
+    %}{% endif %}{% endfor %}{{ ns.system }}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{% set ns.last = 'user' %}<|User|>{{ message.content }}{% endif %}
 {%- if message.role == 'assistant' and message.tool_calls is defined %}{% set ns.last = 'calls' %}
@@ -133,22 +140,29 @@ TEMPLATES = {
 ```json
 {{ call.function.arguments | tojson }}
 ```{% endfor %}{% endif %}
-{%- if message.role == 'assistant' and message.tool_calls is not defined %}{% set ns.last = 'assistant' %}<|Assistant|>
+{%- if message.role == 'assistant' and message.tool_calls is not defined
+    %}{% set ns.last = 'assistant' %}<|Assistant|>
 {%- set content = message.content %}
-{%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ content }}{{ eos_token }}{% endif %}
+{%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n')
+    %}{% endif %}{{ content }}{{ eos_token }}{% endif %}
 {%- if message.role == 'tool' %}<|Output|>{{ message.content }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt and ns.last != 'calls' %}<|Assistant|><think>
 {% endif %}""",
     # types of a tool's parameters by a macro that calls itself
     "typed": """{%- macro kind(p) -%}
-{%- if p.type is string %}{% if p.type == 'array' %}list[{{ kind(p['items']) }}]{% else %}{{ {'string': 'str', 'integer': 'int', 'object': 'dict'}[p.type] }}{% endif %}
-{%- else %}{% for t in p.type %}{{ kind({'type': t}) if t != 'null' else 'None' }}{% if not loop.last %} | {% endif %}{% endfor %}{% endif -%}
+{%- if p.type is string %}{% if p.type == 'array' %}list[{{ kind(p['items']) }}]{% else
+    %}{{ {'string': 'str', 'integer': 'int', 'object': 'dict'}[p.type] }}{% endif %}
+{%- else %}{% for t in p.type %}{{ kind({'type': t}) if t != 'null' else 'None' }}{% if not loop.last
+    %} | {% endif %}{% endfor %}{% endif -%}
 {%- endmacro -%}
 {{ bos_token }}{% for tool in tools %}
-def {{ tool.function.name }}({% for name, p in tool.function.parameters.properties.items() %}{{ name }}: {{ kind(p) }}{{ ', ' if not loop.last }}{% endfor %})
+def {{ tool.function.name }}({% for name, p in tool.function.parameters.properties.items()
+    %}{{ name }}: {{ kind(p) }}{{ ', ' if not loop.last }}{% endfor %})
     {{ tool.function.description }}
-{% for name, p in tool.function.parameters.properties | dictsort %}    {{ name }} ({{ 'required' if name in tool.function.parameters.required else 'optional' }}): {{ p.description | default('none') }}
+{% for name, p in tool.function.parameters.properties | dictsort %}    {{ name
+    }} ({{ 'required' if name in tool.function.parameters.required else 'optional'
+    }}): {{ p.description | default('none') }}
 {% endfor %}{% endfor %}
 {% for m in messages if m.content %}{{ m.role | upper }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}""",

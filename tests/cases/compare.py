@@ -1,9 +1,11 @@
-"""What tests compare: folders of tensors bit for bit, and log-probabilities."""
+"""What tests compare: folders of tensors and trees of parameters bit for bit, and log-probabilities."""
 
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
+
+from duetto.model.tree import paths
 
 
 def same_tensors(a: Path, b: Path, ignored: str = "no such name") -> bool:
@@ -27,3 +29,12 @@ def bits(file: Path, name: str):
 def log_softmax(logits: list[float]) -> np.ndarray:
     x = np.array(logits, np.float64)
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def same_params(a, b) -> bool:
+    """Whether two trees hold the same arrays under the same names, in the same dtypes."""
+    a, b = paths(a), paths(b)
+    return a.keys() == b.keys() and all(
+        x.dtype == b[path].dtype and np.array_equal(np.asarray(x), np.asarray(b[path]))
+        for path, x in a.items()
+    )

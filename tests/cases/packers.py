@@ -179,8 +179,9 @@ def llama_folder() -> tuple[dict[str, Any], Parts]:
         shapes |= {f"{layer}mlp.down_proj.weight": (D, F)}
         shapes |= {f"{layer}{name}layernorm.weight": (D,) for name in ("input_", "post_attention_")}
     config = {
-        "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 2,
-        "num_attention_heads": N, "num_key_value_heads": K, "head_dim": H, "max_position_embeddings": 64,
+        "model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F,
+        "num_hidden_layers": 2, "num_attention_heads": N, "num_key_value_heads": K, "head_dim": H,
+        "max_position_embeddings": 64,
     }  # fmt: skip
     return config, {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
 

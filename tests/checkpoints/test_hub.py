@@ -196,7 +196,7 @@ def test_a_command_takes_an_id_and_the_next_one_needs_no_network(hub: Hub, tmp_p
     def planned(**more: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | own | more
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=True, env=environment
+            command, capture_output=True, text=True, timeout=600, check=True, env=environment
         )
 
     online = planned()

@@ -67,7 +67,8 @@ def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch:
 
 
 EVEN = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
 }  # fmt: skip
 PHI = {"hidden_size": 80, "intermediate_size": 96}
 TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callable[[str], bool]]] = {
@@ -173,7 +174,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "no zeros": ("awq", without("qzeros"), "qweight' has no .qzeros beside it"),
     "scales": ("awq", replace_part("scales", lambda s: s[1:]), "expected floats of shape"),
     "zeros": ("gptq", replace_part("qzeros", lambda s: s[1:]), "expected 32-bit words of shape"),
-    "words": ("gptq", replace_part("qweight", lambda s: s.view(np.float32)), "expected a matrix of 32-bit words"),
+    "words": (
+        "gptq", replace_part("qweight", lambda s: s.view(np.float32)), "expected a matrix of 32-bit words",
+    ),
     "shape": ("gptq", replace_part("qweight", lambda s: s[:-1]), "expected"),
     "group": ("gptq ordered", replace_part("g_idx", lambda g: g + 1), "expected numbers of groups, 0 to 5"),
     "group size": ("awq", with_field(group_size=32), "expected floats of shape"),
@@ -196,7 +199,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "version": ("awq", with_field(version="gemv"), "version is 'gemv', which is not supported"),
     "no zero point": ("awq", with_field(zero_point=False), "zero_point is False, which is not supported"),
     "format": ("gptq", with_field(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
-    "block": ("fp8 blocks", with_field(weight_block_size=[128]), r"weight_block_size is \[128\], expected two"),
+    "block": (
+        "fp8 blocks", with_field(weight_block_size=[128]), r"weight_block_size is \[128\], expected two",
+    ),
     "method": ("awq", with_field(quant_method="aqlm"), "quant_method is 'aqlm', which is not supported"),
     "packed": ("compressed", with_field(format="pack-quantized"), "format is 'pack-quantized'"),
 }  # fmt: skip

@@ -1,11 +1,6 @@
-"""Weights in few bits and of low rank: their products, how far from the weights', and what that costs."""
+"""Weights in few bits: their products, how far they are from the weights, and what specs say of them."""
 
-import importlib.util
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,85 +8,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases.weights import EXPERTS, MIXED, PRODUCTS, SCHEMES, SINKING, dense, is_record, logits, random
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from duetto.checkpoints.huggingface import load
-from duetto.model.attention import causal
-from duetto.model.compress import (
-    CONTRACTED,
-    Plan,
-    compress,
-    compressed,
-    projections,
-    quantize_params,
-    quantized_spec,
-)
-from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.compress import CONTRACTED, compress, compressed, projections, quantized_spec
+from duetto.model.config import ModelConfig
 from duetto.model.experts import by_ragged_products, by_tiles
 from duetto.model.layers import einsum
-from duetto.model.lowrank import LowRank, low_rank
 from duetto.model.quant import Quantised, e2m1, quantised, unpack
 from duetto.model.sharding import shardings
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
-from duetto.model.tree import Spec, abstract, init, is_spec, nbytes, paths
-
-ROOT = Path(__file__).resolve().parents[2]
-SCHEMES = ("int8", "int4", "fp8")
-# A product of the model, the shapes of x and of the weight, and the weight's name.
-PRODUCTS = {
-    "q": ("btd,dnh->btnh", (2, 3, 64), (64, 5, 8)),
-    "o": ("btnh,nhd->btd", (2, 3, 5, 8), (5, 8, 24)),
-    "down": ("btf,fd->btd", (2, 3, 96), (96, 24)),
-    "head": ("...d,vd->...v", (2, 3, 64), (40, 64)),
-    "v_up": ("bsr,rnu->bsnu", (2, 3, 32), (32, 4, 6)),
-    "k_up": ("btnh,rnh->btnr", (2, 3, 4, 6), (32, 4, 6)),
-}
-EXPERTS = Experts(8, 2, 32, shared=32, scoring="sigmoid", correction=True)
-SINKING = Experts(4, 2, 48, "clamped_silu", bias=True, router_bias=True, clamp=2.0)
-MIXED = ModelConfig(
-    300,
-    64,
-    (
-        LayerKind(GroupedQuery(4, 2, 16), Dense(96)),
-        LayerKind(Latent(4, 32, 16, 8, 12, query_rank=24), EXPERTS),
-        LayerKind(GroupedQuery(4, 2, 16, bias=True, sinks=True), SINKING),
-    ),
-)
-
-
-def random(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
-
-
-def is_record(x: Any) -> bool:
-    return isinstance(x, Quantised | LowRank)
-
-
-def dense(tree: Any) -> Any:
-    """A tree with arrays in place of its records."""
-
-    def array(x: Any) -> Any:
-        if isinstance(x, LowRank):
-            inputs, outputs = (f"{letters}" for letters in ("ijk"[: x.a.ndim - 1], "xyz"[: x.b.ndim - 1]))
-            return jnp.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", x.a, x.b, precision="highest")
-        return x.widened(jnp.float32) if isinstance(x, Quantised) else x
-
-    return jax.tree.map(array, tree, is_leaf=is_record)
-
-
-@partial(jax.jit, static_argnums=1)
-def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    return unembed(params, config, forward(params, config, tokens, places, causal)[0])
-
-
-@pytest.fixture(scope="module")
-def mixed() -> Decoder:
-    """Grouped-query and latent attention, a dense layer and two mixtures, with weights that matter."""
-    specs = jax.tree.map(
-        lambda s: replace(s, scale=0.1) if s.mean == 0 else s, decoder_spec(MIXED), is_leaf=is_spec
-    )
-    return init(jax.random.key(0), specs)
+from duetto.model.transformer import Decoder, decoder_spec
+from duetto.model.tree import Spec, abstract, init, nbytes, paths
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -249,110 +176,6 @@ def test_records_are_split_like_their_weights(how: Any):
     split = "tensor" if how == "int4" else None
     assert attention.o.scales.spec == PartitionSpec(split, None, None)
     assert ffn.down.scales.spec == PartitionSpec(split, None)
-
-
-def test_what_is_compressed_and_what_is_not(mixed: Decoder):
-    found = paths(compress(mixed, Plan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4")))))
-    assert found["head.values"].dtype == jnp.int8
-    assert found["layers.1.ffn.shared.up.values"].dtype == jnp.float8_e4m3fn
-    assert found["layers.1.ffn.experts.up.values"].dtype == jnp.uint8
-    whole = paths(mixed)
-    for name in (
-        "embed",
-        "layers.1.ffn.router",
-        "layers.1.ffn.correction",
-        "layers.2.attention.sinks",
-        "norm.gain",
-    ):
-        assert found[name] is whole[name]
-
-
-def test_a_tied_embedding_stays_whole():
-    config = ModelConfig.uniform(32, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
-    params = compress(init(jax.random.key(0), decoder_spec(config)), projections("int8"))
-    assert params.head is None and params.embed.dtype == jnp.float32
-    with pytest.raises(ValueError, match="rule 'head' meets no weight"):
-        compress(params, Plan((("head", "int8"),)))
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("how", ["int3", "fp4", 0.0, 1.0, 2])
-def test_unknown_ways_are_refused(how: Any):
-    with pytest.raises(ValueError, match=f"{how!r} for 'layers.*' is not allowed: int8, int4, fp8"):
-        projections(how)
-
-
-def test_weights_are_given_up_one_by_one():
-    params = init(jax.random.key(0), decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
-    kept = quantize_params(params, "int8")
-    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
-    given = quantize_params(params, "int8", donate=True)
-    jax.tree.map(np.testing.assert_array_equal, given, kept)
-    assert paths(params)["layers.1.ffn.up"].is_deleted() and not params.embed.is_deleted()
-
-
-def test_compressing_twice_compiles_once():
-    params = init(jax.random.key(0), decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
-    quantize_params(params, "int8")
-    with jax.no_tracing():
-        quantize_params(params, "int8")
-
-
-@pytest.mark.parametrize("name", ["q", "o", "k_up", "down"])
-def test_a_low_rank_is_the_best_of_its_rank(name: str):
-    """The error is that of the singular values left out (Eckart and Young)."""
-    equation, left, right = PRODUCTS[name]
-    w, axes = random(*right, seed=1), CONTRACTED[name]
-    record = low_rank(w, axes, 0.6)
-    inputs = -axes[-1] - 1
-    matrix = np.asarray(w, np.float64).reshape(-1, int(np.prod(right[len(right) - inputs :])))
-    rank = record.a.shape[-1]
-    assert rank * sum(matrix.shape) <= 0.6 * matrix.size < (rank + 1) * sum(matrix.shape)
-    left_out = np.linalg.svd(matrix)[1][rank:]
-    whole = dense(record)
-    np.testing.assert_allclose(np.linalg.norm(whole - w), np.linalg.norm(left_out), rtol=1e-4)
-    x = random(*left)
-    np.testing.assert_allclose(einsum(equation, x, record), einsum(equation, x, whole), rtol=1e-4, atol=1e-4)
-
-
-def test_a_weight_of_low_rank_loses_nothing():
-    w = jnp.einsum("...dr,...rf->...df", random(3, 40, 4), random(3, 4, 60, seed=1), precision="highest")
-    record = low_rank(w, (-2,), 0.2)
-    assert record.a.shape == (3, 40, 4) and record.b.shape == (3, 4, 60)
-    np.testing.assert_allclose(jnp.matmul(record.a, record.b, precision="highest"), w, atol=1e-4)
-    assert low_rank(random(4, 4), (-2,), 0.4) is None and low_rank(random(9, 9), (-1,), 0.5) is None
-
-
-@pytest.fixture(scope="module")
-def quality() -> Iterator[ModuleType]:
-    """The benchmark's own functions."""
-    file = ROOT / "benchmarks" / "studies" / "quality.py"
-    spec = importlib.util.spec_from_file_location("quality", file)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "quality", module)
-        patch.syspath_prepend(str(ROOT / "examples"))
-        spec.loader.exec_module(module)
-        yield module
-
-
-def test_what_compression_costs_the_demo_model(quality: ModuleType):
-    """Bounds with room above what is measured; see docs/quantization.md."""
-    config, params = load(ROOT / "checkpoints" / "demo", jnp.float32)
-    text = quality.held_out(2048)
-    whole = quality.measure(config, params, params, text)
-    assert whole.agreement == 1 and whole.divergence < 1e-6 and whole.perplexity < 25
-    bounds = {
-        "int8": (0.01, 0.98, 0.26),
-        "fp8": (0.01, 0.96, 0.26),
-        "int4": (0.03, 0.88, 0.15),
-        "0.9": (0.7, 0.55, 0.91),
-    }
-    for case, (worse, agreement, ratio) in bounds.items():
-        found = quality.measure(config, params, compress(params, quality.plan(case)), text)
-        assert found.perplexity < (1 + worse) * whole.perplexity, case
-        assert agreement < found.agreement < 1, case
-        assert found.projections < ratio * whole.projections, case
 
 
 @pytest.mark.extras

@@ -63,9 +63,10 @@ def test_what_nobody_set_asks_for_nothing():
 
 def test_a_command_line_becomes_options():
     words = [
-        "--max_model_len", "256", "--max-num-batched-tokens=64", "-tp", "1", "--enforce-eager", "--my-own", "4",
-        "--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3", "--seed", "none",
-        "--no-enable-prefix-caching", "--kv_cache_dtype", "auto", "--revision", "main",
+        "--max_model_len", "256", "--max-num-batched-tokens=64", "-tp", "1", "--enforce-eager",
+        "--my-own", "4", "--speculative-config.method", "ngram",
+        "--speculative_config.num_speculative_tokens=3", "--seed", "none", "--no-enable-prefix-caching",
+        "--kv_cache_dtype", "auto", "--revision", "main",
     ]  # fmt: skip
     args = parser().parse_args(words)
     engine_args = EngineArgs.from_cli_args(args)

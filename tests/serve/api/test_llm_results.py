@@ -1,7 +1,6 @@
 """The Python API on token ids: forms of prompts, parameters and options, what is refused, and what a result
 holds."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,32 +17,7 @@ from duetto.model.attention import causal
 from duetto.model.transformer import forward, unembed
 from duetto.serve.options.keywords import engine_options
 
-
-@pytest.fixture(scope="module")
-def start(tiny):
-    return lambda **options: LLM.from_params(tiny.config, tiny.params, **(SIZES | options))
-
-
-@pytest.fixture(scope="module")
-def llm(start) -> Iterator[LLM]:
-    with start() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def expected(llm) -> list[tuple]:
-    return exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(llm):
-    """Every test gives all pages back and leaves no request behind."""
-    yield
-    assert (
-        not llm.has_unfinished_requests() and not llm._session.tickets and not llm.engine.scheduler.has_work
-    )
-    assert llm.engine.tables.occupancy == 0
-
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 # ---------------------------------------------------------------- prompts and parameters
 
@@ -271,7 +245,7 @@ def test_metrics_and_report(llm):
     before = llm.report()
     (output,) = llm.generate(PROMPTS[3], replace(GREEDY, ignore_eos=True), use_tqdm=False)
     m, after = output.metrics, llm.report()
-    assert 0 <= m.queued <= m.ttft <= m.e2e < 60 and m.arrival > 0 and m.preemptions == 0
+    assert 0 <= m.queued <= m.ttft <= m.e2e and m.arrival > 0 and m.preemptions == 0
     assert m.tpot == pytest.approx((m.e2e - m.ttft) / 9)
     assert after["requests"] == before["requests"] + 1
     assert after["prompt_tokens"] == before["prompt_tokens"] + 80

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.loading.folder import DEMO, checked_defaults
 from duetto.serve.text.chat import ChatTemplateError
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
 PROMPT = "def add(a, b):\n    "
 EOS = 0
@@ -215,13 +215,15 @@ QUESTIONS = ["def main():", "import ", "class Point"]
 def main():
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12)
     llm = LLM(
-        model=MODEL, tokenizer=MODEL, dtype="float32", tensor_parallel_size=1, max_model_len=128, max_num_seqs=8,
-        max_num_batched_tokens=64, block_size=16, gpu_memory_utilization=0.8, enforce_eager=True, trust_remote_code=True,
+        model=MODEL, tokenizer=MODEL, dtype="float32", tensor_parallel_size=1, max_model_len=128,
+        max_num_seqs=8, max_num_batched_tokens=64, block_size=16, gpu_memory_utilization=0.8,
+        enforce_eager=True, trust_remote_code=True,
     )
     outputs = llm.generate(QUESTIONS, params)
     for output in outputs:
         print(f"{output.request_id} {output.prompt!r} -> {output.outputs[0].text!r}")
-    answers = llm.chat([{"role": "user", "content": "Reverse a list"}], sampling_params=params, use_tqdm=False)
+    talk = [{"role": "user", "content": "Reverse a list"}]
+    answers = llm.chat(talk, sampling_params=params, use_tqdm=False)
     print(answers[0].outputs[0].finish_reason, len(answers[0].outputs[0].token_ids))
 
 if __name__ == "__main__":

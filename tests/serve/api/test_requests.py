@@ -1,7 +1,6 @@
 """Requests of many callers in one engine: ids, abandoned streams, and parameters that change under way."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,20 +8,14 @@ import pytest
 from duetto import LLM, SamplingParams
 from duetto.engine.llm_engine import LLMEngine
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 LONG = replace(GREEDY, max_tokens=60)
 ONE, TWO = [5, 17, 200, 31, 8], [9, 8, 7, 6]
 
 
-@pytest.fixture(scope="module")
-def llm(tiny) -> Iterator[LLM]:
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
-        yield llm
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(llm):
+def no_id_is_held(llm):
+    """Every test ends its requests and gives their ids back."""
     yield
     llm.abort("nobody")  # a turn, in which whatever waits for one is done
     assert not llm.has_unfinished_requests() and not llm.engine.has_work

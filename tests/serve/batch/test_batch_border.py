@@ -5,7 +5,7 @@ import json
 import string
 
 import pytest
-from fakes.batch import MODEL, CheckingEngine, FakeEngine, chat, completion, report_of, runner
+from fakes.batch import MODEL, CheckingEngine, FakeEngine, chat, completion, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +13,6 @@ from duetto.serve.batch.answers import Answers
 from duetto.serve.batch.job import BatchOptions
 from duetto.serve.batch.lines import Address, LineError, RawLine, address_of, decode, task_of
 from duetto.serve.batch.run import run_batch
-
-
-@pytest.fixture
-def run(tmp_path):
-    return runner(tmp_path)
 
 
 def deep(levels: int, inside: str = "1") -> str:

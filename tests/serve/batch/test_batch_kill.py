@@ -54,8 +54,8 @@ def arguments(source: Path, out: Path) -> list[str]:
     return ["batch", str(source), str(out), "--model", str(source.with_name("model")), *FLAGS]
 
 
-def start(source: Path, out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", MAIN, *arguments(source, out)]
+def start(source: Path, out: Path, code: str = MAIN, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code, *words, *arguments(source, out)]
     return subprocess.Popen(
         command, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
     )
@@ -111,13 +111,30 @@ def test_a_job_killed_twenty_times_ends_with_the_same_bytes(source):
     assert json.loads(report.read_bytes())["output"]["lines"] == LINES
 
 
+INTERRUPTED = """
+import os, sys
+from duetto.serve.batch.journal import Journal
+from duetto.serve.cli import main
+append, sync, appended = Journal.append, Journal.sync, []
+
+def counted(*arguments):
+    append(*arguments)
+    appended.append(1)
+
+def interrupted(journal):
+    sync(journal)
+    if len(appended) >= 20:
+        appended.clear()
+        os.kill(os.getpid(), int(signum))
+
+Journal.append, Journal.sync, signum = counted, interrupted, sys.argv.pop(1)
+raise SystemExit(main())
+"""
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_says_so_by_its_exit_code(source, signum, code):
     out = source.with_name("out.jsonl")
     journal = out.with_name(out.name + ".journal")
-    process = start(source, out)
-    while len(answered(journal)) < 20:
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.send_signal(signum)
-    assert process.wait() == code and len(answered(journal)) >= 20 and not out.exists()
+    process = start(source, out, INTERRUPTED, str(int(signum)))
+    assert process.wait() == code and 20 <= len(answered(journal)) < LINES and not out.exists()

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.batch import MODEL, FakeEngine, journal_of, runner
+from fakes.batch import MODEL, FakeEngine, journal_of
 
 LINES = [{"prompt": f"p{i}", "id": i} for i in range(30)]
-
-
-@pytest.fixture
-def run(tmp_path):
-    return runner(tmp_path)
 
 
 @pytest.fixture

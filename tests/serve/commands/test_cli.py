@@ -97,7 +97,11 @@ def test_wrong_usage_ends_with_2(line: list[str], said: str, capsys: pytest.Capt
 
 
 def test_help_does_not_wait_for_jax():
-    code = "import sys; from duetto.serve import cli\ntry: cli.main(['--help'])\nfinally: assert 'jax' not in sys.modules"
+    code = (
+        "import sys; from duetto.serve import cli\n"
+        "try: cli.main(['--help'])\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
     done = python(code)
     assert done.returncode == 0 and all(name in done.stdout for name in cli.COMMANDS)
 

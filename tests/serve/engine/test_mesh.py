@@ -25,7 +25,8 @@ def test_two_devices_give_the_tokens_of_one(names: str, least: int):
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", names]
     command = [sys.executable, "-m", "pytest", *options, str(TESTS / "two_devices.py")]
     done = subprocess.run(
-        command, env=os.environ | flags, cwd=TESTS.parents[2], capture_output=True, text=True, timeout=1740, check=False
+        command, env=os.environ | flags, cwd=TESTS.parents[2], capture_output=True, text=True,
+        timeout=1740, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)

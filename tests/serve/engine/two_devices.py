@@ -34,8 +34,8 @@ from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
 from duetto.serve.programs.step import empty_slots
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
-    "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64, "page_size": 16,
-    "reproducible": False,
+    "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,
+    "page_size": 16, "reproducible": False,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 60, 110, 3))]

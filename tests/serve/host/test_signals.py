@@ -31,7 +31,7 @@ def run(tmp_path):
 def python(code: str, *words: str, **named) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", code, *words]
     return subprocess.run(
-        line, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT, **named
+        line, capture_output=True, text=True, timeout=600, check=False, env=ENVIRONMENT, **named
     )
 
 
@@ -43,7 +43,7 @@ def test_with_all_standard_streams_closed_a_job_finishes(tmp_path):
     2."""
     (tmp_path / "in").write_text('{"prompt": 3}\nnot JSON\n')
     command = f'exec {sys.executable} -m duetto batch "$0/in" "$0/out" <&- >&- 2>&-'
-    done = subprocess.run(["sh", "-c", command, str(tmp_path)], timeout=120, check=False, env=ENVIRONMENT)
+    done = subprocess.run(["sh", "-c", command, str(tmp_path)], timeout=600, check=False, env=ENVIRONMENT)
     assert done.returncode == 0
     assert (tmp_path / "out").read_bytes().count(b"error") == 2
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "out.report.json"}
@@ -60,7 +60,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path, closed):
     command = f'exec {sys.executable} -c "$1" "$0" {closed}'
     line = ["sh", "-c", command, str(tmp_path / "file"), code]
     assert (
-        subprocess.run(line, timeout=60, check=False, env=ENVIRONMENT, stderr=subprocess.DEVNULL).returncode
+        subprocess.run(line, timeout=600, check=False, env=ENVIRONMENT, stderr=subprocess.DEVNULL).returncode
         == 0
     )
     assert (tmp_path / "file").read_bytes() == b""

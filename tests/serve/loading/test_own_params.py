@@ -139,9 +139,15 @@ def changed(names: dict[str, str], **leaves):
 @pytest.mark.parametrize(
     ("leaves", "names", "said"),
     [
-        ({"norm.gain": jnp.zeros(31)}, {}, r"parameter norm.gain has shape \(31,\), expected \(32,\) for norm.gain"),
+        (
+            {"norm.gain": jnp.zeros(31)}, {},
+            r"parameter norm.gain has shape \(31,\), expected \(32,\) for norm.gain",
+        ),
         ({"more": jnp.zeros(2)}, {}, "parameter more is not one of this model: it has no more"),
-        ({"blocks.1.q": jnp.zeros(2)}, {"blocks.{}.q": "layers.{}.attention.q"}, "layers.1.attention.q is given 2 times"),
+        (
+            {"blocks.1.q": jnp.zeros(2)}, {"blocks.{}.q": "layers.{}.attention.q"},
+            "layers.1.attention.q is given 2 times",
+        ),
         ({}, {"head": "heads"}, r"parameter head is missing, expected shape \(50, 32\)"),
     ],
 )  # fmt: skip

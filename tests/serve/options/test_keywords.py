@@ -157,9 +157,9 @@ def test_what_fields_must_agree_on_is_checked_by_clone():
 def test_positions_are_vllms():
     params = SamplingParams(2, 0.1, 0.2, 1.1, 0.5, 0.9, 40, 0.05, 7, "x", [3], True, 32, 4, 5, 6)
     assert params == SamplingParams(
-        n=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, temperature=0.5, top_p=0.9, top_k=40,
-        min_p=0.05, seed=7, stop="x", stop_token_ids=[3], ignore_eos=True, max_tokens=32, min_tokens=4, logprobs=5,
-        prompt_logprobs=6,
+        n=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, temperature=0.5, top_p=0.9,
+        top_k=40, min_p=0.05, seed=7, stop="x", stop_token_ids=[3], ignore_eos=True, max_tokens=32,
+        min_tokens=4, logprobs=5, prompt_logprobs=6,
     )  # fmt: skip
 
 

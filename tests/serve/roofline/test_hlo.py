@@ -87,7 +87,8 @@ KERNEL = """HloModule jit_step, num_partitions=2
 ENTRY %main (pool: bf16[8,64,64,128], q: bf16[4,128]) -> bf16[4,128] {
   %pool = bf16[8,64,64,128]{3,2,1,0} parameter(0)
   %q = bf16[4,128]{1,0} parameter(1)
-  %call = (bf16[4,128]{1,0}, bf16[8,64,64,128]{3,2,1,0}) custom-call(%q, /*index=1*/%pool), custom_call_target="kernel"ALIAS
+  %call = (bf16[4,128]{1,0}, bf16[8,64,64,128]{3,2,1,0}) custom-call(%q, /*index=1*/%pool), \
+custom_call_target="kernel"ALIAS
   %far = bf16[4,128]{1,0:T(8,128)S(1)} copy(%q)
   ROOT %out = bf16[4,128]{1,0} get-tuple-element(%call), index=0
 }

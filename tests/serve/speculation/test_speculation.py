@@ -114,18 +114,13 @@ def test_a_guide_that_does_not_fit_is_refused(tmp_path):
         LLM(speculative_config=wide)
 
 
-def test_the_controller_learns_step_times_and_what_is_accepted(monkeypatch):
-    """On a device whose steps all take a millisecond: guesses cost nothing there, so they are asked for."""
-    learn = Controller.timed
-    monkeypatch.setattr(Controller, "timed", lambda self, rows, k, _: learn(self, rows, k, 1e-3))
+@pytest.mark.usefixtures("steady_steps")
+def test_the_controller_learns_step_times_and_what_is_accepted():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(**SIZES, speculative_config=config) as llm:
         speculation = llm.engine.speculation
         controller = speculation.controller
         assert {rows for rows, _ in controller.times} == {1, 2} and set(controller.ks) <= {0, 1, 3}
-        speculation.controller = controller = Controller.of_times(
-            controller.ks, dict.fromkeys(controller.times, 1e-3)
-        )
         results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
         report = llm.report()
     assert any(time.measured > 1 for time in controller.times.values())

@@ -20,9 +20,10 @@ from duetto.serve.text.tokenizer import Tokenizer
 spm = pytest.importorskip("sentencepiece", reason="the models are trained with it")
 
 TEXTS = [
-    "", " ", "  ", "hello", " hello", "hello ", "  two  spaces  ", "a\nb", "\n\nx\n", "tab\tand\r\n", "naïve café",
-    "東京", "🤗", "family 👨‍👩‍👧 emoji", "e\u0301 combining", "\u00a0nbsp", "ﬁ ligature", "<tool>", "x<tool>y", " <tool> ",
-    "<tool><tool>", "▁literal▁", "<s>", "not a <token", "<0x0A>", "1234567 89", "\u0000", "a" * 300, "ЖЖЖ☃☃ ☃",
+    "", " ", "  ", "hello", " hello", "hello ", "  two  spaces  ", "a\nb", "\n\nx\n", "tab\tand\r\n",
+    "naïve café", "東京", "🤗", "family 👨‍👩‍👧 emoji", "e\u0301 combining", "\u00a0nbsp", "ﬁ ligature",
+    "<tool>", "x<tool>y", " <tool> ", "<tool><tool>", "▁literal▁", "<s>", "not a <token", "<0x0A>",
+    "1234567 89", "\u0000", "a" * 300, "ЖЖЖ☃☃ ☃",
 ]  # fmt: skip
 KINDS = [
     (kind, fallback, rule)
@@ -220,12 +221,16 @@ REFUSED = {
         None, {"added_tokens": {"<s>": 9000}}, r"added token '<s>' has id 1, but would become 9000",
     ),
     "ids that are none": (
-        None, {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "a"}}}}, "added_tokens_decoder is malformed",
+        None, {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "a"}}}},
+        "added_tokens_decoder is malformed",
     ),
     "a token that is a number": (
-        None, {"special_tokens_map": {"unk_token": 5}}, r"special_tokens_map\.json: unk_token is 5, which is no token",
+        None, {"special_tokens_map": {"unk_token": 5}},
+        r"special_tokens_map\.json: unk_token is 5, which is no token",
     ),
-    "no object": (None, {"special_tokens_map": [1]}, r"special_tokens_map\.json: holds a JSON list, expected an object"),
+    "no object": (
+        None, {"special_tokens_map": [1]}, r"special_tokens_map\.json: holds a JSON list, expected an object",
+    ),
 }  # fmt: skip
 
 

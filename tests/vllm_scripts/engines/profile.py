@@ -9,8 +9,8 @@ from duetto.config import ProfilerConfig
 
 def main(folder: str):
     llm = LLM(
-        model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, tensor_parallel_size=1,
-        profiler_config=ProfilerConfig(profiler="torch", torch_profiler_dir=folder),
+        model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
+        tensor_parallel_size=1, profiler_config=ProfilerConfig(profiler="torch", torch_profiler_dir=folder),
     )  # fmt: skip
     llm.start_profile()
     outputs = llm.generate(["def f(", "import"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4))

@@ -1,0 +1,94 @@
+"""What one NVIDIA GPU reaches, beside what it could: `benchmarks/gpu.sh` runs this; a table is printed, one
+JSON file holds it.
+
+Two ceilings are measured first, a copy in the device's memory and a large product in bfloat16; shares are of
+these. Parts run in the order of their worth until the time is over, and the file is written after each
+figure. `--dry` runs every part on a tiny shape on any device, to see that it runs: its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.gpu.attention import bench_attention
+from benchmarks.gpu.checks import bench_checks
+from benchmarks.gpu.peers import bench_peers
+from benchmarks.gpu.programs import bench_decode, bench_prefill, bench_reference, bench_steps
+from benchmarks.gpu.run import DRY, Row, Run
+
+PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "checks": bench_checks,
+    "decode": bench_decode,
+    "prefill": bench_prefill,
+    "attention": bench_attention,
+    "reference": bench_reference,
+    "steps": bench_steps,
+    "peers": bench_peers,
+}
+
+
+def about() -> dict[str, Any]:
+    """The device, and the versions and settings that the figures depend on."""
+
+    def known(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    packages = (
+        "jax",
+        "jaxlib",
+        "jax-cuda12-plugin",
+        "jax-cuda13-plugin",
+        "nvidia-cudnn-cu13",
+        "torch",
+        "transformers",
+    )
+    settings = {k: v for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_"))}
+    device = jax.devices()[0].device_kind
+    return {"date": time.strftime("%Y-%m-%d"), "device": device, "settings": settings} | {
+        p: v for p in packages if (v := known(p))
+    }
+
+
+def shown(row: Row) -> str:
+    share = "" if row.share is None else f"{row.share:>8.1%}"
+    return f"{row.part:<10} {row.what:<62}{row.value:>12.4g} {row.unit:<10}{share}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="JSON file to write; figures that it has are kept")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "peers"])
+    parser.add_argument("--seconds", type=float, default=400, help="no part is begun later (default: 400)")
+    parser.add_argument("--dry", action="store_true", help="a tiny shape, on any device")
+    args = parser.parse_args()
+    begin, run = time.monotonic(), DRY if args.dry else Run()
+    found = json.loads(args.file.read_text()) if args.file.exists() else {"about": about(), "rows": []}
+    found["ceilings"] = {"flops": run.peaks.flops16, "bytes": run.peaks.bandwidth}
+    print(
+        f"{found['about']['device']}: {run.peaks.flops16 / 1e12:.4g} TFLOP/s, "
+        f"{run.peaks.bandwidth / 1e9:.4g} GB/s"
+    )
+    for part in args.parts:
+        if time.monotonic() - begin > args.seconds:
+            print(f"  {part} is left out: the time is over", flush=True)
+            continue
+        for row in PARTS[part](run):
+            print(shown(row), flush=True)
+            found["rows"].append(row._asdict())
+            args.file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Products, weights and a model of every kind of layer, to be compressed."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from duetto.model.attention import causal
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.lowrank import LowRank
+from duetto.model.quant import Quantised
+from duetto.model.transformer import Decoder, forward, unembed
+
+SCHEMES = ("int8", "int4", "fp8")
+
+
+# A product of the model, the shapes of x and of the weight, and the weight's name.
+PRODUCTS = {
+    "q": ("btd,dnh->btnh", (2, 3, 64), (64, 5, 8)),
+    "o": ("btnh,nhd->btd", (2, 3, 5, 8), (5, 8, 24)),
+    "down": ("btf,fd->btd", (2, 3, 96), (96, 24)),
+    "head": ("...d,vd->...v", (2, 3, 64), (40, 64)),
+    "v_up": ("bsr,rnu->bsnu", (2, 3, 32), (32, 4, 6)),
+    "k_up": ("btnh,rnh->btnr", (2, 3, 4, 6), (32, 4, 6)),
+}
+
+
+EXPERTS = Experts(8, 2, 32, shared=32, scoring="sigmoid", correction=True)
+SINKING = Experts(4, 2, 48, "clamped_silu", bias=True, router_bias=True, clamp=2.0)
+MIXED = ModelConfig(
+    300,
+    64,
+    (
+        LayerKind(GroupedQuery(4, 2, 16), Dense(96)),
+        LayerKind(Latent(4, 32, 16, 8, 12, query_rank=24), EXPERTS),
+        LayerKind(GroupedQuery(4, 2, 16, bias=True, sinks=True), SINKING),
+    ),
+)
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Quantised | LowRank)
+
+
+def dense(tree: Any) -> Any:
+    """A tree with arrays in place of its records."""
+
+    def array(x: Any) -> Any:
+        if isinstance(x, LowRank):
+            inputs, outputs = (f"{letters}" for letters in ("ijk"[: x.a.ndim - 1], "xyz"[: x.b.ndim - 1]))
+            return jnp.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", x.a, x.b, precision="highest")
+        return x.widened(jnp.float32) if isinstance(x, Quantised) else x
+
+    return jax.tree.map(array, tree, is_leaf=is_record)
+
+
+@partial(jax.jit, static_argnums=1)
+def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    return unembed(params, config, forward(params, config, tokens, places, causal)[0])

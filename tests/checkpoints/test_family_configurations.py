@@ -1,0 +1,178 @@
+"""What single fields of a family's configuration mean, and which are refused by field and value."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from cases.families import CASES, LONG, YARN, hub_config
+
+from duetto.checkpoints.families import FAMILIES
+from duetto.checkpoints.huggingface import read_config
+from duetto.checkpoints.tensors import CheckpointError
+from duetto.model.config import Dense, Experts, GroupedQuery
+
+
+def config_of(kind: str, **fields):
+    name = kind if kind in CASES else next(name for name in CASES if name.startswith(kind))
+    raw = {key: value for key, value in (hub_config(name) | fields).items() if value != "absent"}
+    return FAMILIES[kind].config(raw)
+
+
+def windows(config) -> list[int | None]:
+    return [layer.mixer.window for layer in config.layers]
+
+
+def test_windows_by_layer():
+    assert windows(config_of("mistral", sliding_window="absent")) == [4096] * 3
+    assert windows(config_of("mistral", sliding_window=None)) == [None] * 3
+    assert windows(config_of("qwen2", use_sliding_window=False)) == [None] * 3
+    assert windows(config_of("qwen2", max_window_layers=2)) == [None, None, 5]
+    assert windows(config_of("qwen2", max_window_layers="absent")) == [None] * 3
+    assert windows(config_of("qwen3_moe", use_sliding_window=False)) == [None] * 3
+    assert windows(config_of("gemma2", sliding_window="absent")) == [4096, None, 4096, None, 4096]
+    assert windows(config_of("gemma3_text", sliding_window_pattern="absent", num_hidden_layers=7)) == [
+        *[5] * 5,
+        None,
+        5,
+    ]
+    assert windows(config_of("gpt_oss", sliding_window="absent")) == [128, None, 128]
+
+
+def test_mixtures_by_layer():
+    def mixed(kind: str, **fields) -> list[bool]:
+        return [isinstance(layer.ffn, Experts) for layer in config_of(kind, **fields).layers]
+
+    assert mixed("qwen3_moe", mlp_only_layers=None) == [True] * 3
+    assert mixed("qwen3_moe", mlp_only_layers=[2], decoder_sparse_step=3) == [False] * 3
+    assert mixed("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=3) == [False, False, True]
+    assert mixed("deepseek_v2", first_k_dense_replace="absent") == [True] * 3
+    assert mixed("deepseek_v3", first_k_dense_replace=0, moe_layer_freq=2) == [True, False, True]
+    assert mixed("deepseek_v3", first_k_dense_replace="absent") == [False] * 3
+
+
+def attention(kind: str, **fields) -> Any:
+    return config_of(kind, **fields).layers[0].mixer
+
+
+def ffn(kind: str, **fields) -> Any:
+    return config_of(kind, **fields).layers[-1].ffn
+
+
+def test_null_and_absence_differ_where_transformers_says_so():
+    assert config_of("gemma2", final_logit_softcapping="absent").logit_softcap == 30.0
+    assert config_of("gemma2", final_logit_softcapping=None).logit_softcap is None
+    assert attention("deepseek_v2", q_lora_rank="absent").query_rank == 1536
+    assert attention("deepseek_v2", q_lora_rank=None).query_rank is None
+    eight = {"head_dim": 6, "num_attention_heads": 8}
+    assert attention("mistral", num_key_value_heads="absent", **eight).num_kv_heads == 8
+    assert attention("mistral", num_key_value_heads=None).num_kv_heads == 5
+    assert ffn("deepseek_v3", n_shared_experts=None).shared == 0
+    assert ffn("gpt2", n_inner=None) == Dense(120, "gelu_tanh", gated=False, bias=True)
+
+
+def test_defaults_of_gpt_oss():
+    config = config_of("gpt_oss", swiglu_limit="absent", head_dim="absent")
+    mixer, ffn = config.layers[0].mixer, config.layers[0].ffn
+    assert isinstance(mixer, GroupedQuery) and isinstance(ffn, Experts) and mixer.rope is not None
+    assert (mixer.head_size, ffn.clamp, mixer.sinks) == (64, 7.0, True)
+    assert (mixer.rope.kind, mixer.rope.factor, mixer.rope.theta, mixer.rope.truncate) == (
+        "yarn",
+        32.0,
+        150000.0,
+        False,
+    )
+
+
+ROPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v2", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        *((kind, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'") for kind in ROPED),
+        *((kind, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5") for kind in ROPED),
+        *((kind, {"hidden_act": "relu2"}, "hidden_act is 'relu2'") for kind in ("mistral", "qwen2", "phi3")),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"rope_theta": 1}},
+            "rope_scaling: rope_theta is 1.0, expected more than 1",
+        ),
+        ("llama", {"rope_scaling": YARN | {"truncate": 1}}, "truncate is 1"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is 'full_attention'"),
+        (
+            "mistral",
+            {"num_key_value_heads": 2},
+            "num_attention_heads 5 is not a multiple of num_key_value_heads 2",
+        ),
+        ("mixtral", {"num_experts_per_tok": 4}, "4 of 3 experts cannot be active"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        *(
+            (kind, {"num_local_experts": 10**6}, "num_local_experts is 1000000")
+            for kind in ("mixtral", "gpt_oss")
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 10**6},
+            "num_experts is 1000000, expected a positive integer, at most 100000",
+        ),
+        ("deepseek_v3", {"n_routed_experts": 10**6}, "n_routed_experts is 1000000"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 1e300}}, "mscale_all_dim is 1e+300"),
+        ("gpt2", {"n_layer": 10**5}, "n_layer is 100000"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "expected a list of 3"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 3}, "layer_types holds 'linear_attention'"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window is 1"),
+        ("qwen3", {"use_sliding_window": False}, "there is no sliding_window"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation is 'tanh'"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "expected objects for full_attention"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope of full_attention: rope_type is 'ntk'"),
+        ("gemma3_text", {"rope_scaling": {"factor": 2}}, "rope_scaling: rope_type is missing"),
+        ("phi3", {"rope_scaling": {"factor": 2}}, "rope_scaling: rope_type is missing"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
+        (
+            "phi3",
+            {"rope_scaling": LONG | {"long_factor": [1.0]}},
+            "long_factor is [1.0], expected a list of 4",
+        ),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [1, 1, 1, 0]}}, "short_factor is 0"),
+        ("phi3", {"rope_scaling": LONG | {"short_mscale": 1.1}}, "short_mscale is 1.1"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, expected at most 1"),
+        ("phi3", {"attention_bias": True}, "attention_bias is True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True"),
+        ("deepseek_v2", {"n_group": 4}, "6 experts are not a multiple of 4 groups"),
+        ("deepseek_v2", {"topk_group": 4}, "4 of 3 groups"),
+        ("deepseek_v2", {"num_experts_per_tok": "absent"}, "num_experts_per_tok is missing"),
+        ("deepseek_v2", {"qk_rope_head_dim": 5}, "rope_size 5 is odd"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),
+        ("gpt2", {"n_head": 4}, "n_embd 30 is not a multiple of n_head 4"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_is_not_supported_is_refused_by_field_and_value(kind, fields, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as e:
+        config_of(kind, **fields)
+    assert "\n" not in str(e.value)
+
+
+def test_models_of_images_and_text_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
+    with pytest.raises(CheckpointError, match="'gemma3', a model of images and text.*expected 'gemma3_text'"):
+        read_config(tmp_path)

@@ -1,0 +1,236 @@
+"""An engine's programs without a device: pages are kept in a dictionary, and the model is a hash of the
+history."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from duetto.kvcache.pages import Batch
+from duetto.sampling.sample import Sampled, Scores
+from duetto.serve.programs.compile import Arguments
+from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.programs.step import Output, Seat
+
+VOCAB = 13
+BROKEN = jax.errors.JaxRuntimeError
+
+
+def next_token(tokens: Sequence[int], seed: int) -> int:
+    """The fake model: a hash of the history that it sees."""
+    return zlib.crc32(np.array([seed, *tokens], np.int32).tobytes()) % VOCAB
+
+
+def fake_score(position: int, token: int) -> float:
+    return float(100 * position + token)
+
+
+class Params(NamedTuple):
+    embed: jax.Array
+
+
+@dataclass
+class Donated:
+    """What a program consumes: it can be taken once."""
+
+    value: Any
+    taken: bool = False
+
+    def take(self) -> Any:
+        assert not self.taken, "a program was given what another has consumed"
+        self.taken = True
+        return self.value
+
+
+@dataclass
+class Slot:
+    """One seat as serve/programs/step.py's Slots has it."""
+
+    seat: Seat
+    last: int = -1
+    live: bool = True
+    history: list[int] | None = None  # what load_history gave, and what was sampled since
+
+
+class Cell(NamedTuple):
+    position: int
+    token: int
+    phase: str
+    long: bool
+
+
+@dataclass
+class Pages:
+    cells: dict[tuple[int, int, int], Cell] = field(default_factory=dict)  # by group, page and offset
+    broken: bool = False
+
+
+@dataclass
+class Later:
+    """A result that is still on its way: reading it is noted, and fails if a step before it has failed."""
+
+    value: np.ndarray
+    read: Callable[[], None]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self.read()
+        return self.value
+
+
+class FakePrograms:
+    """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
+
+    count, seconds = 0, 0.0
+
+    def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
+        self.sizes, self.windows, self.boundary = sizes, windows, boundary
+        target = SimpleNamespace(vocab_size=VOCAB)
+        self.config = SimpleNamespace(target=target, windows=windows, boundary=boundary)
+        self.fail: str | None = None
+        self.log: list[tuple[str, int]] = []
+        self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
+
+    def empty(self, params: Any) -> Arguments:
+        self.pages = Pages()
+        return Arguments(params, cast(Any, Donated(self.pages)), cast(Any, Donated({})))
+
+    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
+        B, T, M = shape.rows, shape.tokens, self.sizes.table_width
+        tokens, tables = (
+            np.full((B, T), -1, np.int32),
+            tuple(np.full((B, M), -1, np.int32) for _ in self.windows),
+        )
+        slot = np.full(B, empty_slot, np.int32)
+        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot)
+
+    def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
+        return Donated(slots.take() | {int(slot): Slot(new)})
+
+    def load_history(self, slots: Donated, slot, tokens, prompt_len, total_len, bias) -> Donated:
+        table = slots.take()
+        table[int(slot)].history = tokens[:total_len].tolist()
+        return Donated(table)
+
+    def run(self, shape: Shape, arguments: Any, batch: Batch) -> tuple[Donated, Donated, Output]:
+        pages, slots = arguments.cache.take(), arguments.slots.take()
+        self._note(shape, batch)
+        fail, self.fail = self.fail, None
+        if fail == "dispatch":
+            raise BROKEN("INTERNAL: the fake device has failed")
+        if fail == "interrupt":
+            raise KeyboardInterrupt
+        pages.broken = pages.broken or fail == "read"
+        width = 1 if shape.phase == "prefill" else shape.tokens
+        token, logprob = np.full((shape.rows, width), -1, np.int32), np.zeros((shape.rows, width))
+        step = self._verified if shape.phase == "verify" else self._column
+        for column in range(width):
+            for row, position, drawn in step(shape, pages, slots, batch, column):
+                token[row, column], logprob[row, column] = drawn, fake_score(position, drawn)
+        prompt = self._prompt_scores(batch, pages) if shape.phase == "prefill" else None
+        output = Output(Sampled(*self._later(pages, token, logprob)), prompt)
+        return Donated(pages), Donated(slots), output
+
+    def _note(self, shape: Shape, batch: Batch) -> None:
+        assert batch.tokens.shape == (shape.rows, shape.tokens) and batch.count.max() <= shape.tokens
+        rows = zip(batch.slot.tolist(), batch.start.tolist(), batch.count.tolist(), strict=True)
+        self.log.append(("dispatch", len(self.ran)))
+        self.ran.append((shape, [row for row in rows if row[2] > 0]))
+
+    def _column(
+        self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """One step of all rows, writes before reads; gives (row, position, token) of every token that is
+        emitted."""
+        awake = [
+            row for row in range(shape.rows) if batch.count[row] > column and slots[int(batch.slot[row])].live
+        ]
+        ends = {}
+        for row in awake:
+            slot, first = slots[int(batch.slot[row])], int(batch.start[row]) + column
+            stop = int(batch.count[row]) if shape.phase == "prefill" else column + 1
+            for position, token in enumerate(batch.tokens[row, column:stop].tolist(), first):
+                cell = Cell(position, slot.last if token < 0 else token, shape.phase, self._is_long(slot))
+                for g in range(len(self.windows)):
+                    pages.cells[self._place(batch, g, row, position)] = cell
+            ends[row] = first, first + stop - column
+        for row in awake:
+            slot, (first, end) = slots[int(batch.slot[row])], ends[row]
+            tokens: list[int] = []
+            for query in range(first, end):
+                tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
+            if end >= slot.seat.known:
+                yield row, end, self._emit(slot, tokens, end)
+
+    def _verified(
+        self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Column of a verification: all tokens are written before the first, and a row goes on while its
+        guesses are right."""
+        if column == 0:
+            self._going = [r for r in range(shape.rows) if batch.count[r] and slots[int(batch.slot[r])].live]
+            for row in self._going:
+                slot, start = slots[int(batch.slot[row])], int(batch.start[row])
+                for position, token in enumerate(batch.tokens[row, : batch.count[row]].tolist(), start):
+                    known = slot.last if token < 0 else token
+                    cell = Cell(position, known, "decode", self._is_long(slot))
+                    for g in range(len(self.windows)):
+                        pages.cells[self._place(batch, g, row, position)] = cell
+        for row in list(self._going):
+            slot, query = slots[int(batch.slot[row])], int(batch.start[row]) + column
+            tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
+            drawn = -1
+            if query + 1 >= slot.seat.known:
+                drawn = self._emit(slot, tokens, query + 1)
+                yield row, query + 1, drawn
+            if column + 1 >= batch.count[row] or drawn != batch.tokens[row, column + 1] or not slot.live:
+                self._going.remove(row)
+
+    def _is_long(self, slot: Slot) -> bool:
+        return self.boundary is not None and slot.seat.end - 1 > self.boundary
+
+    def _place(self, batch: Batch, g: int, row: int, position: int) -> tuple[int, int, int]:
+        page = int(batch.page_tables[g][row, position // self.sizes.page_size])
+        assert 0 <= page < self.sizes.pages[g], f"position {position} has no page"
+        return g, page, position % self.sizes.page_size
+
+    def _read(self, pages: Pages, batch: Batch, g: int, row: int, query: int, slot: Slot) -> list[int]:
+        """The tokens that a query sees in a group."""
+        first = max(0, query + 1 - (self.windows[g] or query + 1))
+        cells = [pages.cells[self._place(batch, g, row, position)] for position in range(first, query + 1)]
+        for position, cell in enumerate(cells, first):
+            assert cell.position == position and cell.token >= 0, f"{cell} where position {position} is read"
+            assert cell.long == self._is_long(slot)
+        return [cell.token for cell in cells]
+
+    def _emit(self, slot: Slot, tokens: list[int], end: int) -> int:
+        """What serve/programs/step.py's `emit` does for one row: sample, and fall asleep at a stop token or
+        the end."""
+        token = next_token(tokens, int(slot.seat.knobs.seed))
+        if slot.history is not None:
+            assert slot.history[-len(tokens) :] == tokens, "the sampler looks back on other tokens"
+            slot.history.append(token)
+        slot.last, slot.live = token, token not in slot.seat.knobs.stop_ids and end + 1 < slot.seat.end
+        return token
+
+    def _prompt_scores(self, batch: Batch, pages: Pages) -> Scores:
+        B, T = batch.tokens.shape
+        following = np.roll(batch.tokens, -1, axis=1)
+        scores = [[fake_score(batch.start[b] + i + 1, following[b, i]) for i in range(T)] for b in range(B)]
+        return Scores(*self._later(pages, np.array(scores)))
+
+    def _later(self, pages: Pages, *arrays: np.ndarray) -> list[Any]:
+        """The arrays, and ranks and alternatives that nobody looks at."""
+        broken, step = pages.broken, len(self.ran) - 1
+
+        def read() -> None:
+            self.log.append(("read", step))
+            if broken:
+                raise BROKEN("INTERNAL: the fake device had failed")
+
+        shape = arrays[0].shape
+        rest = np.zeros(shape, np.int32), np.zeros((*shape, 1), np.int32), np.zeros((*shape, 1))
+        return [Later(x, read) for x in (*arrays, *rest)]

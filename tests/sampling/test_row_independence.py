@@ -1,0 +1,135 @@
+"""A row's draw is its own: neighbours, other features and a slot's earlier requests change no bit of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.sampling import CASES, LOGITS, Request, admit_jit, commit_jit, enter, sample_jit
+
+from duetto.sampling import sample as sampler
+from duetto.sampling.params import SamplingParams, knobs_row
+from duetto.sampling.sample import Sampled, sample
+from duetto.sampling.state import admit, commit, empty_state, load_history
+
+
+def test_a_draw_does_not_know_its_slot_or_row():
+    request, seeds = Request(SamplingParams(top_p=0.95)), (3, 4, 3, 5)
+    state = empty_state(4, 12)
+    for slot, seed in enumerate(seeds):
+        state = enter(state, slot, request, seed)
+    slot = jnp.asarray(np.random.default_rng(0).integers(0, 4, 400), jnp.int32)
+    position = jnp.asarray(np.random.default_rng(1).integers(0, 40, 400), jnp.int32)
+    rows = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (400, 12))
+    token = np.asarray(sample_jit(rows, position, slot, jnp.ones(400, bool), state).token)
+    by_cause: dict[tuple[int, int], set[int]] = {}
+    for s, p, t in zip(np.asarray(slot), np.asarray(position), token, strict=True):
+        by_cause.setdefault((seeds[s], int(p)), set()).add(int(t))
+    assert all(len(tokens) == 1 for tokens in by_cause.values())
+    assert len({tuple(by_cause.get((seed, p), ())) for seed in (3, 4, 5) for p in range(40)}) > 5
+
+
+def features() -> dict[str, Request]:
+    return {
+        **CASES,
+        "greedy": Request(SamplingParams(temperature=0)),
+        "scored": Request(SamplingParams(logprobs=20)),
+    }
+
+
+def bits(s: Sampled, row: int, wanted: bool) -> list[bytes]:
+    """Everything a request is told, bit for bit."""
+    leaves = (s.token, s.logprob, s.rank, s.top_ids, s.top_logprobs) if wanted else (s.token,)
+    return [np.asarray(leaf[row]).tobytes() for leaf in leaves]
+
+
+@pytest.mark.parametrize("V", [12, 515])
+def test_neighbours_never_matter(V):
+    """Each kind of request alone, beside all the others, beside dead rows, at another width: the same
+    bits."""
+    requests = list(features().values())
+    n = len(requests)
+    state, rng = empty_state(n, V), np.random.default_rng(2)
+    for slot, request in enumerate(requests):
+        state = enter(state, slot, request, seed=slot)
+    logits = jnp.asarray(rng.normal(0, 2, (n, V)), jnp.float32)
+    position = jnp.array([r.position for r in requests], jnp.int32)
+    slots = jnp.arange(n, dtype=jnp.int32)
+    together = sample_jit(logits, position, slots, jnp.ones(n, bool), state)
+    backwards = sample_jit(logits[::-1], position[::-1], slots[::-1], jnp.ones(n, bool), state)
+    for i, request in enumerate(requests):
+        wanted = request.params.logprobs is not None
+        want = bits(together, i, wanted)
+        assert bits(backwards, n - 1 - i, wanted) == want
+        assert bits(sample_jit(logits, position, slots, slots == i, state), i, wanted) == want
+        one = slice(i, i + 1)
+        alone = sample_jit(logits[one], position[one], slots[one], jnp.ones(1, bool), state)
+        assert bits(alone, 0, wanted) == want
+
+
+def assert_equal_trees(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_features_that_are_off_change_no_bit():
+    """Edits and narrowings are identities on rows that do not use them, also when another row makes them
+    run."""
+    everything = CASES["all"]
+    state = enter(enter(empty_state(2, 12), 0, everything), 1, Request(SamplingParams()))
+    slot = jnp.array([0, 1], jnp.int32)
+    position = jnp.full(2, everything.position, jnp.int32)
+    x = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32).at[1, :2].set(jnp.array([-0.0, 1e-40]))
+    rows = sampler.Rows(jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state)
+    for wants, change in (*sampler.EDITS, *sampler.NARROWINGS):
+        assert wants(rows).tolist() == [True, False]
+        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wants(rows), change, x, rows))
+        assert after[1].tobytes() == np.asarray(x[1]).tobytes()
+
+
+def test_stale_history_of_a_slot_is_not_read():
+    state = enter(empty_state(1, 12), 0, CASES["all"])
+    plain = knobs_row(SamplingParams(), seed=0, stop_ids=(), prompt_len=4)
+    args = (
+        jnp.asarray(LOGITS, jnp.float32)[None],
+        jnp.full(1, 9, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        jnp.ones(1, bool),
+    )
+    stale = sample_jit(*args, admit_jit(state, np.int32(0), plain))
+    fresh = sample_jit(*args, admit_jit(empty_state(1, 12), np.int32(0), plain))
+    assert_equal_trees(stale, fresh)
+
+
+def test_history_loaded_equals_history_committed():
+    request = CASES["all"]
+    slots = jnp.arange(2, dtype=jnp.int32)
+    state = enter(empty_state(2, 12), 1, Request(request.params, request.prompt, (), request.bad_words))
+    for token in request.output:
+        state = commit_jit(state, slots, jnp.full(2, token, jnp.int32), slots == 1)
+    assert_equal_trees(state, enter(empty_state(2, 12), 1, request))
+
+
+def test_a_token_that_is_not_emitted_is_not_counted():
+    state, slots = enter(empty_state(2, 12), 1, CASES["all"]), jnp.arange(2, dtype=jnp.int32)
+    assert_equal_trees(commit_jit(state, slots, slots, slots < 0), state)
+
+
+def test_no_parameter_compiles_anything_anew():
+    traces = []
+
+    def counted(function):
+        def traced(*args):
+            traces.append(function.__name__)
+            return function(*args)
+
+        return jax.jit(traced)
+
+    steps = {f.__name__: counted(f) for f in (admit, load_history, sample, commit)}
+    slot = jnp.arange(3, dtype=jnp.int32)
+    state = empty_state(3, 24)
+    for i, request in enumerate(features().values()):
+        state = enter(state, i % 3, request, seed=i, admit=steps["admit"], load_history=steps["load_history"])
+        sampled = steps["sample"](jnp.ones((3, 24)), slot + 7, slot, slot >= 0, state)
+        state = steps["commit"](state, slot, sampled.token, slot > 0)
+    assert sorted(traces) == ["admit", "commit", "load_history", "sample"]

@@ -1,0 +1,231 @@
+"""The scheduler and the page pool under the real engine while requests come, go and fail in any order."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from fakes.device import fake_score
+from fakes.engine import StopsAfter, ask, expected, prompt_of, start
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from duetto.kvcache.names import extend
+from duetto.kvcache.tables import GONE
+from duetto.serve.engine.engine import MAX_FAILURES
+from duetto.serve.engine.request import Request
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, go and fail in any order, in engines of any size."""
+
+    @initialize(
+        size=st.sampled_from([1, 2, 4]),
+        tokens=st.integers(6, 40),
+        seats=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        chunk=st.sampled_from([2, 4, 8]),
+        decode_steps=st.integers(1, 4),
+        rows=st.sampled_from([1, 3]),
+        width=st.sampled_from([2, 4]),
+        same_bits=st.booleans(),
+        caching=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 3), (5,), (None, 2, 7)]),
+        boundary=st.sampled_from([None, None, 9]),
+        guesses=st.sampled_from([0, 0, 1, 3, 6]),
+        adaptive=st.booleans(),
+    )
+    def begin(self, size: int, tokens: int, **options: Any) -> None:
+        if options["guesses"]:
+            options["decode_steps"] = 1
+        options |= {"page_size": size, "pages": -(-tokens // size), "max_model_len": 24}
+        self.engine, self.programs = start(**options)
+        self.options = options
+        self.asked: list[tuple[Request, int | None]] = []
+        self.book: dict[bytes, tuple[tuple[int, ...], bool]] = {}
+
+    @rule(
+        family=st.integers(0, 1),
+        length=st.integers(1, 20),
+        own=st.integers(0, 3),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        priority=st.integers(0, 2),
+        stops=st.booleans(),
+        stop_after=st.one_of(st.none(), st.integers(1, 8)),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "logprobs": st.just(0),
+                "prompt_logprobs": st.just(0),
+                "presence_penalty": st.just(1.0),
+            },
+        ),
+    )
+    def arrive(self, family, length, own, max_tokens, n, priority, stops, stop_after, options) -> None:
+        longest = self.engine.sizes.max_model_len
+        prompt = prompt_of(family, min(length, longest - 1), min(own, length, longest - 1))
+        for seed in range(n):
+            arrival, room = len(self.asked), longest - len(prompt)
+            text = None if stop_after is None else StopsAfter(stop_after)
+            extra = {"priority": priority, "stop_ids": (0, 1) if stops else (), "text": text, "seed": seed}
+            request = ask(prompt, min(max_tokens, room), arrival, **extra, **options)
+            self.asked.append((request, stop_after))
+            self._enter_names(request, stop_after)
+            self.engine.submit(request)
+
+    def _enter_names(self, request: Request, stop_after: int | None) -> None:
+        root, W = self.engine.scheduler.root, self.engine.sizes.page_size
+        if root is not None:
+            tokens = request.prompt + self._expected(request, stop_after)[0]
+            for long, start in ((False, root), (True, root + b"long")):
+                names: list[bytes] = []
+                extend(names, tokens, len(tokens) // W, W, start)
+                self.book |= {name: (tuple(tokens[: (i + 1) * W]), long) for i, name in enumerate(names)}
+
+    def _expected(self, request: Request, stop_after: int | None) -> tuple[list[int], str]:
+        return expected(request, stop_after, self.options["windows"][0])
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self._advance()
+
+    @rule(which=st.integers(0, 100))
+    def abort(self, which: int) -> None:
+        left = [request for request, _ in self.asked if not request.finished]
+        if left:
+            self.engine.abort(left[which % len(left)])
+            self._check_books()
+
+    @precondition(lambda self: self.programs.fail is None and self.engine._failures < MAX_FAILURES - 1)
+    @rule(how=st.sampled_from(["dispatch", "read", "interrupt"]))
+    def fail(self, how: str) -> None:
+        self.programs.fail = how
+
+    def teardown(self) -> None:
+        bound = 10 + 5 * sum(request.end for request, _ in self.asked if not request.finished)
+        for _ in range(bound):
+            if not self.engine.has_work:
+                break
+            self._advance()
+        assert not self.engine.has_work, f"unfinished after {bound} steps without arrivals"
+        assert self.engine.tables.occupancy == 0 and not any(self.engine.tables.reserved)
+        for request, stop_after in self.asked:
+            self._check_result(request, *self._expected(request, stop_after))
+
+    def _advance(self) -> None:
+        left = sorted((request for request, _ in self.asked if not request.finished), key=lambda r: r.rank)
+        lengths = {request: len(request.tokens) for request in left}
+        seated = {r: (r.computed, r.preemptions) for r in self.engine.scheduler.running.values()}
+        failures = self.engine._failures
+        try:
+            touched = self.engine.step()
+        except KeyboardInterrupt:
+            touched = []
+        self._check_books()
+        if self.engine._failures <= failures:
+            assert set(touched) == {r for r in left if len(r.tokens) > lengths[r]}
+            self._check_order(left, seated)
+
+    def _check_order(self, left: list[Request], seated: dict[Request, tuple[int, int]]) -> None:
+        """Whoever is first in line goes on, and nobody is admitted before another who waits in front of
+        him."""
+        if left and left[0] in seated:
+            first = left[0]
+            verified = any(work.request is first for ran in self.engine._flight for work in ran.rows)
+            goes_on = first.slot is not None and (first.computed > seated[first][0] or verified)
+            assert first.finished or self._crossed(first) or goes_on
+        running = self.engine.scheduler.running.values()
+        new = [r for r in running if r not in seated or r.preemptions > seated[r][1]]
+        waiting = [r for r in left if not r.finished and r.slot is None and not self._crossed(r)]
+        assert not new or not waiting or max(r.rank for r in new) < min(r.rank for r in waiting)
+
+    def _crossed(self, request: Request) -> bool:
+        """Whether a request has just grown beyond the boundary, and is computed anew."""
+        return len(request.tokens) == (self.options["boundary"] or -2) + 1
+
+    def _check_books(self) -> None:
+        scheduler, tables = self.engine.scheduler, self.engine.tables
+        assert sorted([*scheduler.free_slots, *scheduler.running]) == list(range(self.options["seats"]))
+        owners: dict[tuple[int, int], list[tuple[Request, int]]] = defaultdict(list)
+        for slot, request in scheduler.running.items():
+            assert request.slot == slot and not request.finished
+            for g, pages in enumerate(request.pages):
+                assert request.computed <= len(pages) * self.engine.sizes.page_size
+                most = tables.most[g]
+                assert most is None or sum(page != GONE for page in pages) <= most
+                for i, page in enumerate(pages):
+                    owners[g, page].append((request, i))
+            self._check_contents(request)
+        queue = {request for _, request in scheduler.waiting if not request.finished}
+        assert queue | set(scheduler.running.values()) == {r for r, _ in self.asked if not r.finished}
+        assert all(r.slot is None and not r.pages and r.computed == 0 for r in queue)
+        for g, pool in enumerate(tables.pools):
+            assert pool.references == [len(owners[g, page]) for page in range(pool.pages)]
+            assert pool.free + sum(count > 0 for count in pool.references) == pool.pages
+        for (g, page), those in owners.items():
+            if len(those) > 1 and page != GONE:
+                self._check_shared(g, page, those)
+        self._check_names()
+
+    def _check_contents(self, request: Request) -> None:
+        """A request's pages hold its tokens; outputs come from decode unless prefill writes the same bits."""
+        W = self.engine.sizes.page_size
+        known = range(min(request.computed, len(request.tokens) - 1))
+        for g, pages in enumerate(request.pages):
+            for position in (p for p in known if pages[p // W] != GONE):
+                cell = self.programs.pages.cells[g, pages[position // W], position % W]
+                assert (cell.position, cell.token) == (position, request.tokens[position])
+                phase = "prefill" if position < len(request.prompt) else "decode"
+                assert self.options["same_bits"] or cell.phase == phase
+
+    def _check_shared(self, g: int, page: int, owners: list[tuple[Request, int]]) -> None:
+        """Two requests own a page only where it is full, named, and after the same tokens for both."""
+        W = self.engine.sizes.page_size
+        assert page in self.engine.tables.pools[g]._name_of
+        texts = {tuple(request.tokens[: (i + 1) * W]) for request, i in owners}
+        assert len(texts) == 1 and len(texts.pop()) == (owners[0][1] + 1) * W
+
+    def _check_names(self) -> None:
+        """What is found under a name has been written with the tokens of that name, in the phase that may
+        share it."""
+        W, pools = self.engine.sizes.page_size, self.engine.tables.pools
+        named = [(g, *entry) for g, pool in enumerate(pools) for entry in pool._page_of.items()]
+        assert self.options["caching"] or not named
+        for g, name, page in named:
+            tokens, long = self.book[name]
+            for offset, token in enumerate(tokens[-W:]):
+                cell = self.programs.pages.cells[g, page, offset]
+                assert (cell.position, cell.token, cell.long) == (len(tokens) - W + offset, token, long)
+                assert self.options["same_bits"] or cell.phase == "prefill"
+
+    def _check_result(self, request: Request, outputs: list[int], reason: str) -> None:
+        assert request.outputs == outputs[: len(request.outputs)]
+        assert request.finish_reason == "abort" or (request.outputs, request.finish_reason) == (
+            outputs,
+            reason,
+        )
+        assert 0 <= request.cached < len(request.prompt) and request.cached % self.engine.sizes.page_size == 0
+        if not self.options["caching"] or request.params.prompt_logprobs is not None:
+            assert request.cached == 0
+        scores = [fake_score(i, token) for i, token in enumerate(request.tokens)]
+        if request.params.logprobs is not None:
+            assert request.scores.logprob == scores[len(request.prompt) :]
+        if request.params.prompt_logprobs is not None:
+            found = request.prompt_scores.logprob
+            assert found == scores[1 : 1 + len(found)]
+            assert request.finish_reason == "abort" or len(found) == len(request.prompt) - 1
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=120,
+    stateful_step_count=30,
+    suppress_health_check=list(HealthCheck),
+)
