@@ -12,12 +12,20 @@ from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
 from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Arguments
+from duetto.serve.programs.compile import Arguments, lower
+from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.roofline import targets
 from duetto.serve.roofline.facts import Facts, facts
 from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import MissingCompiler, Target, TargetError, find_target, here
+from duetto.serve.roofline.targets import (
+    MissingCompiler,
+    Target,
+    TargetError,
+    described,
+    find_target,
+    here,
+)
 
 pytestmark = pytest.mark.as_served
 
@@ -103,6 +111,21 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
     plan = job_for(here(), dtype=dtype)
     arguments = abstract_arguments(plan)
     check_in_place(facts(compile_for(plan, shape, arguments)), plan, arguments)
+
+
+@pytest.mark.parametrize("shape", [Shape("decode", 8, 1), Shape("prefill", 4, 32)], ids=str)
+@pytest.mark.extras
+def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
+    """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
+    plan = job_for(found_target("h200"))
+    with described(plan.target):
+        lowered = lower(Alone(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        usual, strict = (
+            lowered.compile({"xla_gpu_exclude_nondeterministic_ops": strict}).as_text()
+            for strict in (False, True)
+        )
+    assert strict.count(" sort(") == usual.count(" sort(")
+    assert strict.count(" scatter(") >= 2 * LAYERS
 
 
 @pytest.mark.extras
