@@ -55,7 +55,8 @@ class EnginePlan:
 
     @property
     def shapes(self) -> list[Shape]:
-        return table(self.options, self.sizes, can_share(self.config.layers))
+        platform = self.target.devices[0].platform
+        return table(self.options, self.sizes, can_share(self.config.layers), platform)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def test_an_id_that_comes_again_is_not_the_first():
 
 def test_a_token_that_two_rows_of_a_scored_prompt_share_is_written_once():
     """Rows of 4 tokens that begin with the last of the row before, then another request's."""
-    ints = lambda *x: jnp.array(x, jnp.int32)  # noqa: E731
+    ints = lambda *x: jnp.array(x, jnp.int32)
     batch = Batch(jnp.zeros((4, 4), jnp.int32), ints(0, 3, 6, 2), ints(4, 4, 2, 3), (), ints(7, 7, 7, 1))
     assert new_tokens(batch).tolist() == [
         [True, True, True, True],
