@@ -7,20 +7,19 @@ from importlib.metadata import PackageNotFoundError
 import jax
 import jax.numpy as jnp
 import pytest
+from cases.targets import LAYERS, found_target, job_for
 
 from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
-from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
-from duetto.serve.options.engine import EngineOptions
+from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.programs.compile import Arguments, lower
 from duetto.serve.programs.phases import Alone
-from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline import targets
 from duetto.serve.roofline.facts import Facts, facts
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import (
     MissingCompiler,
-    Target,
     TargetError,
     described,
     find_target,
@@ -28,12 +27,6 @@ from duetto.serve.roofline.targets import (
 )
 
 pytestmark = pytest.mark.as_served
-
-# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
-# few words.
-LAYERS, WORDS = 2, 2048
-SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
-CONTEXT = 1024  # tokens in the cache of each row of a decode
 
 # Bytes that each program may touch over those it must (weights, live keys and values, and activations once),
 # and MiB of
@@ -54,20 +47,6 @@ MOST = {
     ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (1.05, 12),
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.05, 10),
 }
-
-
-def found_target(name: str) -> Target:
-    try:
-        return here() if name == "cpu" else find_target(name)
-    except MissingCompiler as error:
-        pytest.skip(str(error))
-
-
-def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:
-    platform, config = target.devices[0].platform, PRESETS[model]
-    words = config.vocab_size if platform == "gpu" else WORDS
-    config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
-    return EnginePlan("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
 
 
 def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
