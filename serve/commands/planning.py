@@ -88,6 +88,7 @@ def plan_job(
 
     Raises ValueError where they do not fit, or the target cannot hold them.
     """
+    options = options.on(target.memory)
     folder = DEMO if shape else Origin.of(model, **where).model
     if not shape:
         options = replace(options, quantization=stored_form(folder, options.quantization))

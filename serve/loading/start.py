@@ -38,9 +38,10 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
 
 def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     require_arrays(params)
+    device = next(iter(params.embed.devices()))
+    options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
     params = in_form(params, options.quantization, params.embed.dtype)
-    device = next(iter(params.embed.devices()))
     if device.platform == "cpu":
         keep_freed()
     beside = read_beside(options.speculation, config, params)
@@ -55,7 +56,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     speculation, state = start_speculation(programs, classes, state, options, canonical)
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
-        max_prefill_tokens=options.max_prefill_tokens,
+        max_prefill_tokens=options.prefill_tokens,
         row=least_row(classes.prefill),
         decode_steps=max(s.tokens for s in classes.decode),
         guesses=options.guesses,

@@ -107,7 +107,7 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
 def last_edge(options: EngineOptions, most: int) -> int:
     """Tokens of the largest prefill: no more than a request's, of at most `most`, since shapes are compared
     on one text."""
-    return round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
+    return round_up(min(options.prefill_tokens, most), SMALLEST_CHUNK)
 
 
 def prefills(options: EngineOptions, most: int, shared: bool, chunk: int = SMALLEST_CHUNK) -> list[Shape]:

@@ -176,6 +176,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
 PEAK = """
 from duetto.model.config import ModelConfig
 from duetto.serve.commands.planning import *
+from duetto.serve.roofline.targets import here
 config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
 job = EnginePlan("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
 arguments = abstract_arguments(job)

@@ -2,6 +2,7 @@
 that are not there."""
 
 import dataclasses
+import os
 from importlib.metadata import PackageNotFoundError
 
 import jax
@@ -12,6 +13,7 @@ from cases.targets import LAYERS, found_target, job_for
 from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
 from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
+from duetto.serve.host.devices import MEMORY_SETTINGS, default_device
 from duetto.serve.programs.compile import Arguments, lower
 from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape
@@ -153,3 +155,15 @@ def test_an_absent_compiler_is_said_with_the_remedy(name: str, package: str, mon
     monkeypatch.setattr(targets, "version", version)
     with pytest.raises(MissingCompiler, match=f"needs {package}: pip install"):
         find_target(name)
+
+
+def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch):
+    for said in MEMORY_SETTINGS:
+        for name in MEMORY_SETTINGS:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(said, "0.5")
+        default_device()
+        assert {os.environ.get(name) for name in MEMORY_SETTINGS} == {"0.5", None}
+    monkeypatch.delenv(MEMORY_SETTINGS[1])
+    default_device()
+    assert os.environ[MEMORY_SETTINGS[0]] == "0.95" and MEMORY_SETTINGS[1] not in os.environ
