@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from ..model.attention import MASKED, Attend, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
+from ..model.scatter import apart
 from ..model.tree import pytree
 from .groups import by_length
 from .kernels import attend_with
@@ -97,11 +98,12 @@ def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: in
 def write(
     pool: Pool, page: Int[Array, "B T"], offset: Int[Array, "B T"], new: Float[Array, "B T K H"]
 ) -> Pool:
-    """Put new keys or values into a pool; a page number past the pool drops its token."""
+    """Put new keys or values into a pool, each at a place of its own; a page number past the pool drops its
+    token."""
     # a slice here costs a TPU a copy of the pool
     head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]
     new = as_dtype(new.transpose(2, 0, 1, 3), pool.dtype)
-    return pool.at[head, page[None], offset[None]].set(new, mode="drop")
+    return pool.at[head, page[None], offset[None]].set(new, mode="drop", unique_indices=True)
 
 
 def pool_dtype(dtype: Any, device: Any) -> Any:
@@ -215,6 +217,18 @@ def before_any_key(
     return jnp.broadcast_to(sinks, shape).reshape(K, B, T * G), jnp.ones((K, B, T * G))
 
 
+def new_tokens(batch: Batch) -> Bool[Array, "B T"]:
+    """The real tokens of the rows, but for a first one that the row before ends with: a part of a prompt that
+    is scored repeats it."""
+    (B, T), end = batch.tokens.shape, batch.start + batch.count
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+    real = at < batch.count[:, None]
+    if B == 1 or T == 1:
+        return real
+    same = (batch.slot[1:] == batch.slot[:-1]) & (batch.start[1:] == end[:-1] - 1)
+    return real & ~(jnp.pad(same, (1, 0))[:, None] & (at == 0))
+
+
 def stored(
     pools: Pools,
     batch: Batch,
@@ -225,8 +239,7 @@ def stored(
     """A layer's pools with the rows' new keys and values in their pages."""
     (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
     entry = jnp.minimum(pos // W, table.shape[1] - 1)
-    real = jnp.arange(pos.shape[1], dtype=jnp.int32)[None] < batch.count[:, None]
-    page = jnp.where(real, jnp.take_along_axis(table, entry, 1), keys.shape[1])
+    page = apart(jnp.take_along_axis(table, entry, 1), new_tokens(batch), keys.shape[1])
     keys = write(keys, page, pos % W, k)
     if v is not None:
         assert values is not None

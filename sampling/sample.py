@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
+from ..model.scatter import apart, first_of_each
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
 from .params import Knobs
@@ -223,7 +224,8 @@ def without_stops(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
 def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Float[Array, "B V"]:
     """At most `mask` at each row's ids; an id of V or more is nothing."""
     row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[row, ids].min(mask, mode="drop")
+    ids = apart(ids, first_of_each(ids) & (ids < x.shape[1]), x.shape[1])
+    return x.at[row, ids].min(mask, mode="drop", unique_indices=True)
 
 
 OFFSETS = ((has_bias, biased), (has_bad_words, without_bad_words), (below_min_tokens, without_stops))

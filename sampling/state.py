@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from ..model.scatter import apart
 from ..model.tree import pytree, static
 from .checks import MAX_LOGPROBS
 from .params import MAX_BAD_WORD_LENGTH, Knobs, SamplingParams, knobs_row
@@ -128,12 +129,12 @@ def commit(
     state: SamplingState, slot: Int[Array, " B"], token: Int[Array, " B"], emit: Bool[Array, " B"]
 ) -> SamplingState:
     """The state after each slot with `emit` generated its token. A slot appears at most once among those."""
-    row = jnp.where(emit, slot, state.recent.shape[0])
+    row = apart(slot, emit, state.recent.shape[0])
     recent = jnp.concatenate([state.recent[slot, 1:], token[:, None]], axis=1)
     return replace(
         state,
-        output_counts=state.output_counts.at[row, token].add(1, mode="drop"),
-        recent=state.recent.at[row].set(recent, mode="drop"),
+        output_counts=state.output_counts.at[row, token].add(1, mode="drop", unique_indices=True),
+        recent=state.recent.at[row].set(recent, mode="drop", unique_indices=True),
     )
 
 

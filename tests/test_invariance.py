@@ -11,6 +11,7 @@ from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.serve.engine.request import Request
+from duetto.serve.programs.shapes import Canonical
 from duetto.serve.speculation.ngram import NgramDrafter
 from duetto.serve.speculation.suffix import SuffixDrafter
 
@@ -143,6 +144,23 @@ def test_any_engine_gives_the_same_bits(model, serve, expected, options):
 @pytest.mark.parametrize("options", MORE.values(), ids=MORE)
 def test_more_engines_give_the_same_bits(model, serve, expected, options):
     assert_same_bits(model, serve, expected, options)
+
+
+@pytest.mark.parametrize("model", ["tiny", "windows"], indirect=True, scope="session")
+def test_the_shapes_of_an_accelerator_give_the_same_tokens(model, serve, expected, monkeypatch):
+    """Their canonical shapes are wide: the tokens are the oracle's, and whoever is beside a request changes
+    no bit of it."""
+    here = Canonical.on
+    monkeypatch.setattr(Canonical, "on", lambda platform, *sizes: here("gpu", *sizes))
+    texts = prompts(model.config.vocab_size)
+    with serve(max_num_seqs=32, max_prefill_tokens=256) as llm:
+        assert {str(shape) for shape in llm.engine.classes.decode} >= {"decode[32,1]", "decode[32,4]"}
+        assert min(shape.area for shape in llm.engine.programs.steps if shape.phase == "prefill") == 256
+        together = [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)]
+        llm.engine.tables.forget()
+        alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
+    assert together == alone
+    assert [[token for token, *_ in x] for x in together] == [[token for token, *_ in x] for x in expected]
 
 
 def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:

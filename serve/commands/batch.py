@@ -7,6 +7,7 @@ from ...sampling.params import SamplingParams
 from ..batch.fingerprint import fingerprint
 from ..batch.job import BatchOptions
 from ..batch.run import run_batch
+from ..host.devices import default_device, memory_limit
 from ..loading.folder import checked_defaults
 from ..options.flags import given, positive
 from .command import (
@@ -60,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))
     folder, options = resolve_once(args, options)
+    options = options.on(memory_limit(default_device()))
     sampling = options.recommended(checked_defaults(folder).sampling) | sampling
     job = BatchOptions(
-        in_flight=args.in_flight or 4 * options.max_num_seqs,
+        in_flight=args.in_flight or 4 * options.seats,
         seed=args.seed,
         sampling=sampling,
         model_name=args.model_name,

@@ -177,7 +177,7 @@ def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
 @contextmanager
 def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[LLM]:
     """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
-    chunks = width * -(-context // model.options.max_prefill_tokens)
+    chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
     options = replace(
         model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False

@@ -102,7 +102,7 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
     Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are
     allowed, which the reproducibility contract may forbid on a device.
     """
-    shapes = tuple(prefills(options, options.max_prefill_tokens, shared=True))
+    shapes = tuple(prefills(options, options.prefill_tokens, shared=True))
     scheduler, flight = rehearsal(work, options, shapes), []
     while scheduler.has_work:
         plan = scheduler.plan(settled=not flight)
@@ -132,7 +132,7 @@ def _commit(scheduler: Scheduler, flight: list[Work]) -> None:
 
 def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: Iterable[Shape]) -> Scheduler:
     """A scheduler to which all requests were submitted."""
-    seats, chunk, W = options.max_num_seqs, options.max_prefill_tokens, options.page_size
+    seats, chunk, W = options.seats, options.prefill_tokens, options.page_size
     pages = seats * (1 - -max(p + n for p, n in work) // W)
     limits = Limits(seats, chunk, least_row(shapes), decode_steps=1)
     tables = PageTables((None,), (pages,), W, limits.most_tokens)

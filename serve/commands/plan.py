@@ -2,214 +2,26 @@
 
 import argparse
 import json
-import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
-
-from ...checkpoints.huggingface import read_config
-from ...model.compress import form_spec
-from ...model.config import ModelConfig
-from ...model.pair import PairConfig, target_of
-from ...model.sharding import device_bytes, fitted, shardings
-from ...model.transformer import Decoder, decoder_spec
-from ...model.tree import abstract, is_spec
 from ..host.signals import raise_on_interrupt
-from ..loading.folder import DEMO, compute_dtype, read_shapes
-from ..loading.origin import Origin, stored_form
-from ..options.engine import EngineOptions
-from ..programs.compile import Arguments, Programs, arguments_like, lower
 from ..programs.jaxcache import keep_compiled
-from ..programs.phases import Alone
-from ..programs.shapes import Shape, Sizes, can_share, table
-from ..programs.sizing import choose_sizes, scratch_bytes, widened_bytes
-from ..roofline.facts import Facts, facts
-from ..roofline.floor import Demand, demand, pools
-from ..roofline.measured import measure
+from ..roofline.facts import Facts
 from ..roofline.presets import PRESETS
+from ..roofline.products import alike
 from ..roofline.table import Cost, floored, render_table
-from ..roofline.targets import Target, described, find_target, here
+from ..roofline.targets import find_target, here
 from .command import engine_flags, engine_options, model_flags
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache
-    of each row."""
-
-    name: str
-    config: ModelConfig
-    dtype: str
-    options: EngineOptions
-    target: Target
-    sizes: Sizes
-    context: int
-    params: Decoder | None = (
-        None  # without numbers; by default those of the sizes in the option's quantization
-    )
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return table(self.options, self.sizes, can_share(self.config.layers))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else
-    estimated).
-
-    `peak` is what running it took, where that was measured.
-    """
-
-    weights: int
-    cache: int
-    slots: int
-    temporaries: int
-    limit: int | None
-    peak: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.slots + self.temporaries
-
-
-# ---------------------------------------------------------------- planning
-
-
-def plan_job(
-    model: str | None,
-    shape: str | None,
-    dtype: str,
-    options: EngineOptions,
-    target: Target,
-    context: int | None,
-    **where: Any,
-) -> EnginePlan:
-    """Chooses an engine's sizes as a start would; `where` are options of `Origin.of`.
-
-    Raises ValueError where they do not fit, or the target cannot hold them.
-    """
-    folder = DEMO if shape else Origin.of(model, **where).model
-    if not shape:
-        options = replace(options, quantization=stored_form(folder, options.quantization))
-    config = PRESETS[shape] if shape else read_config(folder)
-    chosen = compute_dtype(dtype, target.devices[0])
-    chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
-    if shape:
-        options.require_unstored("a shape has no checkpoint")
-        weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
-    else:
-        weights = read_shapes(folder, chosen, options.quantization)
-    params = abstract_params(config, chosen, target, weights)
-    sizes = choose_sizes(PairConfig(config), options, params, target.memory)
-    config = config.within(sizes.max_model_len)
-    context = min(1024, sizes.max_model_len) if context is None else context
-    if not 0 < context <= sizes.max_model_len:
-        raise ValueError(f"context {context} is not allowed: 1 to max_model_len {sizes.max_model_len}")
-    return EnginePlan(
-        shape or model or "the demo model", config, chosen, options, target, sizes, context, params
-    )
-
-
-def abstract_arguments(plan: EnginePlan) -> Arguments:
-    """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several
-    devices."""
-    weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
-    params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
-    return arguments_like(PairConfig(plan.config), params, plan.sizes)
-
-
-def abstract_params(
-    config: ModelConfig, dtype: Any, target: Target, weights: Decoder | None = None
-) -> Decoder:
-    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the
-    parameter would."""
-    specs, one = decoder_spec(config), SingleDeviceSharding(target.devices[0])
-    where: Any = jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
-    if len(target.devices) > 1:
-        where = shardings(specs, Mesh(np.array(target.devices), ("tensor",)))
-
-    def placed(own: Any, weight: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitted(own, x.shape)), weight
-        )
-
-    return jax.tree.map(placed, where, abstract(specs, jnp.dtype(dtype)) if weights is None else weights)
-
-
-def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
-    """One program, ahead of time, for the plan's target."""
-    with warnings.catch_warnings(), described(plan.target):
-        # jax stores what it compiled for an absent device, and cannot read it back.
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return lower(Alone(plan.config), shape, arguments, plan.sizes).compile()
-
-
-def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
-    """A row for each shape of the table; those of `compiled` with what XLA made of them."""
-    chosen = set(compiled)
-    return [make_row(plan, arguments, shape, shape in chosen) for shape in plan.shapes]
-
-
-def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
-    """One shape's figures, for one of the target's devices."""
-    n = len(plan.target.devices)
-    context = 0 if shape.phase == "prefill" else plan.context
-    whole = demand(shape, plan.config, plan.dtype, context, target_of(arguments.params))
-    found = facts_of(plan, arguments, shape, context) if compiled else None
-    return floored(
-        Cost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
-    )
-
-
-def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
-    """What XLA makes of a shape whose rows have so many tokens in the cache."""
-    read = pools(shape, plan.config.layers, arguments.cache, context)
-    return facts(compile_for(plan, shape, arguments), read, steps=shape.tokens)
-
-
-def main_shapes(shapes: list[Shape]) -> list[Shape]:
-    """The largest prefill, of two the one of more rows, and the widest single step of decode."""
-    prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: (s.area, s.rows))
-    return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
-
-
-def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memory:
-    found = [row.facts.temporaries for row in rows if row.facts]
-    estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype) + widened_bytes(
-        arguments.params
-    )
-    return Memory(
-        weights=device_bytes(arguments.params),
-        cache=device_bytes(arguments.cache),
-        slots=device_bytes(arguments.slots),
-        temporaries=max(found) if found else estimate,
-        limit=plan.target.memory,
-    )
-
-
-def measured(
-    plan: EnginePlan, arguments: Arguments, memory: Memory, rows: list[Cost]
-) -> tuple[Memory, list[Cost]]:
-    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all
-    alike."""
-    shapes = [row.shape for row in rows if row.facts]
-    if not shapes:
-        return memory, rows
-    programs = Programs(Alone(plan.config), arguments.params, plan.sizes, shapes)
-    longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
-    found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
-    timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
-    return replace(memory, peak=found.peak), timed
-
-
-# ---------------------------------------------------------------- showing
+from .planning import (
+    EnginePlan,
+    Memory,
+    abstract_arguments,
+    main_shapes,
+    make_rows,
+    measured,
+    memory_of,
+    plan_job,
+)
 
 
 def render(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
@@ -260,7 +72,18 @@ def render_rows(plan: EnginePlan, rows: list[Cost]) -> str:
 
 def render_facts(plan: EnginePlan, rows: list[Cost]) -> list[str]:
     link = plan.target.peaks.link if plan.target.peaks else 0.0
-    return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
+    each = [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
+    return [*each, *render_classes(plan, rows)]
+
+
+def render_classes(plan: EnginePlan, rows: list[Cost]) -> list[str]:
+    """Which shapes would share a class of equal bits, as far as the products of compiled ones tell."""
+    found = {str(row.shape): row.facts.products for row in rows if row.facts and row.facts.products}
+    groups = alike(found, plan.config.vocab_size)
+    if len(found) < 2:
+        return []
+    lines = [f"  {', '.join(group)}" for group in groups]
+    return ["\n".join(["products configured alike, which would share a class of equal bits:", *lines])]
 
 
 def render_fact(f: Facts, link: float) -> str:

@@ -1,5 +1,6 @@
 """Which device an engine runs on, on machines that can compile for accelerators which they do not have."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,22 @@ import jax
 # Where a kernel shows the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
 DEVICE_FILES = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 
+# Of a GPU's memory that jax takes at the start, unless the user has said; jax's own default is 0.75. The rest
+# is the CUDA context's and its libraries'.
+MEMORY_FRACTION = 0.95
+MEMORY_SETTINGS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # one of the two at most
+
 
 def default_device() -> Any:
     """The device that jax chooses; the CPU, without looking further, where only the plugins of
     `duetto[targets]` are.
 
     Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at
-    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays.
+    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has asked
+    jax for a device before, a GPU's memory is taken as duetto asks.
     """
+    if not any(name in os.environ for name in MEMORY_SETTINGS):
+        os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     return jax.devices()[0]

@@ -21,7 +21,7 @@ from ..options.engine import EngineOptions
 from ..programs import jaxcache
 from ..programs.classes import Classes, choose_classes, step_seconds
 from ..programs.compile import Arguments, Programs
-from ..programs.shapes import can_share, least_row, table
+from ..programs.shapes import Canonical, can_share, least_row, table
 from ..programs.sizing import choose_sizes
 from ..speculation.beside import read_beside
 from ..speculation.drafter import host_drafter
@@ -38,23 +38,25 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
 
 def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     require_arrays(params)
+    device = next(iter(params.embed.devices()))
+    options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
     params = in_form(params, options.quantization, params.embed.dtype)
-    device = next(iter(params.embed.devices()))
     if device.platform == "cpu":
         keep_freed()
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
-    shapes = table(options, sizes, can_share(pair.layers))
+    shapes = table(options, sizes, can_share(pair.layers), device.platform)
+    canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     programs = Programs(phases, everything, sizes, shapes)
-    classes, state = choose_classes(programs, programs.empty(everything), options.reproducible)
-    speculation, state = start_speculation(programs, classes, state, options)
+    classes, state = choose_classes(programs, programs.empty(everything), canonical, options.reproducible)
+    speculation, state = start_speculation(programs, classes, state, options, canonical)
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
-        max_prefill_tokens=options.max_prefill_tokens,
+        max_prefill_tokens=options.prefill_tokens,
         row=least_row(classes.prefill),
         decode_steps=max(s.tokens for s in classes.decode),
         guesses=options.guesses,
@@ -63,7 +65,11 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
 
 
 def start_speculation(
-    programs: Programs, classes: Classes, state: Arguments, options: EngineOptions
+    programs: Programs,
+    classes: Classes,
+    state: Arguments,
+    options: EngineOptions,
+    canonical: Canonical,
 ) -> tuple[Speculation | None, Arguments]:
     """The drafter and, where the number of guesses adapts, the time of every shape; None without guesses.
 
@@ -78,7 +84,7 @@ def start_speculation(
         )
     k, seconds = min(k, max(s.tokens for s in classes.verify) - 1), None
     if config.adaptive:
-        seconds, state = step_seconds(programs, state, classes, k)
+        seconds, state = step_seconds(programs, state, canonical, classes, k)
     return Speculation(host_drafter(config), k, seconds), state
 
 

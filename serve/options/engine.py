@@ -1,9 +1,9 @@
 """How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...fields import knob
 from ...sampling.checks import MAX_LOGPROBS
@@ -26,6 +26,19 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+class Load(NamedTuple):
+    """Requests that run at the same time, and prompt tokens between two decode steps."""
+
+    seats: int
+    prefill_tokens: int
+
+
+HOST = Load(32, 512)
+# By bytes of an accelerator's memory: where weights leave room for the keys of many requests, many are served
+# in the time of one.
+ACCELERATORS = {60 << 30: Load(256, 2048), 30 << 30: Load(128, 1024), 0: Load(64, 512)}
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Sizes and limits of one engine; None is derived from the model and the device."""
@@ -33,9 +46,14 @@ class EngineOptions:
     max_model_len: int | None = knob(
         None, "tokens of one request, prompt and output together; default: the model's own limit"
     )
-    max_num_seqs: int = knob(32, "requests that run at the same time")
-    max_prefill_tokens: int = knob(
-        512, "prompt tokens computed between two decode steps; a longer prompt is read in chunks"
+    max_num_seqs: int | None = knob(
+        None,
+        "requests that run at the same time; default: 32 on a CPU, by its memory 64 to 256 on an accelerator",
+    )
+    max_prefill_tokens: int | None = knob(
+        None,
+        "prompt tokens computed between two decode steps, a longer prompt is read in chunks; "
+        "default: the last of prefill_buckets, or 512 on a CPU, by its memory 512 to 2048 on an accelerator",
     )
     prefill_buckets: tuple[int, ...] | None = knob(
         None,
@@ -113,9 +131,10 @@ class EngineOptions:
             )
 
     def _check_buckets(self) -> None:
-        edges, last = self.prefill_buckets, round_up(self.max_prefill_tokens, SMALLEST_CHUNK)
+        edges = self.prefill_buckets
         if edges is None:
             return
+        last = round_up(self.prefill_tokens, SMALLEST_CHUNK)
         rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
         if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
             raise ValueError(
@@ -145,6 +164,29 @@ class EngineOptions:
         usual ones."""
         return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
 
+    def on(self, memory: int | None) -> "EngineOptions":
+        """These options on a device with so many bytes of memory, None for a host: what is left open about
+        the load is chosen."""
+        load = HOST
+        if memory is not None:
+            load = next(load for least, load in ACCELERATORS.items() if memory >= least)
+        last = self.prefill_buckets[-1] if self.prefill_buckets else load.prefill_tokens
+        return replace(
+            self,
+            max_num_seqs=self.max_num_seqs or load.seats,
+            max_prefill_tokens=self.max_prefill_tokens or last,
+        )
+
+    @property
+    def seats(self) -> int:
+        """Requests that run at the same time: a host's default where nothing is chosen."""
+        return self.max_num_seqs or HOST.seats
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens between two decode steps, likewise."""
+        return self.max_prefill_tokens or (self.prefill_buckets or (HOST.prefill_tokens,))[-1]
+
     @property
     def guesses(self) -> int:
         """The most guesses of a row in a step; 0 without speculation."""
@@ -158,7 +200,7 @@ class EngineOptions:
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that a step computes at most."""
-        return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)
+        return most_tokens(self.prefill_tokens, self.decode_steps, self.guesses)
 
 
 def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:

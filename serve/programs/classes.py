@@ -18,13 +18,11 @@ from ...kvcache.pages import Batch, KVCache
 from ...model.pair import target_of
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock, progress
-from ..options.engine import SMALLEST_CHUNK
 from . import kept
 from .compile import Arguments, Programs, fill
-from .shapes import Shape, doublings, smallest
+from .shapes import Canonical, Shape, doublings, smallest
 from .step import Output, Seat
 
-CANONICAL_DECODE = Shape("decode", 8, 1)
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
 NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 bits: few show that sums differ
@@ -51,8 +49,8 @@ class Written(NamedTuple):
 class Probe:
     """Runs shapes on fixed token sequences in an idle engine and digests what they write and sample."""
 
-    def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
-        self.programs, self.arguments = programs, arguments
+    def __init__(self, programs: Programs, arguments: Arguments, tokens: int, canonical: Canonical):
+        self.programs, self.arguments, self.canonical = programs, arguments, canonical
         self.page_size, self.pool = programs.sizes.page_size, min(programs.sizes.pages)
         self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
         self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
@@ -89,16 +87,20 @@ class Probe:
                 fill(batch, row, self.text[text, start:end], start, self._own(pages), 0)
             logprob = self._run(shape, batch).sampled.logprob
             found = {end: logprob[row, 0].tobytes() for row, end in enumerate(ends)}
-            scores |= {end: x for end, x in found.items() if end % SMALLEST_CHUNK == 0 or end == tokens}
+            scores |= {
+                end: x
+                for end, x in found.items()
+                if end % self.canonical.prefill.tokens == 0 or end == tokens
+            }
         return Written(self._digests(pages[None], tokens)[0], scores)
 
-    def agrees(self, shape: Shape, canonical: Shape) -> bool:
+    def agrees(self, shape: Shape) -> bool:
         """Whether a full prefill writes what the canonical one does, for the texts that it takes to tell."""
-        if shape == canonical:
+        if shape == self.canonical.prefill:
             return True
         tokens = min(shape.area, self.tokens)
         texts = min(TEXTS, -(-self._tokens // tokens))
-        return all(self._equal(shape, canonical, tokens, i) for i in range(texts))
+        return all(self._equal(shape, tokens, i) for i in range(texts))
 
     @property
     def _tokens(self) -> int:
@@ -110,11 +112,11 @@ class Probe:
     def steps(self, least: int) -> int:
         """Steps of the canonical decode that it takes to tell, `least` or more, as far as the rows' pages
         hold them."""
-        enough = -(-self._tokens // CANONICAL_DECODE.rows)
+        enough = -(-self._tokens // self.canonical.decode.rows)
         return min(max(enough, least), self.pages * self.page_size, self.tokens)
 
-    def _equal(self, shape: Shape, canonical: Shape, tokens: int, text: int) -> bool:
-        found, wanted = self.prefill(shape, tokens, text), self.prefill(canonical, tokens, text)
+    def _equal(self, shape: Shape, tokens: int, text: int) -> bool:
+        found, wanted = self.prefill(shape, tokens, text), self.prefill(self.canonical.prefill, tokens, text)
         return found.digest == wanted.digest and found.scores.items() <= wanted.scores.items()
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
@@ -136,6 +138,11 @@ class Probe:
     def _digests(self, pages: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
         return digests(self._cache, pages, tokens)
 
+    @property
+    def sequences(self) -> int:
+        """Texts that rows of decode take in turn."""
+        return min(self.canonical.decode.rows, TEXTS)
+
     def _rows(self, shape: Shape) -> int:
         return min(shape.rows, self.pool, self.capacity)
 
@@ -143,7 +150,7 @@ class Probe:
         """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
         batch = self.programs.empty_batch(shape, self.capacity)
         for row in range(self._rows(shape)):
-            own = self.text[row % 8, start : start + count]
+            own = self.text[row % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch
 
@@ -152,9 +159,10 @@ class Probe:
 
     def write(self, steps: int) -> None:
         """Let each sequence's first tokens be what decode makes of its first one: guesses that are right."""
+        decode, n = self.canonical.decode, self.sequences
         for step in range(1, steps):
-            token = self._run(CANONICAL_DECODE, self._batch(CANONICAL_DECODE, step - 1, 1)).sampled.token
-            self.text[:8, step] = np.resize(token[: self._rows(CANONICAL_DECODE), 0], 8)
+            token = self._run(decode, self._batch(decode, step - 1, 1)).sampled.token
+            self.text[:n, step] = np.resize(token[: self._rows(decode), 0], n)
 
     def seconds(self, shape: Shape) -> float:
         """The best time of a step of full rows whose guesses are right."""
@@ -173,10 +181,13 @@ def digests(cache: KVCache, pages: Int[np.ndarray, "rows M"], tokens: int) -> li
     return [own.digest() for own in found]
 
 
-def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool) -> tuple[Classes, Arguments]:
-    """The shapes that may serve together: those of one class under the reproducibility contract, else all."""
+def choose_classes(
+    programs: Programs, arguments: Arguments, canonical: Canonical, reproducible: bool
+) -> tuple[Classes, Arguments]:
+    """The shapes that may serve together: under the reproducibility contract those with the bits of the
+    canonical ones, else all."""
     if reproducible:
-        return known_classes(programs, arguments)
+        return known_classes(programs, arguments, canonical)
     phases = ("prefill", "decode", "verify")
     prefill, decode, verify = (
         tuple(s for s in sorted(programs.steps) if s.phase == phase) for phase in phases
@@ -184,14 +195,16 @@ def choose_classes(programs: Programs, arguments: Arguments, reproducible: bool)
     return Classes(prefill, decode, True, verify), arguments
 
 
-def known_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
+def known_classes(
+    programs: Programs, arguments: Arguments, canonical: Canonical
+) -> tuple[Classes, Arguments]:
     """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
     if programs.key is None or kept.folder() is None:
-        return find_classes(programs, arguments)
-    own = kept.combined([programs.key], fingerprint(arguments.params))
+        return find_classes(programs, arguments, canonical)
+    own = kept.combined([programs.key], fingerprint(arguments.params), canonical)
     if programs.loaded and (known := kept.read(own, Classes)):  # what is compiled anew may have other bits
         return known, arguments
-    classes, arguments = find_classes(programs, arguments)
+    classes, arguments = find_classes(programs, arguments, canonical)
     kept.write(own, classes)
     return classes, arguments
 
@@ -204,39 +217,40 @@ def fingerprint(params: Any) -> str:
     return found.hexdigest()
 
 
-def find_classes(programs: Programs, arguments: Arguments) -> tuple[Classes, Arguments]:
+def find_classes(programs: Programs, arguments: Arguments, canonical: Canonical) -> tuple[Classes, Arguments]:
     """Compare every shape with the canonical one of its phase; cache and slots are used as scratch."""
     shapes = sorted(programs.steps)
     prefills = [s for s in shapes if s.phase == "prefill"]
     widths, guessed = ([s for s in shapes if s.phase == phase] for phase in ("decode", "verify"))
     steps = max(s.tokens for s in (*widths, *guessed))
-    probe = Probe(programs, arguments, max(s.area for s in prefills))
-    canonical = next(s for s in prefills if s.area == SMALLEST_CHUNK)
+    probe = Probe(programs, arguments, max(s.area for s in prefills), canonical)
     few = probe.steps(max(steps, 4))
     with progress.stage("probing which programs give the same bits", len(shapes)) as done:
-        prefill = tuple(s for s in prefills if done(probe.agrees(s, canonical)))
-        rows = probe.decode(CANONICAL_DECODE, few)
+        prefill = tuple(s for s in prefills if done(probe.agrees(s)))
+        rows = probe.decode(canonical.decode, few)
         decode = tuple(
-            s for s in widths if done(s == CANONICAL_DECODE or same_rows(probe.decode(s, few), rows))
+            s for s in widths if done(s == canonical.decode or same_rows(probe.decode(s, few), rows))
         )
-        same_bits = all(row[:16] == probe.prefill(canonical, few, i).digest for i, row in enumerate(rows))
+        same_bits = all(
+            row[:16] == probe.prefill(canonical.prefill, few, i).digest for i, row in enumerate(rows)
+        )
         verify: tuple[Shape, ...] = ()
         if guessed:
             probe.write(few)
-            rows = probe.decode(CANONICAL_DECODE, few)
+            rows = probe.decode(canonical.decode, few)
             verify = tuple(s for s in guessed if done(same_rows(probe.decode(s, few), rows)))
     return Classes(prefill, decode, same_bits, verify), probe.arguments
 
 
 def step_seconds(
-    programs: Programs, arguments: Arguments, classes: Classes, k: int
+    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, k: int
 ) -> tuple[dict[tuple[int, int], float], Arguments]:
     """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that
     are full.
 
     Rows beyond what a shape holds take several calls. The cache and the slots are used as scratch.
     """
-    probe = Probe(programs, arguments, programs.sizes.page_size)
+    probe = Probe(programs, arguments, programs.sizes.page_size, canonical)
     probe.write(min(max((s.tokens for s in classes.verify), default=1), probe.tokens))
     timed = (*classes.decode, *classes.verify)
     with progress.stage("measuring steps", len(timed)) as done:

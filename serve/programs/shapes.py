@@ -11,6 +11,9 @@ from ...sampling.checks import MAX_LOGPROBS
 from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
 
 SMALLEST_WIDTH = 8
+# Rows of decode and tokens of prefill from which on padding costs an accelerator little: weights are read
+# once for all of them.
+WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
 SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
@@ -43,6 +46,22 @@ class Shape(NamedTuple):
         return f"{self.phase}[{self.rows},{self.tokens}]"
 
 
+class Canonical(NamedTuple):
+    """The shapes that the bits of all others of their phase are compared with, and the smallest of these
+    under the reproducibility contract."""
+
+    prefill: Shape
+    decode: Shape
+
+    @classmethod
+    def on(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "Canonical":
+        """A CPU's are narrow: its time grows with rows from the first one on."""
+        last, seats = last_edge(options, sizes.max_model_len), round_up(sizes.max_num_seqs, SMALLEST_WIDTH)
+        if platform == "cpu":
+            return cls(Shape("prefill", 1, SMALLEST_CHUNK), Shape("decode", SMALLEST_WIDTH, 1))
+        return cls(Shape("prefill", 1, min(WIDE_PREFILL, last)), Shape("decode", min(WIDE_DECODE, seats), 1))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a
@@ -71,31 +90,34 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def table(options: EngineOptions, sizes: Sizes, shared: bool) -> list[Shape]:
+def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
     """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
-    contract decode may be narrow."""
+    contract decode may be narrow, and prefill on accelerators."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
-    widths = doublings(SMALLEST_WIDTH, round_up(seats, SMALLEST_WIDTH))
-    narrowest = SMALLEST_WIDTH if options.reproducible else 1
-    if not options.reproducible:
-        widths = [1, *widths]
+    least = Canonical.on(platform, options, sizes)
+    narrowest = least.decode.rows if options.reproducible else 1
+    first = narrowest if options.reproducible else SMALLEST_WIDTH
+    widths = sorted({narrowest, *doublings(first, round_up(seats, SMALLEST_WIDTH))})
     decode = [Shape("decode", width, n) for width in widths for n in steps]
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
-    return prefills(options, sizes.max_model_len, shared) + decode + verify
+    chunk = least.prefill.tokens if options.reproducible else SMALLEST_CHUNK
+    return prefills(options, sizes.max_model_len, shared, chunk) + decode + verify
 
 
-def prefills(options: EngineOptions, most: int, shared: bool) -> list[Shape]:
+def last_edge(options: EngineOptions, most: int) -> int:
+    """Tokens of the largest prefill: no more than a request's, of at most `most`, since shapes are compared
+    on one text."""
+    return round_up(min(options.prefill_tokens, most), SMALLEST_CHUNK)
+
+
+def prefills(options: EngineOptions, most: int, shared: bool, chunk: int = SMALLEST_CHUNK) -> list[Shape]:
     """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
-    that share a call.
-
-    One of SMALLEST_CHUNK is always there: the bits of all others are compared with its. None has more tokens
-    than a request, of at most `most`: they are compared on one text.
-    """
-    last = round_up(min(options.max_prefill_tokens, most), SMALLEST_CHUNK)
-    edges = doublings(SMALLEST_CHUNK, last)
-    rows = [edge // ROW_TOKENS for edge in edges[1:][-SHARED:]] if shared else []
+    that share a call. The smallest has `chunk` tokens, or those of a smaller bucket that was asked for."""
+    last = last_edge(options, most)
+    edges = doublings(chunk, last)
+    rows = [edge // ROW_TOKENS for edge in edges if edge > SMALLEST_CHUNK][-SHARED:] if shared else []
     if options.prefill_buckets is not None:
-        edges = sorted({SMALLEST_CHUNK, last, *(edge for edge in options.prefill_buckets if edge < last)})
+        edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
     return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, ROW_TOKENS) for n in rows]
 
 

@@ -30,11 +30,11 @@ HOST_MOST = 4 << 30  # at most so many bytes
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
     """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in
     float32."""
-    size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.target.hidden_size
+    size, rows, D = jnp.dtype(dtype).itemsize, options.prefill_tokens, config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
-    sampled = max(options.max_num_seqs, FEWEST_LOGITS, rows // ROW_TOKENS)
+    sampled = max(options.seats, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
     return activations + attention + 16 * (sampled * V + reported)
@@ -68,7 +68,7 @@ def cache_budget(config: PairConfig, options: EngineOptions, params: Params, mem
 
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
-    return nbytes(jax.eval_shape(lambda: empty_slots(options.max_num_seqs, config.target.vocab_size)))
+    return nbytes(jax.eval_shape(lambda: empty_slots(options.seats, config.target.vocab_size)))
 
 
 def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:
@@ -78,7 +78,7 @@ def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) 
     slots = slot_bytes(config, options)
     if slots > most:
         raise ValueError(
-            f"max_num_seqs {options.max_num_seqs} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
+            f"max_num_seqs {options.seats} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
             f"at most {most / 2**30:.1f} GiB are free: lower it"
         )
 
@@ -103,7 +103,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     if longest < 2:
         raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
     layers = config.within(longest).layers
-    wanted = options.max_batched_token_mem or options.max_num_seqs * longest
+    wanted = options.max_batched_token_mem or options.seats * longest
     pages = -(-wanted // W)
 
     def cost(pages: int) -> int:
@@ -125,7 +125,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
             "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
     n_top = options.alternatives(config.target.vocab_size)
-    return Sizes(longest, options.max_num_seqs, group_pages(layers, options, longest, pages), W, n_top=n_top)
+    return Sizes(longest, options.seats, group_pages(layers, options, longest, pages), W, n_top=n_top)
 
 
 def group_pages(
@@ -143,6 +143,6 @@ def group_pages(
         one = min(
             window_pages(window, options.most_tokens, options.page_size), -(-longest // options.page_size)
         )
-        return max(one, min(pages, one * options.max_num_seqs))
+        return max(one, min(pages, one * options.seats))
 
     return tuple(map(count, windows_of(layers)))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...kvcache.pages import Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
+from ...model.scatter import apart
 from ...model.transformer import Decoder, forward, unembed
 from ...model.tree import pytree
 from ...sampling.accept import Guesses, Rule, coupled
@@ -110,13 +111,15 @@ def emit(
     """Record the token sampled from `hidden` for each row that wants one; -1 where not wanted."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
-    where = jnp.where(wanted, batch.slot, slots.live.shape[0])
+    where = apart(batch.slot, wanted, slots.live.shape[0])
     slots = replace(
         slots,
-        last=slots.last.at[where].set(token, mode="drop"),
-        live=slots.live.at[where].set(~ended, mode="drop"),
+        last=slots.last.at[where].set(token, mode="drop", unique_indices=True),
+        live=slots.live.at[where].set(~ended, mode="drop", unique_indices=True),
         sampling=commit(slots.sampling, batch.slot, token, wanted),
-        hidden=None if slots.hidden is None else slots.hidden.at[where].set(hidden, mode="drop"),
+        hidden=None
+        if slots.hidden is None
+        else slots.hidden.at[where].set(hidden, mode="drop", unique_indices=True),
     )
     return slots, jnp.where(wanted, token, -1)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from .hlo import Instruction, Module, Pool, Run, Walk, buffers, here, label, nbytes, result
+from .products import Product, products
 
 BIG = 1 << 20  # bytes of a buffer whose copying is worth a line
 MOVING = re.compile(r"copy|transpose|slice|gather")
@@ -61,6 +62,7 @@ class Facts:
     most_bytes: int
     moved: tuple[Moved, ...]
     collectives: dict[str, Collective]
+    products: tuple[Product, ...] = ()  # as XLA configured them, on GPUs
 
 
 def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int = 1) -> Facts:
@@ -79,6 +81,7 @@ def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int 
         Walk(module, tuple(pools), steps, dearest=True).bytes,
         moved(module.written()),
         collectives(walk.runs, module.devices),
+        products(module),
     )
 
 

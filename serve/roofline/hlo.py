@@ -309,6 +309,12 @@ def buffers(kind: str) -> list[str]:
     return [match[0] for match in BUFFER.finditer(kind)]
 
 
+def sizes_of(kind: str) -> list[int]:
+    """The sizes of a type, or of the first in a tuple of types."""
+    found = BUFFER.search(kind)
+    return [int(n) for n in found[2].split(",") if n] if found else []
+
+
 def nbytes(kind: str) -> int:
     """Bytes of a type such as bf16[64,8,128] or of a tuple of types, without padding."""
     return sum(

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ..host import clock
-from ..host.devices import default_device, has_accelerator, memory_limit
+from ..host.devices import MEMORY_FRACTION, default_device, has_accelerator, memory_limit
 
 
 class TargetError(ValueError):
@@ -134,7 +134,7 @@ def gpu_target(name: str, kind: str, count: int) -> Target:
     peaks = GPUS[kind]
     config = HOPPER.format(bandwidth=int(peaks.bandwidth), cache=L2[kind], memory=peaks.memory)
     described = topologies.get_topology_desc(kind, "cuda", target_config=config, topology=f"1x1x{count}")
-    return Target(name, tuple(described.devices), peaks, peaks.memory)
+    return Target(name, tuple(described.devices), peaks, int(peaks.memory * MEMORY_FRACTION))
 
 
 def tpu_target(name: str, kind: str) -> Target:

@@ -139,7 +139,7 @@ def test_options_and_their_other_names():
         ({"max_num_seq": 4}, TypeError, "unknown option 'max_num_seq', did you mean 'max_num_seqs'"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs 0 is not allowed"),
         ({"max_output_length": 0}, ValueError, "max_output_length 0 is not allowed"),
-        ({"max_num_seqs": "8"}, TypeError, "max_num_seqs='8': expected `int`"),
+        ({"max_num_seqs": "8"}, TypeError, "max_num_seqs='8': expected `int | null`"),
         ({"max_model_len": 1.5}, TypeError, "max_model_len=1.5"),
         ({"reproducible": "no"}, TypeError, "reproducible='no': expected `bool`"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization 1.5"),

@@ -119,7 +119,9 @@ def test_a_table_has_the_buckets_asked_for():
 
 
 def test_a_latent_models_prompts_never_share():
-    shapes = table(EngineOptions(), Sizes(512, 8, (64,), 64), can_share(random_model("latent").config.layers))
+    shapes = table(
+        EngineOptions(), Sizes(512, 8, (64,), 64), can_share(random_model("latent").config.layers), "cpu"
+    )
     assert can_share(PRESETS["135m"].layers) and {s.rows for s in shapes if s.phase == "prefill"} == {1}
 
 

@@ -17,7 +17,7 @@ from duetto.model.tree import abstract, nbytes
 from duetto.sampling.params import SamplingParams
 from duetto.serve.api.llm import LLM
 from duetto.serve.cli import main
-from duetto.serve.commands.plan import (
+from duetto.serve.commands.planning import (
     EnginePlan,
     abstract_arguments,
     abstract_params,
@@ -175,7 +175,8 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
 # A process of its own: what it freed before would hide what it takes.
 PEAK = """
 from duetto.model.config import ModelConfig
-from duetto.serve.commands.plan import *
+from duetto.serve.commands.planning import *
+from duetto.serve.roofline.targets import here
 config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
 job = EnginePlan("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
 arguments = abstract_arguments(job)

@@ -25,7 +25,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes, paths
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
-from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for
+from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for
 from duetto.serve.loading.folder import read_folder, read_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes

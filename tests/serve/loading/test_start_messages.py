@@ -23,7 +23,7 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs
 from duetto.serve.programs.phases import Alone
-from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.programs.shapes import Canonical, Shape, Sizes
 
 
 class Terminal(io.StringIO):
@@ -120,6 +120,7 @@ def folder(tmp_path):
 
 SIZES = Sizes(max_model_len=96, max_num_seqs=8, pages=(16,), page_size=64)
 SHAPES = Shape("prefill", 1, 64), Shape("decode", 8, 1), Shape("verify", 8, 4)
+CANONICAL = Canonical(*SHAPES[:2])
 
 
 def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
@@ -157,7 +158,7 @@ def test_probing_is_told(monkeypatch, capfd):
         def steps(self, least: int) -> int:
             return least
 
-        def agrees(self, shape: Shape, canonical: Shape) -> bool:
+        def agrees(self, shape: Shape) -> bool:
             return True
 
         def decode(self, shape: Shape, steps: int) -> list[bytes]:
@@ -169,7 +170,7 @@ def test_probing_is_told(monkeypatch, capfd):
         def write(self, steps: int) -> None: ...
 
     monkeypatch.setattr(classes, "Probe", Probe)
-    found, _ = classes.find_classes(SimpleNamespace(steps=dict.fromkeys(SHAPES)), None)
+    found, _ = classes.find_classes(SimpleNamespace(steps=dict.fromkeys(SHAPES)), None, CANONICAL)
     assert (*found.prefill, *found.decode, *found.verify) == SHAPES and found.same_bits
     line = "duetto: probing which programs give the same bits: "
     assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
@@ -195,7 +196,7 @@ def test_measuring_steps_is_told(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Probe)
     found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
     fake = SimpleNamespace(sizes=SimpleNamespace(page_size=64))
-    seconds, _ = classes.step_seconds(fake, None, found, 3)
+    seconds, _ = classes.step_seconds(fake, None, CANONICAL, found, 3)
     assert seconds and "duetto: measuring steps: 2/2\n" in capfd.readouterr().err
 
 

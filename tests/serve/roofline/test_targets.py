@@ -2,30 +2,33 @@
 that are not there."""
 
 import dataclasses
+import os
 from importlib.metadata import PackageNotFoundError
 
 import jax
 import jax.numpy as jnp
 import pytest
+from cases.targets import LAYERS, found_target, job_for
 
 from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
-from duetto.serve.commands.plan import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
-from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Arguments
-from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
+from duetto.serve.host.devices import MEMORY_SETTINGS, default_device
+from duetto.serve.programs.compile import Arguments, lower
+from duetto.serve.programs.phases import Alone
+from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline import targets
 from duetto.serve.roofline.facts import Facts, facts
 from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import MissingCompiler, Target, TargetError, find_target, here
+from duetto.serve.roofline.targets import (
+    MissingCompiler,
+    TargetError,
+    described,
+    find_target,
+    here,
+)
 
 pytestmark = pytest.mark.as_served
-
-# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
-# few words.
-LAYERS, WORDS = 2, 2048
-SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
-CONTEXT = 1024  # tokens in the cache of each row of a decode
 
 # Bytes that each program may touch over those it must (weights, live keys and values, and activations once),
 # and MiB of
@@ -46,20 +49,6 @@ MOST = {
     ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (1.05, 12),
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.05, 10),
 }
-
-
-def found_target(name: str) -> Target:
-    try:
-        return here() if name == "cpu" else find_target(name)
-    except MissingCompiler as error:
-        pytest.skip(str(error))
-
-
-def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:
-    platform, config = target.devices[0].platform, PRESETS[model]
-    words = config.vocab_size if platform == "gpu" else WORDS
-    config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
-    return EnginePlan("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
 
 
 def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
@@ -103,6 +92,21 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str):
     plan = job_for(here(), dtype=dtype)
     arguments = abstract_arguments(plan)
     check_in_place(facts(compile_for(plan, shape, arguments)), plan, arguments)
+
+
+@pytest.mark.parametrize("shape", [Shape("decode", 8, 1), Shape("prefill", 4, 32)], ids=str)
+@pytest.mark.extras
+def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
+    """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
+    plan = job_for(found_target("h200"))
+    with described(plan.target):
+        lowered = lower(Alone(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        usual, strict = (
+            lowered.compile({"xla_gpu_exclude_nondeterministic_ops": strict}).as_text()
+            for strict in (False, True)
+        )
+    assert strict.count(" sort(") == usual.count(" sort(")
+    assert strict.count(" scatter(") >= 2 * LAYERS
 
 
 @pytest.mark.extras
@@ -151,3 +155,15 @@ def test_an_absent_compiler_is_said_with_the_remedy(name: str, package: str, mon
     monkeypatch.setattr(targets, "version", version)
     with pytest.raises(MissingCompiler, match=f"needs {package}: pip install"):
         find_target(name)
+
+
+def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch):
+    for said in MEMORY_SETTINGS:
+        for name in MEMORY_SETTINGS:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(said, "0.5")
+        default_device()
+        assert {os.environ.get(name) for name in MEMORY_SETTINGS} == {"0.5", None}
+    monkeypatch.delenv(MEMORY_SETTINGS[1])
+    default_device()
+    assert os.environ[MEMORY_SETTINGS[0]] == "0.95" and MEMORY_SETTINGS[1] not in os.environ

@@ -1,0 +1,31 @@
+"""Small plans for targets that need not be here: what XLA makes of two layers shows what each costs."""
+
+import dataclasses
+
+import pytest
+
+from duetto.serve.commands.planning import EnginePlan
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Sizes
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import MissingCompiler, Target, find_target, here
+
+# Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
+# few words.
+LAYERS, WORDS = 2, 2048
+SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
+CONTEXT = 1024  # tokens in the cache of each row of a decode
+
+
+def found_target(name: str) -> Target:
+    try:
+        return here() if name == "cpu" else find_target(name)
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+
+
+def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:
+    platform, config = target.devices[0].platform, PRESETS[model]
+    words = config.vocab_size if platform == "gpu" else WORDS
+    config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
+    return EnginePlan("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)

@@ -1,0 +1,81 @@
+"""The table of shapes, and what is chosen about the load, follow the device."""
+
+import jax.numpy as jnp
+import pytest
+
+from duetto.kvcache.pages import page_bytes
+from duetto.model.config import ModelConfig
+from duetto.model.pair import PairConfig
+from duetto.serve.commands.planning import abstract_params
+from duetto.serve.host.devices import MEMORY_FRACTION
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Canonical, Sizes, table
+from duetto.serve.programs.sizing import choose_sizes, group_pages
+from duetto.serve.roofline.targets import here
+
+GIB = 1 << 30
+
+
+def shapes(platform: str, **options: object) -> dict[str, list[tuple[int, int]]]:
+    chosen = EngineOptions(**options)
+    found = table(chosen, Sizes(4096, chosen.seats, (64,), 64), shared=True, platform=platform)
+    phases = ("prefill", "decode", "verify")
+    return {phase: [(s.rows, s.tokens) for s in found if s.phase == phase] for phase in phases}
+
+
+def test_shapes_of_a_cpu_are_narrow_and_those_of_an_accelerator_wide():
+    load = {"max_num_seqs": 256, "max_prefill_tokens": 2048}
+    cpu, gpu = shapes("cpu", **load), shapes("gpu", **load)
+    assert cpu["decode"][0] == (8, 1) and cpu["prefill"][0] == (1, 64)
+    assert gpu["decode"] == [(64, 1), (128, 1), (256, 1)]
+    assert gpu["prefill"] == [(1, 512), (1, 1024), (1, 2048), (32, 32), (64, 32)]
+
+
+def test_without_the_contract_an_accelerator_has_narrow_ones_too():
+    load = {"max_num_seqs": 64, "max_prefill_tokens": 512, "reproducible": False}
+    found = shapes("gpu", **load)
+    assert found == shapes("cpu", **load)
+    assert found["decode"][0] == (1, 1) and found["prefill"][0] == (1, 64)
+
+
+def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 7}}
+    found = shapes("gpu", max_num_seqs=64, **guesses)["verify"]
+    assert min(rows * tokens for rows, tokens in found) == 64
+
+
+@pytest.mark.parametrize("seats, prefill", [(1, 16), (8, 64), (40, 300), (64, 512), (256, 8192)])
+def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
+    options = EngineOptions(max_num_seqs=seats, max_prefill_tokens=prefill)
+    sizes = Sizes(4096, seats, (64,), 64)
+    for platform in ("cpu", "gpu", "tpu"):
+        canonical = Canonical.on(platform, options, sizes)
+        assert set(canonical) <= set(table(options, sizes, True, platform))
+        assert canonical.decode.tokens == canonical.prefill.rows == 1
+
+
+def test_a_bucket_that_was_asked_for_stays_beside_the_canonical_one():
+    found = shapes("gpu", max_prefill_tokens=1024, prefill_buckets=(64, 768, 1024))["prefill"]
+    assert [tokens for rows, tokens in found if rows == 1] == [64, 512, 768, 1024]
+
+
+@pytest.mark.parametrize(
+    "memory, seats, tokens",
+    [(None, 32, 512), (16 * GIB, 64, 512), (40 * GIB, 128, 1024), (75 * GIB, 256, 2048)],
+)
+def test_the_load_follows_the_memory_unless_it_is_chosen(memory: int | None, seats: int, tokens: int):
+    found = EngineOptions().on(memory)
+    assert (found.max_num_seqs, found.max_prefill_tokens) == (seats, tokens)
+    mine = EngineOptions(max_num_seqs=3, prefill_buckets=(64, 192)).on(memory)
+    assert (mine.max_num_seqs, mine.max_prefill_tokens) == (3, 192)
+
+
+def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
+    """Qwen3-8B in bfloat16, with what is chosen for such a card."""
+    config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
+    memory = int(85_000_000_000 * MEMORY_FRACTION)
+    options = EngineOptions().on(memory)
+    sizes = choose_sizes(PairConfig(config), options, abstract_params(config, jnp.bfloat16, here()), memory)
+    (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0])
+    (page,) = page_bytes(config.layers, sizes.page_size, jnp.bfloat16)
+    assert sizes.max_num_seqs == 256 and pages * page >= 50 * GIB

@@ -1,0 +1,59 @@
+"""How products were configured is read from a module's text, and tells which shapes would have equal bits."""
+
+import pytest
+from cases.targets import found_target, job_for
+
+from duetto.serve.commands.planning import abstract_arguments, make_row
+from duetto.serve.programs.shapes import Shape
+from duetto.serve.roofline.hlo import Module
+from duetto.serve.roofline.products import Product, alike, products
+
+FUSION = (
+    '%{name} = {kind} fusion(%x, %w), kind=kCustom, calls=%inside, backend_config={{"fusion_backend_config":'
+    '{{"kind":"__triton_nested_gemm_fusion","block_level_fusion_config":{{"num_warps":"{warps}"}}}}}}'
+)
+LIBRARY = (
+    '%lt = bf16[8,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={"gemm_backend_config":{"selected_algorithm":"3"}}'
+)
+OTHER = '%add = f32[8,64]{1,0} fusion(%x), kind=kLoop, calls=%inside, backend_config={"device_type":"X"}'
+
+
+def module(*lines: str) -> Module:
+    text = "\n".join(f"  {line}" for line in lines)
+    return Module.read(f"HloModule test\n\nENTRY %main (x: f32[8,64]) -> f32[8,64] {{\n{text}\n}}\n")
+
+
+def fusion(kind: str, warps: int = 2) -> str:
+    return FUSION.format(name="gemm", kind=kind, warps=warps)
+
+
+def test_products_are_read_with_their_parts():
+    found = products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY))
+    assert [(p.columns, p.parts, p.kind) for p in found] == [
+        (256, 4, "__triton_nested_gemm_fusion"),
+        (512, 1, "__cublas$lt$matmul"),
+    ]
+    assert '"num_warps": "2"' in found[0].config and '"selected_algorithm": "3"' in found[1].config
+
+
+def test_shapes_are_alike_where_every_product_of_a_layer_is():
+    def program(parts: int, warps: int, logits: int) -> tuple[Product, ...]:
+        lines = fusion(f"f32[{parts},8,256]{{2,1,0}}", warps), fusion("f32[8,999]{1,0}", logits)
+        return sum((products(module(line)) for line in lines), ())
+
+    programs = {
+        "a": program(4, 2, 1), "b": program(4, 2, 8), "split": program(2, 2, 1), "warps": program(4, 4, 1),
+    }  # fmt: skip
+    assert alike(programs, vocabulary=999) == [["a", "b"], ["split"], ["warps"]]
+
+
+@pytest.mark.extras
+def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
+    plan = job_for(found_target("h200"), "8b")
+    shapes = Shape("prefill", 1, 512), Shape("prefill", 16, 32), Shape("decode", 8, 1), Shape("decode", 64, 1)
+    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    found = {str(row.shape): row.facts.products for row in rows if row.facts}
+    assert all(len(p) >= 5 * len(plan.config.layers) for p in found.values())
+    groups = alike(found, plan.config.vocab_size)
+    assert groups == [["prefill[1,512]", "prefill[16,32]"], ["decode[8,1]"], ["decode[64,1]"]]
