@@ -130,7 +130,13 @@ def test_buckets_that_cannot_be_are_refused(edges: tuple[int, ...]):
     with pytest.raises(
         ValueError, match="prefill_buckets .* rising multiples of 16, of which the last is 512"
     ):
-        EngineOptions(prefill_buckets=edges)
+        EngineOptions(prefill_buckets=edges, max_prefill_tokens=512)
+
+
+def test_the_last_bucket_is_the_longest_prefill_where_none_is_asked_for():
+    assert EngineOptions(prefill_buckets=(64, 256)).on(None).max_prefill_tokens == 256
+    with pytest.raises(ValueError, match="of which the last is 320"):
+        EngineOptions(prefill_buckets=(64, 272))
 
 
 def test_lengths_of_a_batch_file():
