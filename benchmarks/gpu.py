@@ -171,7 +171,8 @@ def bench_attention(run: Run) -> Iterator[Row]:
         q, pages = attention_inputs(run, B, 1, context)
         for name, attend in decode.items():
             what = f"{name}, {B} rows, context {context}"
-            yield from guarded("attention", what, partial(seconds_of, attend, q, pages, times), "us", 2 * pages.k.nbytes / run.peaks.bandwidth)  # fmt: skip
+            time_it = partial(seconds_of, attend, q, pages, times)
+            yield from guarded("attention", what, time_it, "us", 2 * pages.k.nbytes / run.peaks.bandwidth)
     q, pages = attention_inputs(run, 1, run.prompt, run.prompt)
     least = 2 * q.shape[1] * q.size / run.peaks.flops16  # 4 T^2/2 N H operations
     for name, attend in {
@@ -338,8 +339,8 @@ def static_step(torch: Any, model: Any, ids: Any, few: int, many: int) -> float:
     def generate(tokens: int) -> float:
         begin = time.perf_counter()
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, cache_implementation="static",
-            max_new_tokens=tokens, min_new_tokens=tokens,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+            cache_implementation="static", max_new_tokens=tokens, min_new_tokens=tokens,
         ).cpu()  # fmt: skip
         return time.perf_counter() - begin
 
@@ -425,7 +426,8 @@ def main() -> None:
     found = json.loads(args.file.read_text()) if args.file.exists() else {"about": about(), "rows": []}
     found["ceilings"] = {"flops": run.peaks.flops16, "bytes": run.peaks.bandwidth}
     print(
-        f"{found['about']['device']}: {run.peaks.flops16 / 1e12:.4g} TFLOP/s, {run.peaks.bandwidth / 1e9:.4g} GB/s"
+        f"{found['about']['device']}: {run.peaks.flops16 / 1e12:.4g} TFLOP/s, "
+        f"{run.peaks.bandwidth / 1e9:.4g} GB/s"
     )
     for part in args.parts:
         if time.monotonic() - begin > args.seconds:

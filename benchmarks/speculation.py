@@ -239,7 +239,10 @@ def measure(model: str | None, texts: dict[str, list[str]], plan: Plan) -> tuple
 # ---------------------------------------------------------------- the command
 
 
-HEADER = "| text | drafter | k | rows | acceptance length | tokens a pass | guesses right | tokens/s | speed-up | theory |\n|---|---|---|---|---|---|---|---|---|---|"
+HEADER = (
+    "| text | drafter | k | rows | acceptance length | tokens a pass | guesses right | tokens/s | speed-up "
+    "| theory |\n|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def line(c: Cell) -> str:
@@ -300,14 +303,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     given = {"drafters": options.drafters, "ks": options.guesses, "loads": options.rows}
     plan = replace(QUICK if options.quick else FULL, **{k: tuple(v) for k, v in given.items() if v})
-    about = f"demo model in float32, jax {jax.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    about = f"demo model in float32, {versions}, {time.strftime('%Y-%m-%d')}"
     print(f"{about}\n\n{HEADER}")
     found, swept = measure(None, prompts(max(plan.loads)), plan)
     if options.stories:
         own = Plan(HOST, plan.ks, plan.loads[:1], plan.pairs, plan.tokens)
         found += measure(options.stories, {"stories": ["Once upon a time, there was a little girl"]}, own)[0]
     print(
-        "\n| drafter | rows | always | adaptive | adaptive over the better of always and never |\n|---|---|---|---|---|"
+        "\n| drafter | rows | always | adaptive | adaptive over the better of always and never |\n"
+        "|---|---|---|---|---|"
     )
     for x in swept:
         print(f"| {x.drafter} | {x.rows} | {x.always:.2f} | {x.adaptive:.2f} | {x.kept:.2f} |")

@@ -146,7 +146,8 @@ def read_manifest(folder: Path) -> Manifest:
     for path, stated in records.items():
         if not is_stated(stated):
             raise CheckpointError(
-                f"{file}: records: {path} is {shown(stated)}, expected a type of {', '.join(RECORDS)} and its fields"
+                f"{file}: records: {path} is {shown(stated)}, expected a type of {', '.join(RECORDS)} "
+                "and its fields"
             )
     for name, size in listed.items():
         if not (folder / name).is_file():

@@ -140,7 +140,8 @@ def read(source: Source, out: Joined) -> None:
             values = source.rows(row, row + count).astype(out.dtype, copy=False)
         if not is_finite(values):
             raise CheckpointError(
-                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, expected finite numbers"
+                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, "
+                "expected finite numbers"
             )
         block.fill(values)
         row += count

@@ -22,8 +22,8 @@ from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init
 
 TEXT = (
-    b"Prefill reads the prompt at once, decode writes one token a step; both are one function of the same cache. "
-    * 8
+    b"Prefill reads the prompt at once, decode writes one token a step; both are one function of the "
+    b"same cache. " * 8
 )
 CONFIG = ModelConfig.uniform(
     vocab_size=256,

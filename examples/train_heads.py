@@ -142,15 +142,17 @@ def write_card(out: Path, plan: Recipe, target: Path, shares: np.ndarray) -> Non
     tokens = plan.steps * BATCH * (CONTEXT + DEPTH)
     card = f"""# duetto demo, the head
 
-A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/heads.py`): a recurrent
-block of {plan.config.hidden_size} x {INNER} units under the model's own output embedding, applied once for each guess.
+A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/heads.py`):
+a recurrent block of {plan.config.hidden_size} x {INNER} units under the model's own output embedding,
+applied once for each guess.
 `{FILE}`: {(out / FILE).stat().st_size:,} bytes, half precision. Figures are of this file.
 
 ## Agreement with the model on held-out text
 
-Along the validation files (every fourth window of {CONTEXT + DEPTH} tokens, text in between as it is written): the model's likeliest token is
-the head's likeliest, is among its three likeliest, has been its likeliest for this guess and all before it; and the share
-of probability that the two distributions have in common, which is what rejection sampling accepts at temperature 1.
+Along the validation files (every fourth window of {CONTEXT + DEPTH} tokens, text in between as it is
+written): the model's likeliest token is the head's likeliest, is among its three likeliest, has been its
+likeliest for this guess and all before it; and the share of probability that the two distributions have in
+common, which is what rejection sampling accepts at temperature 1.
 
 | guess | first | first three | in a row | shared |
 |---|---|---|---|---|
@@ -160,8 +162,9 @@ of probability that the two distributions have in common, which is what rejectio
 
 `python examples/train_heads.py --target {target} --out {out} --seed {plan.seed}`
 
-{plan.steps} steps of {BATCH} x {CONTEXT + DEPTH} tokens ({tokens / 1e6:.1f} M) of Python's standard library, as in the model's own
-card, whose licence note holds here too. The model is frozen; the loss is the cross entropy with its probabilities.
+{plan.steps} steps of {BATCH} x {CONTEXT + DEPTH} tokens ({tokens / 1e6:.1f} M) of Python's standard
+library, as in the model's own card, whose licence note holds here too. The model is
+frozen; the loss is the cross entropy with its probabilities.
 """
     (out / "README.md").write_text(card, encoding="utf-8")
 

@@ -34,7 +34,7 @@ def branches(cache: KVCache) -> Branches:
 
 
 class Nodes(NamedTuple):
-    """Rows [B*n] that are the n nodes of each row's tree: where the root stands, and how many nodes lie before each.
+    """Rows [B*n] that are the n nodes of each row's tree: the root's position, and each node's depth.
 
     `path` [n,path] has the nodes from the root to each node, and anything beyond it.
     """

@@ -91,7 +91,8 @@ def measure(name: str, repeats: int) -> None:
                 best, held = min(r["seconds"] for r in runs), runs[0]["bytes"] / MIB
                 most = max(r["peak"] for r in runs) / MIB
                 print(
-                    f"| {name} | {form} | {dtype} | {disk:.0f} | {held:.0f} | {best:.2f} | {most:.0f} | {most - held:.0f} |",
+                    f"| {name} | {form} | {dtype} | {disk:.0f} | {held:.0f} | {best:.2f} | {most:.0f} "
+                    f"| {most - held:.0f} |",
                     flush=True,
                 )
 
@@ -110,7 +111,8 @@ def main() -> None:
         return
     print(f"{os.cpu_count()} cores, {os.uname().machine}\n")
     print(
-        "| model | folder | loaded as | on disk, MiB | parameters, MiB | seconds | peak, MiB | beside the parameters, MiB |"
+        "| model | folder | loaded as | on disk, MiB | parameters, MiB | seconds | peak, MiB "
+        "| beside the parameters, MiB |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for name in args.models:

@@ -97,7 +97,8 @@ def plan(case: str) -> Plan:
 
 def row(name: str, found: Quality, whole: Quality) -> str:
     return (
-        f"| {name} | {found.projections:,} | {found.projections / whole.projections:.3f} | {found.perplexity:.3f} "
+        f"| {name} | {found.projections:,} | {found.projections / whole.projections:.3f} "
+        f"| {found.perplexity:.3f} "
         f"| {found.perplexity / whole.perplexity - 1:+.2%} | {found.agreement:.2%} | {found.divergence:.5f} |"
     )
 
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = held_out(options.tokens)
     whole = measure(config, params, params, text)
     print(
-        "| weights | bytes of the layers | ratio | perplexity | change | same likeliest token | divergence, nats |"
+        "| weights | bytes of the layers | ratio | perplexity | change | same likeliest token "
+        "| divergence, nats |"
     )
     print("|---|---|---|---|---|---|---|")
     print(row("float32", whole, whole))

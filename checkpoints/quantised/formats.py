@@ -37,7 +37,8 @@ class Held:
 
 def refuse(tensor: Tensor, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.code} and shape {tensor.shape}, expected {expected}"
+        f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.code} and shape {tensor.shape}, "
+        f"expected {expected}"
     )
 
 

@@ -181,8 +181,8 @@ class Journal:
             raise JobError(f"{self.path} exists and is not a journal; {REMEDY}")
         whole = sum(self._record(line) is not None for line in rest)
         raise JobError(
-            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), is damaged;"
-            f" {REMEDY}"
+            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), "
+            f"is damaged; {REMEDY}"
         )
 
     def _begin(self, header: Header) -> int:

@@ -179,8 +179,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--smallest",
         type=positive,
         default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have "
-        "the same bits from 3 rows on",
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, "
+        "whose products have the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)

@@ -74,7 +74,8 @@ class EngineOptions:
     )
     generation_config: str = knob(
         "auto",
-        "auto takes the model's generation_config.json for sampling; vllm leaves it and takes vLLM's defaults",
+        "auto takes the model's generation_config.json for sampling; vllm leaves it "
+        "and takes vLLM's defaults",
     )
     override_generation_config: Mapping[str, Any] | None = knob(
         None, 'what it would say otherwise, such as {"temperature": 0.6, "max_new_tokens": 256}'
@@ -94,8 +95,9 @@ class EngineOptions:
             raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
         if self.quantization not in (None, *QUANTIZATIONS, *STORED):
             raise ValueError(
-                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
-                f"weights as the checkpoint stores them, as do {', '.join(STORED)} for one that is stored so"
+                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, "
+                "which keeps weights as the checkpoint stores them, "
+                f"as do {', '.join(STORED)} for one that is stored so"
             )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -120,7 +122,8 @@ class EngineOptions:
         if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
             raise ValueError(
                 f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, "
-                f"of which the last is {last}, max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
+                f"of which the last is {last}, max_prefill_tokens "
+                f"rounded up to a multiple of {SMALLEST_CHUNK}"
             )
 
     def require_unstored(self, what: str) -> None:

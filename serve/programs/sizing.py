@@ -78,8 +78,8 @@ def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) 
     slots = slot_bytes(config, options)
     if slots > most:
         raise ValueError(
-            f"max_num_seqs {options.max_num_seqs} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
-            f"at most {most / 2**30:.1f} GiB are free: lower it"
+            f"max_num_seqs {options.max_num_seqs} needs {slots / 2**30:.1f} GiB "
+            f"for its requests' sampling state, at most {most / 2**30:.1f} GiB are free: lower it"
         )
 
 

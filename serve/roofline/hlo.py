@@ -21,8 +21,8 @@ START = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
 HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 FREE = (
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "add-dependency",
-    "partition-id", "replica-id",
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier",
+    "add-dependency", "partition-id", "replica-id",
 )  # fmt: skip
 PARTS = ("slice", "dynamic-slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is what they write
