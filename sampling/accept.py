@@ -198,23 +198,3 @@ def draw_guess(
 ) -> Int[Array, " B"]:
     """A draft's guess for a position, independent of how `decide` judges it."""
     return draw_probs(q, seed, position, DRAFT)
-
-
-def draw_distinct(
-    q: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"], count: int
-) -> Guesses:
-    """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
-    tokens, real, probs = [], [], []
-    for c in range(count):
-        tokens.append(draw_probs(q, seed, position, DRAFT + c))
-        real.append(jnp.any(q > 0, axis=1))
-        probs.append(q)
-        q = without(q, tokens[-1])
-    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
-
-
-def without(q: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """A distribution after one token was taken out of it; all zeros where nothing is left."""
-    row = jnp.arange(q.shape[0], dtype=jnp.int32)
-    rest = q.at[row, token].set(0.0)
-    return rest / jnp.maximum(pairwise_sum(rest), jnp.finfo(q.dtype).tiny)

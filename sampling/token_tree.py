@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Int, Int32
 
 CHAIN = 0.5  # share of the likeliest guesses that are right
 SHARES = (CHAIN, 0.14, 0.08, 0.05, 0.03, 0.02)  # of the first, second, ... choice for one place
@@ -93,15 +93,6 @@ class TokenTree:
         for row, nodes in zip(table, found, strict=True):
             row[: len(nodes)] = nodes
         return table
-
-    @cached_property
-    def ancestors(self) -> Bool[np.ndarray, "n n"]:
-        """Whether node j is node i or lies on its path to the root, at [i,j]: which keys of the tree node i
-        may read."""
-        mask = np.eye(self.nodes, dtype=bool)
-        for node in range(1, self.nodes):
-            mask[node] |= mask[self.parents[node]]
-        return mask
 
     @cached_property
     def paths(self) -> Int32[np.ndarray, "n path"]:

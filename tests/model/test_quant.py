@@ -19,12 +19,11 @@ from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.compress import (
     CONTRACTED,
-    Plan,
+    CompressionPlan,
     compress,
     compressed,
     projections,
     quantize_params,
-    quantized_spec,
 )
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.experts import by_ragged_products, by_tiles
@@ -213,7 +212,8 @@ def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
 def test_specs_shapes_and_arrays_are_one_tree(mixed: Decoder, how: Any):
     """The structure and the memory plan exist before the weights do."""
     plan = projections(how)
-    arrays, specs = jax.eval_shape(partial(compress, plan=plan), mixed), quantized_spec(MIXED, how)
+    arrays = jax.eval_shape(partial(compress, plan=plan), mixed)
+    specs = compress(decoder_spec(MIXED), plan)
 
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -237,8 +237,8 @@ def test_random_weights_of_a_scheme_are_as_large_as_their_specs_say():
 def test_records_are_split_like_their_weights(how: Any):
     config = ModelConfig.uniform(32, 64, 128, 1, 4, 2, 32)
     mesh = AbstractMesh((2,), ("tensor",))
-    attention = shardings(quantized_spec(config, how), mesh).layers[0].attention
-    ffn = shardings(quantized_spec(config, how), mesh).layers[0].ffn
+    layer = shardings(compress(decoder_spec(config), projections(how)), mesh).layers[0]
+    attention, ffn = layer.attention, layer.ffn
     if how == 0.5:
         assert attention.q.b.spec == PartitionSpec(None, "tensor", None)
         assert ffn.down.a.spec == PartitionSpec("tensor", None)
@@ -252,7 +252,9 @@ def test_records_are_split_like_their_weights(how: Any):
 
 
 def test_what_is_compressed_and_what_is_not(mixed: Decoder):
-    found = paths(compress(mixed, Plan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4")))))
+    found = paths(
+        compress(mixed, CompressionPlan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4"))))
+    )
     assert found["head.values"].dtype == jnp.int8
     assert found["layers.1.ffn.shared.up.values"].dtype == jnp.float8_e4m3fn
     assert found["layers.1.ffn.experts.up.values"].dtype == jnp.uint8
@@ -272,7 +274,7 @@ def test_a_tied_embedding_stays_whole():
     params = compress(init(jax.random.key(0), decoder_spec(config)), projections("int8"))
     assert params.head is None and params.embed.dtype == jnp.float32
     with pytest.raises(ValueError, match="rule 'head' meets no weight"):
-        compress(params, Plan((("head", "int8"),)))
+        compress(params, CompressionPlan((("head", "int8"),)))
 
 
 @pytest.mark.usefixtures("unchecked")

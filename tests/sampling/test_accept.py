@@ -13,18 +13,19 @@ import pytest
 from scipy.stats import chi2
 
 from duetto.sampling.accept import (
+    DRAFT,
     Guesses,
     acceptance,
     decide,
-    draw_distinct,
     draw_guess,
+    draw_probs,
     residual,
     target_probs,
     trials,
-    without,
 )
 from duetto.sampling.params import Knobs, SamplingParams, knobs_row
 from duetto.sampling.sample import sample
+from duetto.sampling.search import pairwise_sum
 from duetto.sampling.state import SamplingState, admit, empty_state, load_history
 from duetto.sampling.token_tree import TokenTree
 
@@ -264,6 +265,24 @@ def test_draws_end_to_end(k: int, noise: float):
     assert_distributed(cells, language.joint((), length))
 
 
+def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int) -> Guesses:
+    """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
+    tokens, real, probs = [], [], []
+    for c in range(count):
+        tokens.append(draw_probs(q, seed, position, DRAFT + c))
+        real.append(jnp.any(q > 0, axis=1))
+        probs.append(q)
+        q = without(q, tokens[-1])
+    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
+
+
+def without(q: jax.Array, token: jax.Array) -> jax.Array:
+    """A distribution after one token was taken out of it; all zeros where nothing is left."""
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    rest = q.at[row, token].set(0.0)
+    return rest / jnp.maximum(pairwise_sum(rest), jnp.finfo(q.dtype).tiny)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_draws_among_several_guesses(count: int):
     language = Language(6, seed=3, noise=2.0)
@@ -384,13 +403,7 @@ def test_a_tree_knows_its_shape():
     assert tree.parents == (-1, 0, 0, 1, 2)
     assert tree.depths.tolist() == [0, 1, 1, 2, 2] and tree.depth == 2
     assert tree.children.tolist() == [[1, 2], [3, -1], [4, -1], [-1, -1], [-1, -1]]
-    assert [np.flatnonzero(row).tolist() for row in tree.ancestors] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 1, 3],
-        [0, 2, 4],
-    ]
+    assert tree.paths.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 1, 3], [0, 2, 4]]
     assert TokenTree.of_paths([(0,), (1,), (0, 0), (1, 0)]) == tree
     assert TokenTree.of_widths(()).depth == 0
 
