@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from ..model.attention import MASKED, Attend, Keys, Reading, grouped
+from ..model.attention import UNSEEN, Attend, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.tree import pytree
@@ -24,6 +24,7 @@ from .kernels import attend_with
 from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
+ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
 FEW = 16  # queries of a row that share a key head
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
@@ -53,7 +54,8 @@ class KVCache:
 class Batch:
     """All that a step is told of its rows. Positions, write slots, masks and lengths follow from it.
 
-    A token below zero stands for the last token sampled in the row's slot, which the host need not know yet.
+    A row's first token may be ON_DEVICE: the last one sampled in its slot, which the host need not know yet.
+    Behind it ON_DEVICE stands for a guess that the program makes itself.
     """
 
     tokens: Any  # int32 [B,T], padded on the right
@@ -179,7 +181,7 @@ def running_softmax(
         written = (at >= low[rows, None]) & (at < end[rows, None])
         v = jnp.where(written[None, ..., None], v, 0)
         scores = reading.scores(products(groups.own(q, group), k))
-        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, MASKED)
+        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, UNSEEN)
         top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
@@ -210,7 +212,7 @@ def before_any_key(
     """The running softmax's highest score and total at the start: nothing, or the sinks."""
     K, B, T, G = shape
     if reading.sinks is None:
-        return jnp.full((K, B, T * G), MASKED), jnp.zeros((K, B, T * G))
+        return jnp.full((K, B, T * G), UNSEEN), jnp.zeros((K, B, T * G))
     sinks = reading.sinks.astype(jnp.float32).reshape(K, 1, 1, G)
     return jnp.broadcast_to(sinks, shape).reshape(K, B, T * G), jnp.ones((K, B, T * G))
 

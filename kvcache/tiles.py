@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from ..model.attention import MASKED, Reading
+from ..model.attention import UNSEEN, Reading
 from ..model.layers import einsum
 
 TILE = 64  # keys of one product
@@ -74,7 +74,7 @@ def over_keys(
         keys = j * TILE + jnp.arange(TILE, dtype=jnp.int32)
         k, v = load_keys(pages, at, keys)
         scores = reading.scores(einsum("qh,sh->qs", rows, k, jnp.float32))
-        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), scores, MASKED)
+        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), scores, UNSEEN)
         top, total, out = state
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
@@ -108,7 +108,7 @@ def no_keys(at: Queries, sinks: Any, H: int) -> Running:
     rows = at.token.shape[0]
     out = jnp.zeros((rows, H), jnp.float32)
     if sinks is None:
-        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), out
+        return jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32), out
     return of_members(sinks, at, at.head), jnp.ones(rows, jnp.float32), out
 
 

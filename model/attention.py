@@ -13,7 +13,7 @@ from .layers import biased, einsum, rms_norm, softcapped
 from .rope import Turn, rotate
 from .tree import Spec, pytree
 
-MASKED = -1e30
+UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
 Rows = Float[Array, "B S 1 row"]  # of a latent layer's cache
 Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
@@ -142,7 +142,7 @@ def attention(
     """Softmax attention with scores in float32; every query must see at least one key."""
     B, T, N, _ = q.shape
     products = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
-    scores = jnp.where(mask[:, None, None], reading.scores(products), MASKED)
+    scores = jnp.where(mask[:, None, None], reading.scores(products), UNSEEN)
     if reading.sinks is not None:
         sinks = reading.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ...fields import knob
-from ...sampling.checks import MAX_LOGPROBS
+from ...sampling.checks import ALL, MAX_LOGPROBS
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
@@ -91,7 +91,7 @@ class EngineOptions:
             value = getattr(self, f.name)
             if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
-        if self.max_logprobs < -1:
+        if self.max_logprobs < ALL:
             raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
         if self.quantization not in (None, *QUANTIZATIONS, *STORED):
             raise ValueError(
@@ -146,7 +146,7 @@ class EngineOptions:
     def alternatives(self, V: int) -> int:
         """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the
         usual ones."""
-        return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
+        return max(MAX_LOGPROBS, V if self.max_logprobs == ALL else min(self.max_logprobs, V))
 
     @property
     def guesses(self) -> int:
