@@ -202,7 +202,7 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
-    """Median host seconds of planning a step and taking it in, while all seats decode and so many requests
+    """Median host seconds of planning a step and taking it in, while all seats decode and `waiting` requests
     wait."""
     from duetto.serve.commands.buckets import rehearse
     from duetto.serve.options.engine import EngineOptions

@@ -57,8 +57,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured: a preset cut to so many layers, at these widths, tokens in the cache and lengths of a
-    prompt."""
+    """What is measured: a preset cut to `layers` layers, at these widths, tokens in the cache and prompt
+    lengths."""
 
     shape: str = "8b"
     layers: int | None = None
@@ -148,7 +148,7 @@ def attention_inputs(run: Run, B: int, T: int, context: int) -> tuple[jax.Array,
 
 
 def seconds_of(attend: Attention, q: jax.Array, pages: Pages, times: int) -> float:
-    """Seconds of a call among so many in one program, each with the last one's output for queries."""
+    """Seconds of a call among `times` in one program, each with the last one's output for queries."""
 
     @jax.jit
     def repeated(q: jax.Array, pages: Pages) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What guessing ahead gives: drafters, numbers of guesses and numbers of rows, each beside an engine that
+"""What guessing ahead brings: drafters, numbers of guesses and numbers of rows, each beside an engine that
 does not guess.
 
     python benchmarks/speculation.py [--quick] [--json FILE] [--plot FILE] [--stories DIR]
@@ -57,7 +57,7 @@ QUICK = Plan(("ngram", "heads", "tree of heads"), (3,), (1, 8), 2, 32)
 
 @dataclass(frozen=True)
 class Cell:
-    """One drafter with k guesses on one kind of text and so many rows, which verifies every guess.
+    """One drafter with k guesses on one kind of text and a number of rows, which verifies every guess.
 
     `length` is the tokens that a pass with guesses gave, `per_pass` those of any pass, `accepted` the share
     of judged guesses that were right; `theory` is for one row.
@@ -126,7 +126,7 @@ def answers(llm: LLM, texts: Sequence[str], kind: str, tokens: int) -> tuple[lis
 
 
 def policy(llm: LLM, controller: Any) -> Any:
-    """Let a controller choose how many guesses are verified, or None: all. Gives the one before."""
+    """Let a controller choose how many guesses are verified, or None: all. Returns the one before."""
     speculation: Any = llm.engine.speculation
     before, speculation.controller = speculation.controller, controller
     return before

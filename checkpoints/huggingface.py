@@ -68,7 +68,7 @@ def load(
 
 
 def read_specs(path: str | Path, dtype: Any = "auto", quantization: str | None = None) -> Decoder:
-    """The structure of what `load` gives, of specs; no weight is read. Raises CheckpointError."""
+    """The structure of what `load` returns, as specs; no weight is read. Raises CheckpointError."""
     raw, config = read_model(Path(path))[1:]
     if raw.get("quantization_config") is None:
         return form_spec(config, quantization)

@@ -115,7 +115,7 @@ def read_metadata(at: Path) -> dict[str, Any]:
 
 
 def read_specs(path: str | Path) -> Decoder:
-    """The structure of what `load` gives, of specs; no parameter is read. Raises CheckpointError."""
+    """The structure of what `load` returns, as specs; no parameter is read. Raises CheckpointError."""
     folder = Path(path)
     stored = read_metadata(folder.absolute() / PARAMS)
     wanted = structure(folder, read_config(folder), read_manifest(folder).records, stored)

@@ -180,7 +180,7 @@ def write(
     """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is
     whole.
 
-    `arrays` gives the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
+    `arrays` yields the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
     so in the cast.
     """
     text = header(shapes)

@@ -64,7 +64,7 @@ def batch(draw: np.random.Generator) -> jax.Array:
 
 
 def train(rounds: int = 4, steps: int = 40) -> tuple[list[float], list[str]]:
-    """Train, and after each round continue "Prefill"; gives the loss and the text of each round."""
+    """Train, and after each round continue "Prefill"; returns the loss and the text of each round."""
     params: Any = init(jax.random.key(0), decoder_spec(CONFIG))
     state, draw = OPTIMISER.init(params), np.random.default_rng(0)
     losses, texts, value = [], [], jnp.inf

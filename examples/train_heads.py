@@ -101,7 +101,7 @@ def agreement(head: Head, config: ModelConfig, params: Decoder, window: jax.Arra
 
 
 def evaluate(head: Head, target: Target, stream: np.ndarray, every: int = 1) -> np.ndarray:
-    """`agreement` over every so many windows of a stream, float [DEPTH, 4]."""
+    """`agreement` over every `every`-th window of a stream, float [DEPTH, 4]."""
     config, params = target
     rows = blocks(stream, CONTEXT + DEPTH)[::every]
     return np.mean([agreement(head, config, params, row[None]) for row in rows], axis=0)

@@ -57,13 +57,13 @@ class Groups:
 
 
 def group_size(rows: int, tokens: int) -> int:
-    """Rows of a group, of so many tokens each; all of them where they do not divide."""
+    """Rows of a group, of `tokens` tokens each; all of them where they do not divide."""
     size = max(-(-rows // MOST), -(-FEWEST // tokens))
     return rows if rows % size else size
 
 
 def by_length(blocks: Int[Array, " B"], tokens: int) -> Groups:
-    """Up to MOST groups of rows of so many tokens each, of which each has its own number of blocks."""
+    """Up to MOST groups of rows of `tokens` tokens each, of which each has its own number of blocks."""
     B, size = len(blocks), group_size(len(blocks), tokens)
     if size == B:
         return Groups(B, jnp.arange(B, dtype=jnp.int32), blocks.max()[None], blocks.max()[None])

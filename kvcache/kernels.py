@@ -78,7 +78,7 @@ def attend_with(
 def attend_pages(
     q: Float[Array, "B T N H"], pages: Pages, reading: Reading, interpret: bool = False
 ) -> Float[Array, "B T N H"]:
-    """Attention of the rows' tokens over their pages, in q's dtype; empty rows give zeros."""
+    """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
     B, T, N, H = q.shape
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
@@ -120,7 +120,7 @@ grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # lay
 
 
 def settings(q: Float[Array, "B T K G H"], rows: int, interpret: bool) -> dict[str, Any]:
-    """How a kernel with products of so many rows is compiled. Wide heads leave room for fewer stages."""
+    """How a kernel with products of `rows` rows is compiled. Wide heads leave room for fewer stages."""
     stages = 3 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
     params = triton.CompilerParams(num_warps=8 if rows > 64 else 4, num_stages=stages)
     return {"compiler_params": params, "interpret": interpret}

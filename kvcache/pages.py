@@ -81,7 +81,7 @@ def page_bytes(layers: Sequence[LayerKind], page_size: int, dtype: Any) -> tuple
 
 
 def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros of a dtype for layers, with so many pages for each of their windows.
+    """A cache of zeros of a dtype for layers, with `pages[i]` pages for their i-th window.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -128,7 +128,7 @@ def read_block(
     per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
     entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
     page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
-    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as so many small pages
+    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as several small pages
     block = blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
     return as_dtype(block, dtype)
 
@@ -157,7 +157,7 @@ def running_softmax(
     read: Callable[[Int[Array, " rows"], Int[Array, " rows"]], Block],
     reading: Reading,
 ) -> Float[Array, "B T N U"]:
-    """Attention over the rows' keys, of which `read(rows, j)` gives block j of some rows.
+    """Attention over the rows' keys, of which `read(rows, j)` returns block j of some rows.
 
     Rows go in groups of like length, longest first, so that few wait for the longest; a group's blocks stay
     in a CPU's cache.

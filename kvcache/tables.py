@@ -2,8 +2,8 @@
 page table.
 
 Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens
-see, and those behind return to their pool (as in vLLM's hybrid cache). So many are reserved when it is
-admitted: they never run out.
+see, and those behind return to their pool (as in vLLM's hybrid cache). As many are reserved when it is
+admitted, so they never run out.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class PageTables:
         return 0 if window is None else max(0, start - (window - 1)) // self.page_size
 
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        """Whether a sequence of so many tokens, `end` at most, can be admitted and leave `spare` pages."""
+        """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
         room = all(
             reserved + self._charge(g, end) <= pool.pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
@@ -93,7 +93,7 @@ class PageTables:
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:
-        """Before tokens [start, end) are computed: windowed groups get their pages, and give back what is
+        """Before tokens [start, end) are computed: windowed groups get their pages, and release what is
         behind."""
         for g, pages in enumerate(tables):
             if self.windows[g] is None:

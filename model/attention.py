@@ -64,8 +64,8 @@ class Reading:
 class Attend(Protocol):
     """How keys are kept and read, the seam between the model and every cache.
 
-    Takes the state, the layer's number, queries, new keys and values and how they are read; gives the new
-    state and what was read. A latent layer has no values.
+    Takes the state, the layer's number, queries, new keys and values and how they are read; returns the
+    new state and what was read. A latent layer has no values.
     """
 
     def __call__(

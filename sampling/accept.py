@@ -101,7 +101,7 @@ def target_probs(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Float[Array, "B V"]:
-    """The distribution of the token that `sample` gives for the same; its bits do not depend on B."""
+    """The distribution of the token that `sample` draws from; its bits do not depend on B."""
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     edited = changed(logits, rows, EDITS)

@@ -8,8 +8,7 @@ from ..refusals import Table, check_neutral, unknown
 
 T = TypeVar("T")
 
-# Sampling parameters that are not here, and their values that ask for nothing; the first is what reading one
-# gives.
+# Sampling parameters that are not here, and their values that ask for nothing, the default first.
 NEUTRAL: Table = {
     "structured_outputs": (None,),
     "guided_decoding": (None,),

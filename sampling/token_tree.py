@@ -60,9 +60,9 @@ class TokenTree:
 
     @classmethod
     def likely(cls, guesses: int) -> "TokenTree":
-        """So many guesses where they are worth most: a chain of likeliest tokens, and others beside it while
-        those are likelier to be right than its end (with the shares of a first, second, third ... choice that
-        small models reach)."""
+        """`guesses` guesses where they are worth most: a chain of likeliest tokens, and others beside it
+        while those are likelier to be right than its end (with the shares of a first, second, third ...
+        choice that small models reach)."""
         places = [
             (CHAIN**depth * share, depth, child)
             for depth in range(guesses)

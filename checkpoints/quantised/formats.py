@@ -1,5 +1,5 @@
 """The formats in which checkpoints store weights in eight or four bits, each a `Source` of floats that can
-also give its codes."""
+also be read as its codes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -235,7 +235,7 @@ class PackedWeight:
     """An AWQ or GPTQ matrix, (q - zero) * scale, which is stored with its inputs first: read as [outputs,
     inputs].
 
-    GPTQ may order inputs by their activations: `g_idx` then gives each one's group.
+    GPTQ may order inputs by their activations: `g_idx` then has each one's group.
     """
 
     name: str

@@ -221,7 +221,7 @@ class LLM:
         return tickets[0].id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; gives those queued with `add_request` that have finished
+        """Advance all requests by one step; returns those queued with `add_request` that have finished
         since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
 

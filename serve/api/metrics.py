@@ -1,4 +1,4 @@
-"""What an engine counts, as the metric objects that vLLM's `get_metrics` gives, under vLLM's names."""
+"""What an engine counts, as the metric objects that vLLM's `get_metrics` returns, under vLLM's names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ class Session:
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
         self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
-        self._queued: dict[str, Ticket] = {}  # those of them that `step` gives back, in order
+        self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
@@ -40,7 +40,7 @@ class Session:
 
     @property
     def count_queued(self) -> int:
-        """Tickets that `step` or `wait` are still to give back."""
+        """Tickets that `step` or `wait` are still to return."""
         return len(self._queued)
 
     @contextmanager
@@ -149,20 +149,20 @@ class Session:
     # ------------------------------------------------------------ one step at a time
 
     def queue(self, tickets: list[Ticket]) -> None:
-        """Submit tickets that `step` or `wait` give back."""
+        """Submit tickets that `step` or `wait` return."""
         with self.turn():
             self.submit(tickets)
             self._queued |= {ticket.id: ticket for ticket in tickets}
 
     def step(self) -> list[Ticket]:
-        """Advance all requests by one step; gives the queued tickets that have finished since."""
+        """Advance all requests by one step; returns the queued tickets that have finished since."""
         with self.turn():
             if self.engine.has_work:
                 self.engine.step()
             return self._give([ticket for ticket in self._queued.values() if ticket.finished])
 
     def wait(self, done: Done) -> list[Ticket]:
-        """Run all queued tickets to their end; gives them in the order of their queueing."""
+        """Run all queued tickets to their end; returns them in the order of their queueing."""
         tickets = list(self._queued.values())
         self._run(tickets, done)
         with self.turn():

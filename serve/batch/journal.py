@@ -49,7 +49,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = 0o666):
-        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of so many lines.
+        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of `lines` lines.
 
         Raises JobError if another process has it, it is of another job, it is no journal, or the disk
         refuses; it is left as it is then.

@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 
 def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int = EDGE) -> tuple[int, ...]:
-    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks
-    of these lengths.
+    """At most `programs` bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for
+    chunks of these lengths.
 
     Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a
     length rounds up to: O(n^2) for each program. Raises ValueError for lengths beyond `last`, and for fewer
@@ -96,7 +96,7 @@ def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
 
 
 def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
-    """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at
+    """The steps in which an engine would serve requests of these (prompt, output) lengths that all wait at
     once.
 
     Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are

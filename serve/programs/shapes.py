@@ -105,8 +105,8 @@ def can_share(layers: Iterable[LayerKind]) -> bool:
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
-    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a
-    call."""
+    """Most tokens of a row of prefill, where `prompts` prompts come together: short rows of several can
+    share a call."""
     several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
     return max(several or [s.tokens for s in shapes])
 

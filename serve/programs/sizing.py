@@ -23,8 +23,8 @@ from ..options.engine import EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 
-HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
-HOST_MOST = 4 << 30  # at most so many bytes
+HOST_SHARE = 4  # the cache takes at most this fraction of a CPU's physical memory, and
+HOST_MOST = 4 << 30  # at most this number of bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
@@ -132,7 +132,7 @@ def group_pages(
     layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int
 ) -> tuple[int, ...]:
     """Pages for each window of layers, of which those without one have `pages`: all that its requests can
-    own, at most so many.
+    own, at most `pages`.
 
     One request of `longest` tokens always fits.
     """

@@ -62,8 +62,8 @@ class Output:
 def empty_slots(
     capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
 ) -> Slots:
-    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in
-    SamplingState."""
+    """Seats for `capacity` requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as
+    in SamplingState."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)

@@ -41,7 +41,7 @@ NEUTRAL: Table = {
 
 
 class Encoding(dict[str, Any]):
-    """What a call of a tokenizer gives: `input_ids` and `attention_mask`, by key or as attributes."""
+    """What a call of a tokenizer returns: `input_ids` and `attention_mask`, by key or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -36,7 +36,7 @@ class LLMEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request for `step`; gives its id. Raises ValueError or TypeError for what is not
+        """Queue a request for `step`; returns its id. Raises ValueError or TypeError for what is not
         allowed."""
         check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         progress = Progress(params.output_kind)

@@ -33,7 +33,7 @@ class Progress:
 
 
 def since(output: CompletionOutput, place: tuple[int, int]) -> CompletionOutput:
-    """What a completion has beyond so many tokens and characters."""
+    """What a completion has beyond a number of tokens and of characters."""
     tokens, characters = place
     logprobs = None if output.logprobs is None else output.logprobs[tokens:]
     return replace(
