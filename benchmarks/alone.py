@@ -149,7 +149,8 @@ def padding(bench: Bench) -> Iterator[Row]:
 
 def padded_share(steps: list, prefill: float, widths: list[int]) -> float:
     """Padding of prefill and decode together, of which prefill's own share is known."""
-    prompts, rows = sum(step.tokens for step in steps), [step.rows for step in steps if step.rows]
+    prompts = sum(step.tokens for step in steps)
+    rows = [step.rows for step in steps if step.rows]
     computed = prompts / (1 - prefill) + sum(min(w for w in widths if w >= n) for n in rows)
     return 1 - (prompts + sum(rows)) / computed
 

@@ -296,7 +296,8 @@ def bench_peers(run: Run) -> Iterator[Row]:
     """Transformers on the same card with random weights of the same sizes: static cache compiled, and
     continuous batching."""
     torch: Any = import_module("torch")
-    model, prompt = peer_model(run, torch), [[5 + i % 99 for i in range(run.context)]]
+    model = peer_model(run, torch)
+    prompt = [[5 + i % 99 for i in range(run.context)]]
     for width in run.widths[:2]:
         ids = torch.tensor(prompt * width, device=model.device)
         least = floor_of(run, Shape("decode", width, 1))

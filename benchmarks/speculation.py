@@ -163,10 +163,8 @@ def cell(
                 passes += [p for o in guessed for p in (o.outputs[0].passes or [])[1:]]
     guessing = [p for p in passes if p.guesses]
     judged = sum(min(p.accepted + 1, len(p.guesses)) for p in guessing)
-    a, depth = (
-        sum(p.accepted for p in guessing) / max(judged, 1),
-        max((len(p.guesses) for p in guessing), default=0),
-    )
+    a = sum(p.accepted for p in guessing) / max(judged, 1)
+    depth = max((len(p.guesses) for p in guessing), default=0)
     length, per_pass = (sum(p.tokens for p in some) / max(len(some), 1) for some in (guessing, passes))
     theory = sum(a**i for i in range(depth + 1)) / (c * depth + 1)
     return Cell(

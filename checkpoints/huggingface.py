@@ -72,7 +72,9 @@ def read_specs(path: str | Path, dtype: Any = "auto", quantization: str | None =
     raw, config = read_model(Path(path))[1:]
     if raw.get("quantization_config") is None:
         return form_spec(config, quantization)
-    found, plan, leaves = find(Path(path), dtype), plan_for(quantization), {}
+    found = find(Path(path), dtype)
+    plan = plan_for(quantization)
+    leaves = {}
     for group in found.wanted:
         kept = keep(group, found.tensors, found.dtype, quantization)
         leaves |= (

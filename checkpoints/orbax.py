@@ -28,9 +28,8 @@ from .huggingface import known_dtype, placement, read_config
 from .tensors import CheckpointError
 
 MANIFEST, PARAMS, FORMAT = "duetto.json", "params", 1
-CHUNK = (
-    32 << 20
-)  # bytes of a parameter that are read at once, so that a device reads little beside its own part
+# bytes of a parameter that are read at once, so that a device reads little beside its own part
+CHUNK = 32 << 20
 READING = 64 << 20  # bytes on their way from the disk to devices; more where one parameter needs more
 RECORDS = {"Quantised": Quantised, "LowRank": LowRank}
 

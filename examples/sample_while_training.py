@@ -67,7 +67,9 @@ def train(rounds: int = 4, steps: int = 40) -> tuple[list[float], list[str]]:
     """Train, and after each round continue "Prefill"; returns the loss and the text of each round."""
     params: Any = init(jax.random.key(0), decoder_spec(CONFIG))
     state, draw = OPTIMISER.init(params), np.random.default_rng(0)
-    losses, texts, value = [], [], jnp.inf
+    losses = []
+    texts = []
+    value = jnp.inf
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     with LLM.from_params(CONFIG, params, max_num_seqs=1, max_model_len=128, max_prefill_tokens=16) as llm:
         for _ in range(rounds):

@@ -60,7 +60,10 @@ def guesses(head: Head, target: Target, window: jax.Array) -> tuple[jax.Array, j
     T = window.shape[1] - 1
     places = jnp.broadcast_to(jnp.arange(T), (window.shape[0], T))
     hidden, _ = forward(params, config, window[:, :-1], places, causal)
-    own, state, found, n = unembed(params, config, hidden), hidden[:, : T - DEPTH], [], T - DEPTH
+    own = unembed(params, config, hidden)
+    state = hidden[:, : T - DEPTH]
+    found = []
+    n = T - DEPTH
     for i in range(DEPTH):
         state = advance(head, params, state, window[:, 1 + i : 1 + i + n])
         found.append((unembed(params, config, state), own[:, 1 + i : 1 + i + n]))
@@ -116,10 +119,13 @@ def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], wo
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(work.absolute() / "state", options=options) as manager:
         head: Any = init(jax.random.key(plan.seed), head_spec(plan.config.hidden_size, INNER))
-        state, done = (head, plan.optimizer().init(head)), manager.latest_step() or 0
+        state = (head, plan.optimizer().init(head))
+        done = manager.latest_step() or 0
         if done:
             state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        step, losses, clock = make_step(plan), [], time.perf_counter()
+        step = make_step(plan)
+        losses = []
+        clock = time.perf_counter()
         for number, window in enumerate(windows(plan, train, done), done + 1):
             state, loss = step(state, target[1], window)
             losses.append(loss)
@@ -127,7 +133,9 @@ def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], wo
                 shares = evaluate(state[0], target, held_out, every=40)
                 figures = {"step": number, "train": float(np.mean(losses))}
                 figures |= {f"top1_{i + 1}": float(share[0]) for i, share in enumerate(shares)}
-                figures["seconds"], losses, clock = time.perf_counter() - clock, [], time.perf_counter()
+                figures["seconds"] = time.perf_counter() - clock
+                losses = []
+                clock = time.perf_counter()
                 manager.save(number, args=ocp.args.StandardSave(state))
                 record(work / "history.jsonl", figures)
     return state[0]
@@ -182,7 +190,8 @@ def main() -> None:
     corpus, target = standard_library(), load(args.target, jnp.float32)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     train, held_out = (encode(tokenizer, list(t.values())) for t in (corpus.train, corpus.validation))
-    work, plan = args.work or Path("build") / args.out.name, recipe(target[0], args.steps, args.seed)
+    work = args.work or Path("build") / args.out.name
+    plan = recipe(target[0], args.steps, args.seed)
     work.mkdir(parents=True, exist_ok=True)
     save_head(args.out, fit(plan, target, (train, held_out), work))
     kept = load_head(args.out, target[0].hidden_size, jnp.float32)

@@ -135,7 +135,8 @@ def keep(
         def path(x: Float[Array, "B n K H"]) -> Float[Array, "B T K H"]:
             return jnp.take_along_axis(x, taken[:, :, None, None], axis=1)
 
-        pools, table = (state.cache.k[layer], state.cache.v[layer]), batch.page_tables[windows.index(window)]
+        pools = (state.cache.k[layer], state.cache.v[layer])
+        table = batch.page_tables[windows.index(window)]
         k, v = state.k[layer], state.v[layer]
         return stored(pools, batch, table, path(k), None if v is None else path(v))
 

@@ -93,7 +93,8 @@ def load_keys(
         page = pages.table[at.row, keys // W]
         return pages.k[at.head, page, keys % W, :], pages.v[at.head, page, keys % W, :]
     *own, root = pages.own
-    place, old = keys - root[at.row], jnp.maximum(jnp.minimum(keys, root[at.row] - 1), 0)
+    place = keys - root[at.row]
+    old = jnp.maximum(jnp.minimum(keys, root[at.row] - 1), 0)
     page, late = pages.table[at.row, old // W], (place >= 0)[:, None]
     place = jnp.maximum(place, 0)
     k, v = (

@@ -150,7 +150,9 @@ def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B gu
     none was."""
     keep = []
     for c in range(guesses.token.shape[1]):
-        token, real, q = guesses.token[:, c], guesses.real[:, c], offered(guesses, c, p.shape[1])
+        token = guesses.token[:, c]
+        real = guesses.real[:, c]
+        q = offered(guesses, c, p.shape[1])
         keep.append(jnp.where(real, acceptance(p, q, token), 0.0))
         p = jnp.where(real[:, None], residual(p, q), p)
     return jnp.stack(keep, axis=1), p

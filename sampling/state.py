@@ -93,7 +93,8 @@ def dense_bias(
     params.check_vocabulary(V)
     beyond = [token for sequence in bad_words for token in sequence if not 0 <= token < V]
     if beyond:
-        words, allowed = list(params.bad_words or ()), f"the vocabulary's ids are 0..{V - 1}"
+        words = list(params.bad_words or ())
+        allowed = f"the vocabulary's ids are 0..{V - 1}"
         raise ValueError(f"bad_words={words!r} has the token id {beyond[0]}: {allowed}")
     bias = np.zeros(V, np.float32)
     for token, value in (params.logit_bias or {}).items():

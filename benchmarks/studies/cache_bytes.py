@@ -16,7 +16,8 @@ from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelCon
 from duetto.model.tree import nbytes
 
 PAGE, CHUNK = 64, 512
-LATENTS = {  # layers, and how they mix
+# layers, and how they mix
+LATENTS = {
     "DeepSeek-V2-Lite": (27, Latent(16, rank=512, nope_size=128, rope_size=64, value_size=128)),
     "DeepSeek-V3": (61, Latent(128, 512, nope_size=128, rope_size=64, value_size=128, query_rank=1536)),
 }

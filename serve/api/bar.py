@@ -7,9 +7,8 @@ from typing import Any
 
 from .ticket import Ticket
 
-Tqdm = (
-    bool | Callable[..., Any]
-)  # whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
+# whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
+Tqdm = bool | Callable[..., Any]
 
 
 @contextmanager

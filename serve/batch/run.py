@@ -199,7 +199,9 @@ class Result:
     """What is told of a finished output: its hash, its lines, and the errors among them by code."""
 
     def __init__(self):
-        self._sha256, self._count, self._errors = hashlib.sha256(), 0, Counter[str]()
+        self._sha256 = hashlib.sha256()
+        self._count = 0
+        self._errors = Counter[str]()
 
     def lines(self, answers: Iterator[tuple[dict[str, Any], bytes]]) -> Iterator[bytes]:
         """The output's lines, which are counted on the way."""

@@ -88,7 +88,8 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
             args.model or "demo", *read_folder(origin.model, dtype, device, options.quantization), options
         )
     options.require_unstored("a shape has no checkpoint")
-    config, chosen = PRESETS[args.shape], jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    config = PRESETS[args.shape]
+    chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)
 
@@ -261,7 +262,9 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     if default_device().platform == "cpu":
         keep_freed()  # as an engine does: programs alone would pay for their temporaries' pages in every call
-    model, target, rows = load_model(args, options), here(measure=True), []
+    model = load_model(args, options)
+    target = here(measure=True)
+    rows = []
     peaks = target.peaks
     assert peaks is not None
     processor = platform.processor() or platform.machine()

@@ -155,7 +155,9 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     from ..text.chat import apply_chat
     from ..text.tokenizer import Tokenizer
 
-    limit, tokenizer, found = BatchOptions().max_line_bytes, Tokenizer.from_folder(folder), []
+    limit = BatchOptions().max_line_bytes
+    tokenizer = Tokenizer.from_folder(folder)
+    found = []
     with Input.open(file, limit) as source:
         for line in source.lines():
             task = task_of(decode(line, limit), {}, seed=0)

@@ -115,7 +115,8 @@ class EngineOptions:
             )
 
     def _check_buckets(self) -> None:
-        edges, last = self.prefill_buckets, round_up(self.max_prefill_tokens, SMALLEST_CHUNK)
+        edges = self.prefill_buckets
+        last = round_up(self.max_prefill_tokens, SMALLEST_CHUNK)
         if edges is None:
             return
         rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))

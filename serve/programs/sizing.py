@@ -30,7 +30,9 @@ HOST_MOST = 4 << 30  # at most this number of bytes
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
     """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in
     float32."""
-    size, rows, D = jnp.dtype(dtype).itemsize, options.max_prefill_tokens, config.target.hidden_size
+    size = jnp.dtype(dtype).itemsize
+    rows = options.max_prefill_tokens
+    D = config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
