@@ -18,7 +18,7 @@ from ..fields import knob
 from ..model.tree import pytree
 from ..refusals import check_neutral, unknown
 from .checks import ALL, MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
-from .names import NEUTRAL, known_names
+from .neutral import NEUTRAL, known_names
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
