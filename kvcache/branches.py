@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from ..model.attention import Attend, Keys, Reading
 from ..model.tree import pytree
 from .kernels import attend_with
-from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, replace, running_softmax, stored
+from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, running_softmax, stored, with_layer
 from .tiles import Pages
 
 
@@ -113,7 +113,7 @@ def branching(
             return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
         out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
-        return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out
+        return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     return attend
 

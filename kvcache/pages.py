@@ -257,10 +257,10 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
             return Pages(*pools, table, batch.start, batch.count)
 
         out = attend_with(q, pools, reading, pages, by_blocks)
-        return KVCache(replace(cache.k, layer, keys), replace(cache.v, layer, values)), out
+        return KVCache(with_layer(cache.k, layer, keys), with_layer(cache.v, layer, values)), out
 
     return attend
 
 
-def replace(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:
+def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:
     return (*pools[:layer], pool, *pools[layer + 1 :])

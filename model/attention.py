@@ -15,7 +15,7 @@ from .tree import Spec, pytree
 
 UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
-Rows = Float[Array, "B S 1 row"]  # of a latent layer's cache
+LatentRows = Float[Array, "B S 1 row"]  # of a latent layer's cache
 Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
 
 
@@ -48,7 +48,7 @@ class Reading:
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
-    expand: Callable[[Rows], Made] | None = None
+    expand: Callable[[LatentRows], Made] | None = None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""

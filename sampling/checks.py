@@ -53,7 +53,7 @@ def are_ids(ids: Any) -> bool:
 
 
 # What a field may be by itself.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (within(1, MAX_N), f"1 to {MAX_N}"),
     "temperature": (within(0, MAX_TEMPERATURE), f"0 (greedy) to {MAX_TEMPERATURE:g}"),
     "top_k": (at_least(-1), "1 or more; 0 or -1 is off"),
@@ -84,7 +84,7 @@ def checked(name: str, value: Any, kind: Any) -> Any:
     found = typed(name, value, kind)
     if name == "seed" and found == -1:
         return None  # as in vLLM
-    ok, allowed = RULES.get(name, (lambda _: True, ""))
+    ok, allowed = LIMITS.get(name, (lambda _: True, ""))
     require(ok(found), name, value, allowed)
     for token, bias in found.items() if isinstance(found, dict) else ():
         require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")

@@ -25,7 +25,7 @@ from ..host.streams import tell
 from .job import BatchEngine, BatchOptions, Job, OrderedStream
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
-from .source import Input, hash_of
+from .source import Input, file_hash
 
 Report = dict[str, Any]
 
@@ -232,7 +232,7 @@ def finished(place: Place, fingerprint: Mapping[str, str]) -> bool:
             report
             and report["fingerprint"] == fingerprint
             and place.output.is_file()
-            and report["output"]["sha256"] == hash_of(place.output)
+            and report["output"]["sha256"] == file_hash(place.output)
         )
 
 

@@ -41,7 +41,7 @@ from ..programs.jaxcache import keep_compiled
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
 from ..roofline.floor import demand
-from ..roofline.measured import awake, full_batch
+from ..roofline.measured import full_batch, unending
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
 
@@ -124,7 +124,7 @@ class Bench:
         sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
         self.programs = Programs(Alone(model.config), model.params, sizes, [shape])
         self.shape, self.model = shape, model
-        self.state = awake(self.programs.empty(model.params))
+        self.state = unending(self.programs.empty(model.params))
         batch = full_batch(self.programs, shape, context)
         batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
         self.batch = jax.device_put(batch, self.state.everywhere)

@@ -64,10 +64,12 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
 @cache
 def source() -> str:
     """A hash of the code that programs are made by."""
-    return hash_of(place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__)
+    return sources_hash(
+        place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__
+    )
 
 
-def hash_of(folders: Iterable[str | Path]) -> str:
+def sources_hash(folders: Iterable[str | Path]) -> str:
     """A hash of all Python files in folders and in the folders in them."""
     found = hashlib.sha256()
     for folder in folders:
