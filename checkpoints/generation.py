@@ -38,8 +38,8 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     """From `generation_config.json` and `config.json`: end tokens of both, the others of the first that
     states them.
 
-    `sampling` holds the parameters that `generation_config.json` states; `do_sample` is not looked at, as in
-    vLLM. Raises CheckpointError for a value of the wrong type.
+    `sampling` holds the parameters that `generation_config.json` states; `do_sample` is ignored, as in vLLM.
+    Raises CheckpointError for a value of the wrong type.
     """
     file, folder = Path(path) / "generation_config.json", Path(path)
     own = read_json(file) if file.exists() else {}

@@ -1,5 +1,5 @@
-"""Attention for guesses that branch: rows that share pages and differ in a few newest tokens, of which one
-path will stay.
+"""Attention for trees of guesses: nodes share a row's pages and differ in their newest tokens; one path will
+be kept.
 
 The keys of a tree's nodes are not written: each node reads its row's pages with the new keys of its own path
 laid over them, at the places where decode would have written them. So a node's bits are decode's, whatever
@@ -36,7 +36,7 @@ def branches(cache: KVCache) -> Branches:
 class Nodes(NamedTuple):
     """Rows [B*n] that are the n nodes of each row's tree: the root's position, and each node's depth.
 
-    `path` [n,path] has the nodes from the root to each node, and anything beyond it.
+    `path` [n,path] has the nodes from the root to each node, padded with any node.
     """
 
     path: np.ndarray
@@ -71,7 +71,7 @@ def branching(
 ) -> Attend:
     """`attend` for rows [B*n,1] that are the n nodes of each row's tree.
 
-    `path` has the nodes from the root to each node (and anything beyond it), `depths` how many lie before it;
+    `path` has the nodes from the root to each node (padded with any node), `depths` how many lie before it;
     a node stands at the position `depths` behind the root, which is where its row of the batch starts.
     """
     n = len(depths)

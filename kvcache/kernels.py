@@ -109,7 +109,7 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
 
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
-    """Which axes the operands, optional ones too, have in common: XLA's partitioner is told by letters."""
+    """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
     own = ["b n k h", "b n k h", "b"] if len(values) > 8 else []
     sinks = ["k g"] if len(values) % 3 == 1 else []
     return ", ".join(["b t k g h", "k p w h", "k p w h", "b m", "b", "b", *own, *sinks]) + " -> b t k g h"

@@ -198,8 +198,8 @@ def running_softmax(
 def products(q: Float[Array, "K B queries H"], k: Float[Array, "K B S H"]) -> Float32[Array, "K B queries S"]:
     """Queries times keys.
 
-    Of few queries a CPU makes keys times queries in half the time; the barrier keeps XLA from turning that
-    round again.
+    For few queries a CPU computes keys times queries in half the time; the barrier keeps XLA from swapping
+    them back.
     """
     if q.shape[2] > FEW:
         return einsum("kbqh,kbsh->kbqs", q, k, jnp.float32)

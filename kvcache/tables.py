@@ -82,8 +82,8 @@ class PageTables:
         return tables
 
     def grow(self, tables: Tables, tokens: int) -> bool:
-        """Give a sequence the pages of its first `tokens` tokens where no window bounds them; False if too
-        few are free."""
+        """Issue the pages of a sequence's first `tokens` tokens in groups without a window; False if too few
+        are free."""
         if self.full is None:
             return True
         need = self._pages_for(tokens) - len(tables[0])
@@ -113,7 +113,7 @@ class PageTables:
                     pool.name(pages[i], names[i])
 
     def release(self, tables: Tables, end: int) -> None:
-        """Give back all that a sequence owns, and its reservations."""
+        """Release all pages of a sequence, and its reservations."""
         for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
             pool.release([page for page in pages if page != GONE])
             self.reserved[g] -= self._charge(g, end)

@@ -131,7 +131,7 @@ def quotient(out: Float[Array, "rows H"], total: Float[Array, " rows"]) -> Float
 
 
 def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
-    """Write numbers or heads of rows at vectors of indices, but those masked out."""
+    """Write numbers or heads of rows at vectors of indices, where the mask is true."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
         index = (
             *(i[:, None] if jnp.ndim(i) else i for i in index),

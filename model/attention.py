@@ -1,4 +1,4 @@
-"""Grouped-query attention: its parameters, the seam to caches, the reference over keys side by side."""
+"""Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Reading:
         return softcapped(products * self.scale, self.softcap)
 
     def sees(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
-        """Which positions of keys those of queries see."""
+        """Which key positions the query positions see."""
         seen = key <= query
         return seen if self.window is None else seen & (query - key < self.window)
 

@@ -1,7 +1,7 @@
 """Which weights are quantised or factored: a plan, and its application to parameters or to their specs.
 
-A weight that is quantised already is a weight like others: another scheme widens and quantises it again, its
-own leaves it.
+A weight that is quantised already is treated like any other: another scheme dequantises and quantises it
+again, its own leaves it as it is.
 """
 
 from dataclasses import dataclass, replace
@@ -110,7 +110,7 @@ def compressed(weight: Any, contracted: tuple[int, ...], method: Method, donate:
 
 
 def replaced(weight: Any, done: T, donate: bool) -> T:
-    """What was made of a weight, on its devices; with `donate` the weight's own arrays are deleted."""
+    """A weight's replacement, placed on its devices; with `donate` the weight's own arrays are deleted."""
     first = jax.tree.leaves(weight)[0]
     if isinstance(first, jax.Array) and not isinstance(first, Tracer):
         done = jax.tree.map(lambda x: jax.device_put(x, fitted(first.sharding, x.shape)), done)
@@ -135,7 +135,7 @@ def encode(
 
 
 def compressed_spec(spec: Spec, contracted: tuple[int, ...], method: Method) -> Any:
-    """The specs of a compressed weight; drawn at random they multiply like the weight of the spec."""
+    """The specs of a compressed weight; random values drawn from them have the original's scale."""
     shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
     form = jax.eval_shape(partial(encode, contracted=contracted, method=method), shape)
     if isinstance(form, LowRank):
@@ -171,7 +171,7 @@ def plan_for(form: str | None) -> CompressionPlan:
 
 
 def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
-    """Parameters in one of FORMS, widened ones in a dtype; the very same where nothing is to be done."""
+    """Parameters in one of FORMS, dequantised ones in a dtype; the same object where nothing changes."""
     if form == WHOLE:
         return dequantize_params(params, dtype, donate)
     return params if form is None else quantize_params(params, form, donate)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What each sampling parameter may be by itself, and the words in which anything else is refused."""
+"""The limits of each sampling parameter by itself, and the error messages for anything else."""
 
 from collections.abc import Callable
 from typing import Any

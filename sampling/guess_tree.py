@@ -1,5 +1,5 @@
-"""Guesses of a trained head on the device: a chain or a tree of tokens from the hidden state after which the
-last was sampled."""
+"""Guesses of a prediction head on the device: a chain or a tree of tokens, from the hidden state from which
+the last token was sampled."""
 
 import jax.numpy as jnp
 import numpy as np

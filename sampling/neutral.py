@@ -1,4 +1,4 @@
-"""Sampling parameters that scripts for vLLM give and that ask for nothing here."""
+"""vLLM's sampling parameters that are accepted only with values that have no effect."""
 
 import functools
 from dataclasses import fields

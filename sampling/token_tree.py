@@ -1,5 +1,4 @@
-"""Guesses that branch: a static tree of tokens, verified in one pass (SpecInfer, Miao et al., arXiv
-2305.09781)."""
+"""Trees of guesses: a static shape, verified in one pass (SpecInfer, Miao et al., arXiv 2305.09781)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class TokenTree:
 
     @classmethod
     def of_paths(cls, paths: Sequence[Sequence[int]]) -> "TokenTree":
-        """vLLM's way to write a tree: a path of child numbers for every node but the root, such as (0,),
+        """A tree in vLLM's notation: a path of child numbers for every node but the root, such as (0,),
         (1,), (0, 0)."""
         ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         node = {(): 0} | {path: i for i, path in enumerate(ordered, 1)}

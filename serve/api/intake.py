@@ -1,4 +1,4 @@
-"""From what a caller writes to requests that the engine can run, and back to what the caller reads."""
+"""A caller's prompts become requests that the engine can run, and its results become outputs."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class Intake:
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt may have."""
+        """Most tokens that a prompt may have."""
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
     def ticket(
@@ -180,7 +180,7 @@ class Intake:
         )
 
     def output(self, ticket: Ticket) -> RequestOutput:
-        """What the caller gets of a ticket as it stands."""
+        """The output of a ticket as it stands."""
         first = ticket.requests[0]
         finished = ticket.finished
         return RequestOutput(

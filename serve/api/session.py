@@ -60,7 +60,7 @@ class Session:
     # ------------------------------------------------------------ ids
 
     def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[Ticket]:
-        """Tickets made for ids that are free, or for the one `id`; the ids are taken until these are dropped.
+        """Tickets made for free ids, or for the one `id`; the ids are reserved until the tickets are dropped.
 
         Raises ValueError for an id that is in use, and whatever a `make` raises: the ids are free again then.
         """
@@ -88,7 +88,7 @@ class Session:
     # ------------------------------------------------------------ whole results
 
     def finish(self, tickets: list[Ticket], done: Done) -> None:
-        """Run tickets to their end, telling `done` which have ended; an interrupt aborts what is left."""
+        """Run tickets to their end, calling `done` with the ended ones; an interrupt aborts the rest."""
         try:
             self.submit(tickets)
             self._run(tickets, done)
@@ -169,7 +169,7 @@ class Session:
             return self._give(tickets)
 
     def _give(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Those that nobody else was given, which leave the queue."""
+        """Tickets that nobody else has received; they leave the queue."""
         mine = [ticket for ticket in tickets if self._queued.get(ticket.id) is ticket]
         self.drop(mine)
         return mine
@@ -177,7 +177,7 @@ class Session:
     # ------------------------------------------------------------ ends
 
     def abort(self, id: str) -> None:
-        """End what runs under an id, and what has not begun yet before it does; an unknown id is none."""
+        """End what runs under an id, and what has not begun yet before it does; unknown ids are ignored."""
         with self.turn():
             ticket = self.tickets.get(id)
             if ticket is not None:

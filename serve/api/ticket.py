@@ -8,7 +8,7 @@ from ..outputs import Delta
 
 @dataclass(eq=False)
 class Ticket:
-    """What one call of the user became: `n` requests over the same prompt."""
+    """One call of the user: `n` requests over the same prompt."""
 
     id: str
     prompt: str | None
@@ -21,8 +21,8 @@ class Ticket:
 
 
 class Cursor:
-    """How many tokens and characters of each of a ticket's completions were given out; those given to their
-    end are gone."""
+    """How many tokens and characters of each of a ticket's completions were given out; completed ones are
+    removed."""
 
     def __init__(self, ticket: Ticket):
         self._requests = dict(enumerate(ticket.requests))

@@ -89,8 +89,8 @@ class Meter:
         self.flight.append((name, time.perf_counter()))
 
     def took(self) -> None:
-        """The oldest step's results are here: it took the time since they could begin, behind those of the
-        one before."""
+        """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
+        the results before, whichever is later."""
         (name, begun), now = self.flight.popleft(), time.perf_counter()
         self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
         self.arrived = now
@@ -100,7 +100,7 @@ class Meter:
         return statistics.median(self.spans[str(shape)])
 
     def lost(self) -> None:
-        """Steps that are on their way will not arrive."""
+        """Results of the steps in flight will not arrive."""
         self.flight.clear()
 
     def planned(self, tables: PageTables) -> None:

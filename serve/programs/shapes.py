@@ -63,7 +63,7 @@ class Sizes:
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first, ... below last, then last."""
+    """first, 2 * first, 4 * first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -112,7 +112,7 @@ def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
 
 
 def least_row(shapes: Iterable[Shape]) -> int:
-    """Tokens that a short prompt costs beside others."""
+    """Fewest tokens that a short prompt costs in a call with others."""
     return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 

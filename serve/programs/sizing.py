@@ -28,8 +28,8 @@ HOST_MOST = 4 << 30  # at most this number of bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in
-    float32."""
+    """An upper estimate of the largest step's temporaries: a chunk's activations, and a few copies of the
+    logits in float32."""
     size = jnp.dtype(dtype).itemsize
     rows = options.max_prefill_tokens
     D = config.target.hidden_size
@@ -43,7 +43,8 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
 
 
 def widened_bytes(params: Params) -> int:
-    """Temporaries of a product with a quantised weight, generously: the largest one widened, twice."""
+    """An upper estimate of the temporaries of a product with a quantised weight: the largest one widened,
+    twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
     return 2 * max(sizes, default=0) * target_of(params).embed.dtype.itemsize

@@ -80,7 +80,7 @@ def empty_slots(
 
 
 def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
-    """Give a slot to a request, or several to as many."""
+    """Assign a slot to a request, or several slots to as many requests."""
     return replace(
         slots,
         last=slots.last.at[slot].set(NO_TOKEN),
@@ -138,7 +138,7 @@ def sample_last(
 
 
 def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, and zeros below them."""
+    """The rows, padded with zeros to at least `rows`."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
@@ -230,7 +230,7 @@ def prompt_scores(
 def run(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """The tokens of every row through the model; their keys are written."""
+    """Run the tokens of every row through the model, and write their keys."""
     # the last token that a request may have is sampled, and never fed
     lengths, attend = slots.end[batch.slot] - 1, paged(batch, config.windows)
     return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths)

@@ -42,7 +42,7 @@ class Demand:
         return max(self.flops / flops, self.bytes / bandwidth)
 
     def bound(self, flops: float, bandwidth: float) -> str:
-        """Which of the two decides."""
+        """Which of the two is the bound."""
         return "compute" if self.flops / flops > self.bytes / bandwidth else "memory"
 
 

@@ -27,7 +27,7 @@ class TextStream(Protocol):
         ...
 
     def finish(self) -> str:
-        """No further token comes: the rest of the text, broken characters replaced."""
+        """Ends the text: returns the rest of it, broken characters replaced."""
         ...
 
 
