@@ -55,8 +55,8 @@ class Amount:
 
 QUICK = Amount(
     programs=("prefill",), rounds=2, steps=4, widths=(1, 8), contexts=(128,), lengths=(128,),
-    requests=24, runs=1, pilot=4, loads=(0.5,), load_requests=12, prefix_requests=12,
-    waiting=(10, 10_000), minutes=0.1,
+    requests=24, runs=1, pilot=4, loads=(0.5,), load_requests=12, prefix_requests=12, waiting=(10, 10_000),
+    minutes=0.1,
 )  # fmt: skip
 
 

@@ -56,11 +56,11 @@ def machine(result: Result) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in a["versions"].items())
     amount = a["amount"]
     return (
-        f"{a['date']}, model `{a['model']}` (random weights) on {a['device']}: "
-        f"{a['cpu']}, {a['cores']} cores, {a['memory_gib']} GiB; Python {a['python']}, {versions}. "
-        f"Medians of {amount['rounds']} rounds ({amount['runs']} of whole workloads) in which the engines "
-        "take turns; in brackets how many times as fast duetto was (in bfloat16 beside bfloat16, else in "
-        f"float32), the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
+        f"{a['date']}, model `{a['model']}` (random weights) on {a['device']}: {a['cpu']}, "
+        f"{a['cores']} cores, {a['memory_gib']} GiB; Python {a['python']}, {versions}. "
+        f"Medians of {amount['rounds']} rounds ({amount['runs']} of whole workloads) in which the "
+        "engines take turns; in brackets how many times as fast duetto was (in bfloat16 beside bfloat16, "
+        f"else in float32), the median over the rounds. Traces: {a['scale']}; {a['seats']} seats."
     )
 
 

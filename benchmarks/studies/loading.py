@@ -91,8 +91,8 @@ def measure(name: str, repeats: int) -> None:
                 best, held = min(r["seconds"] for r in runs), runs[0]["bytes"] / MIB
                 most = max(r["peak"] for r in runs) / MIB
                 print(
-                    f"| {name} | {form} | {dtype} | {disk:.0f} | {held:.0f} | {best:.2f} | {most:.0f} "
-                    f"| {most - held:.0f} |",
+                    f"| {name} | {form} | {dtype} | {disk:.0f} | {held:.0f} "
+                    f"| {best:.2f} | {most:.0f} | {most - held:.0f} |",
                     flush=True,
                 )
 

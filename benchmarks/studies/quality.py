@@ -98,8 +98,8 @@ def plan(case: str) -> CompressionPlan:
 def row(name: str, found: Quality, whole: Quality) -> str:
     return (
         f"| {name} | {found.projections:,} | {found.projections / whole.projections:.3f} "
-        f"| {found.perplexity:.3f} "
-        f"| {found.perplexity / whole.perplexity - 1:+.2%} | {found.agreement:.2%} | {found.divergence:.5f} |"
+        f"| {found.perplexity:.3f} | {found.perplexity / whole.perplexity - 1:+.2%} | {found.agreement:.2%} "
+        f"| {found.divergence:.5f} |"
     )
 
 
