@@ -21,8 +21,8 @@ class Ticket:
 
 
 class Cursor:
-    """How many tokens and characters of each of a ticket's completions were given out; completed ones are
-    removed."""
+    """How many tokens and characters of each of a ticket's completions were given out; those given to their
+    end are gone."""
 
     def __init__(self, ticket: Ticket):
         self._requests = dict(enumerate(ticket.requests))

@@ -169,7 +169,7 @@ def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: boo
 
 
 def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
-    """What XLA makes of a shape whose rows have `context` tokens in the cache."""
+    """What XLA makes of a shape whose rows have so many tokens in the cache."""
     read = pools(shape, plan.config.layers, arguments.cache, context)
     return facts(compile_for(plan, shape, arguments), read, steps=shape.tokens)
 

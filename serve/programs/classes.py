@@ -53,8 +53,7 @@ class Probe:
 
     def __init__(self, programs: Programs, arguments: Arguments, tokens: int):
         self.programs, self.arguments = programs, arguments
-        self.page_size = programs.sizes.page_size
-        self.pool = min(programs.sizes.pages)
+        self.page_size, self.pool = programs.sizes.page_size, min(programs.sizes.pages)
         self.tokens = min(tokens, self.page_size * min(self.pool, programs.sizes.table_width))
         self.layers = len(target_of(arguments.params).layers)  # a guess may have any bits
         self.capacity, V = arguments.slots.sampling.bias.shape
