@@ -149,7 +149,8 @@ def padding(bench: Bench) -> Iterator[Row]:
 
 def padded_share(steps: list, prefill: float, widths: list[int]) -> float:
     """Padding of prefill and decode together, of which prefill's own share is known."""
-    prompts, rows = sum(step.tokens for step in steps), [step.rows for step in steps if step.rows]
+    prompts = sum(step.tokens for step in steps)
+    rows = [step.rows for step in steps if step.rows]
     computed = prompts / (1 - prefill) + sum(min(w for w in widths if w >= n) for n in rows)
     return 1 - (prompts + sum(rows)) / computed
 
@@ -202,7 +203,7 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
-    """Median host seconds of planning a step and taking it in, while all seats decode and so many requests
+    """Median host seconds of planning a step and taking it in, while all seats decode and `waiting` requests
     wait."""
     from duetto.serve.commands.buckets import rehearse
     from duetto.serve.options.engine import EngineOptions

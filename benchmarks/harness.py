@@ -122,8 +122,8 @@ class Bench:
     def in_turns(
         self, engines: Iterable[str], rounds: int, measure: Callable[[Worker], Any], warm: bool = False
     ) -> dict[str, list[Any]]:
-        """What `measure` gives for each engine in each round: A B C, A B C, ... An engine that fails is left
-        out."""
+        """What `measure` returns for each engine in each round: A B C, A B C, ... An engine that fails is
+        left out."""
         found: dict[str, list[Any]] = {engine: [] for engine in engines}
         for i in range(rounds + warm):
             for engine in list(found):

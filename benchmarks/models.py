@@ -11,7 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-NAMES = {  # of a layer's tensors, Hugging Face's and llama.cpp's
+# names of a layer's tensors, Hugging Face's and llama.cpp's
+NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",

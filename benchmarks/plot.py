@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.engines import OURS
 from benchmarks.harness import Row
 
-PANELS = {  # part -> title, and what is on the vertical axis
+# part -> title, and what is on the vertical axis
+PANELS = {
     "decode": "a decode step, ms",
     "prefill": "prefill, tokens/s",
     "throughput": "all requests at once, tokens/s",

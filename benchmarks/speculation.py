@@ -1,4 +1,4 @@
-"""What guessing ahead gives: drafters, numbers of guesses and numbers of rows, each beside an engine that
+"""What guessing ahead brings: drafters, numbers of guesses and numbers of rows, each beside an engine that
 does not guess.
 
     python benchmarks/speculation.py [--quick] [--json FILE] [--plot FILE] [--stories DIR]
@@ -57,7 +57,7 @@ QUICK = Plan(("ngram", "heads", "tree of heads"), (3,), (1, 8), 2, 32)
 
 @dataclass(frozen=True)
 class Cell:
-    """One drafter with k guesses on one kind of text and so many rows, which verifies every guess.
+    """One drafter with k guesses on one kind of text and a number of rows, which verifies every guess.
 
     `length` is the tokens that a pass with guesses gave, `per_pass` those of any pass, `accepted` the share
     of judged guesses that were right; `theory` is for one row.
@@ -126,7 +126,7 @@ def answers(llm: LLM, texts: Sequence[str], kind: str, tokens: int) -> tuple[lis
 
 
 def policy(llm: LLM, controller: Any) -> Any:
-    """Let a controller choose how many guesses are verified, or None: all. Gives the one before."""
+    """Let a controller choose how many guesses are verified, or None: all. Returns the one before."""
     speculation: Any = llm.engine.speculation
     before, speculation.controller = speculation.controller, controller
     return before
@@ -163,10 +163,8 @@ def cell(
                 passes += [p for o in guessed for p in (o.outputs[0].passes or [])[1:]]
     guessing = [p for p in passes if p.guesses]
     judged = sum(min(p.accepted + 1, len(p.guesses)) for p in guessing)
-    a, depth = (
-        sum(p.accepted for p in guessing) / max(judged, 1),
-        max((len(p.guesses) for p in guessing), default=0),
-    )
+    a = sum(p.accepted for p in guessing) / max(judged, 1)
+    depth = max((len(p.guesses) for p in guessing), default=0)
     length, per_pass = (sum(p.tokens for p in some) / max(len(some), 1) for some in (guessing, passes))
     theory = sum(a**i for i in range(depth + 1)) / (c * depth + 1)
     return Cell(
@@ -303,8 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     given = {"drafters": options.drafters, "ks": options.guesses, "loads": options.rows}
     plan = replace(QUICK if options.quick else FULL, **{k: tuple(v) for k, v in given.items() if v})
-    about = f"demo model in float32, jax {jax.__version__}, Python {platform.python_version()}"
-    print(f"{about}, {time.strftime('%Y-%m-%d')}\n\n{HEADER}")
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    about = f"demo model in float32, {versions}, {time.strftime('%Y-%m-%d')}"
+    print(f"{about}\n\n{HEADER}")
     found, swept = measure(None, prompts(max(plan.loads)), plan)
     if options.stories:
         own = Plan(HOST, plan.ks, plan.loads[:1], plan.pairs, plan.tokens)

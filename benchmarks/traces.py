@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Scale:
-    """How a trace is fitted to a machine: lengths divided, and cut at so many tokens."""
+    """How a trace is fitted to a machine: lengths divided, and cut at a number of tokens."""
 
     divisor: int = 1
     prompt: int = 8192

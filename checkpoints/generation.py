@@ -22,7 +22,7 @@ FIELDS = {
     "max_new_tokens": ("max_tokens", int),
     "skip_special_tokens": ("skip_special_tokens", bool),
 }
-KINDS = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
+TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     """From `generation_config.json` and `config.json`: end tokens of both, the others of the first that
     states them.
 
-    `sampling` holds the parameters that `generation_config.json` states; `do_sample` is not looked at, as in
-    vLLM. Raises CheckpointError for a value of the wrong type.
+    `sampling` holds the parameters that `generation_config.json` states; `do_sample` is ignored, as in vLLM.
+    Raises CheckpointError for a value of the wrong type.
     """
     file, folder = Path(path) / "generation_config.json", Path(path)
     own = read_json(file) if file.exists() else {}
@@ -55,7 +55,7 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
 
 
 def check_type(file: Path, name: str, value: Any, kind: type) -> None:
-    allowed, words = KINDS[kind]
+    allowed, words = TYPES[kind]
     if value is not None and type(value) not in allowed:
         raise CheckpointError(f"{file}: {name} is {shown(value)}, expected {words}")
 

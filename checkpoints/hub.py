@@ -122,7 +122,8 @@ class Asked:
         """What kept the hub from answering, and what to do about it."""
         from huggingface_hub import constants, errors
 
-        hub, status = constants.ENDPOINT, getattr(getattr(error, "response", None), "status_code", None)
+        hub = constants.ENDPOINT
+        status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, errors.GatedRepoError):
             return f"it is gated: accept its terms at {hub}/{self.model}, then {LOG_IN}"
         if isinstance(error, errors.RevisionNotFoundError):

@@ -68,11 +68,13 @@ def load(
 
 
 def read_specs(path: str | Path, dtype: Any = "auto", quantization: str | None = None) -> Decoder:
-    """The structure of what `load` gives, of specs; no weight is read. Raises CheckpointError."""
+    """The structure of what `load` returns, as specs; no weight is read. Raises CheckpointError."""
     raw, config = read_model(Path(path))[1:]
     if raw.get("quantization_config") is None:
         return form_spec(config, quantization)
-    found, plan, leaves = find(Path(path), dtype), plan_for(quantization), {}
+    found = find(Path(path), dtype)
+    plan = plan_for(quantization)
+    leaves = {}
     for group in found.wanted:
         kept = keep(group, found.tensors, found.dtype, quantization)
         leaves |= (
@@ -114,8 +116,8 @@ def find(folder: Path, dtype: Any) -> Found:
     tensors = sources(raw, find_tensors(folder, family))
     if config.num_layers > len(tensors):  # one is missing; to list those of thousands of layers takes long
         raise CheckpointError(
-            f"{folder / 'config.json'}: a model of {config.num_layers} layers, but only {len(tensors)} tensors "
-            "are stored"
+            f"{folder / 'config.json'}: a model of {config.num_layers} layers, "
+            f"but only {len(tensors)} tensors are stored"
         )
     wanted = groups(family, config)
     check(folder, family, config, wanted, tensors)
@@ -277,7 +279,8 @@ def check_surplus(tensor: Source, name: str, family: Family, tensors: Mapping[st
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} is not a parameter of this model")
     if not same_numbers(tensor, tensors[family.names["embed"].name]):
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} is not the embedding, which tie_word_embeddings says it is"
+            f"{tensor.file}: tensor {tensor.name!r} is not the embedding, "
+            "which tie_word_embeddings says it is"
         )
 
 

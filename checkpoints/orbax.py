@@ -28,9 +28,8 @@ from .huggingface import known_dtype, placement, read_config
 from .tensors import CheckpointError
 
 MANIFEST, PARAMS, FORMAT = "duetto.json", "params", 1
-CHUNK = (
-    32 << 20
-)  # bytes of a parameter that are read at once, so that a device reads little beside its own part
+# bytes of a parameter that are read at once, so that a device reads little beside its own part
+CHUNK = 32 << 20
 READING = 64 << 20  # bytes on their way from the disk to devices; more where one parameter needs more
 RECORDS = {"Quantised": Quantised, "LowRank": LowRank}
 
@@ -115,7 +114,7 @@ def read_metadata(at: Path) -> dict[str, Any]:
 
 
 def read_specs(path: str | Path) -> Decoder:
-    """The structure of what `load` gives, of specs; no parameter is read. Raises CheckpointError."""
+    """The structure of what `load` returns, as specs; no parameter is read. Raises CheckpointError."""
     folder = Path(path)
     stored = read_metadata(folder.absolute() / PARAMS)
     wanted = structure(folder, read_config(folder), read_manifest(folder).records, stored)
@@ -146,7 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
     for path, stated in records.items():
         if not is_stated(stated):
             raise CheckpointError(
-                f"{file}: records: {path} is {shown(stated)}, expected a type of {', '.join(RECORDS)} and its fields"
+                f"{file}: records: {path} is {shown(stated)}, expected a type of {', '.join(RECORDS)} "
+                "and its fields"
             )
     for name, size in listed.items():
         if not (folder / name).is_file():

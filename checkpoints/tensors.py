@@ -140,7 +140,8 @@ def read(source: Source, out: Joined) -> None:
             values = source.rows(row, row + count).astype(out.dtype, copy=False)
         if not is_finite(values):
             raise CheckpointError(
-                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, expected finite numbers"
+                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, "
+                "expected finite numbers"
             )
         block.fill(values)
         row += count
@@ -179,7 +180,7 @@ def write(
     """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is
     whole.
 
-    `arrays` gives the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
+    `arrays` yields the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
     so in the cast.
     """
     text = header(shapes)

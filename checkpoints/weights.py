@@ -80,7 +80,8 @@ def find_shards(index: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for shard in shards:
         file = index.parent / shard
-        held, promised = contents(file), {name for name, at in places.items() if at == shard}
+        held = contents(file)
+        promised = {name for name, at in places.items() if at == shard}
         for name in sorted(promised - set(held)):
             raise CheckpointError(f"{file}: lacks tensor {name!r}, which {index.name} says it holds")
         for name in sorted(set(held) - promised):

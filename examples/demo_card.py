@@ -123,8 +123,9 @@ def quality_lines(model: Model, tokenizer: Tokenizer, corpus: Corpus) -> str:
     by_place = [
         f"{nats[:, a:b].mean():.3f} ({a}-{b - 1})" for a, b in ((0, 64), (64, 256), (256, 512), (512, 1024))
     ]
-    return f"""Validation is {len(texts)} files that training never saw ({size:,} bytes, {len(stream):,} tokens), every token counted,
-read in windows that do not overlap. Figures are of the rounded bfloat16 weights, computed in float32.
+    return f"""Validation is {len(texts)} files that training never saw ({size:,} bytes,
+{len(stream):,} tokens), every token counted, read in windows that do not overlap. Figures are of the
+rounded bfloat16 weights, computed in float32.
 
 | window | nats per token | perplexity per token | bits per byte |
 |---|---|---|---|
@@ -139,8 +140,9 @@ def parse_lines(model: Model, tokenizer: Tokenizer) -> str:
     for head in HEADS:
         lines = definitions(model, tokenizer, head, LINES)
         rows.append(f"| `{json.dumps(head)}` | {sum(map(parses, lines))} of {LINES} |")
-    return f"""Share of sampled lines that parse: after a prompt that ends in `def`, the rest of the line (temperature 1, no top-k or
-top-p, seed 0) is given to `ast.parse` with a body of `pass`. A signature that goes on over the next line counts as a failure.
+    return f"""Share of sampled lines that parse: after a prompt that ends in `def`, the rest of the line
+(temperature 1, no top-k or top-p, seed 0) is given to `ast.parse` with a body of `pass`. A signature that
+goes on over the next line counts as a failure.
 
 | prompt | parse |
 |---|---|
@@ -159,10 +161,11 @@ def sample_lines(model: Model, tokenizer: Tokenizer) -> str:
 
 def corpus_lines(corpus: Corpus) -> str:
     size = sum(len(t.encode()) for t in corpus.train.values())
-    return f"""Python's own standard library, version {platform.python_version()}, as it lies beside the interpreter that trained the model:
-{len(corpus.train)} files, {size:,} bytes, without test suites, `idlelib`, `turtledemo`, `encodings` and `pydoc_data`. A file belongs to
-validation if the SHA-256 of its name says so (one in sixteen). The library is © Python Software Foundation and others,
-used under the PSF License Agreement Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it."""
+    return f"""Python's own standard library, version {platform.python_version()}, as it lies beside the
+interpreter that trained the model: {len(corpus.train)} files, {size:,} bytes, without test suites, `idlelib`,
+`turtledemo`, `encodings` and `pydoc_data`. A file belongs to validation if the SHA-256 of its name says so
+(one in sixteen). The library is © Python Software Foundation and others, used under the PSF License Agreement
+Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it."""
 
 
 def run_line(recipe: Recipe) -> str:
@@ -185,12 +188,14 @@ def training_lines(
     before = f"It goes on from the weights that were in `{start}`. " if start else ""
     return f"""`{command} --seed {one.seed}`
 
-{before}Two runs, {tokens / 1e6:.1f} M tokens in all: {"; then, to look back further, ".join(map(run_line, runs))}.
-The weights kept are the mean of both ends, a quarter of the first and three of the second. Muon for the matrices, AdamW
-for the embedding and the norms, weight decay {one.weight_decay}, gradients clipped at {one.clip}; in each run warm-up, plateau,
-and a line to zero over the last three tenths. One word in fifty is cut from the space before it, so that prompts may end
-in a space. It took {minutes:.0f} minutes on a busy CPU. The result depends on the corpus, the seed, the number of steps
-and the first weights, not on the clock; other processors round differently.
+{before}Two runs, {tokens / 1e6:.1f} M tokens in all:
+{"; then, to look back further, ".join(map(run_line, runs))}.
+The weights kept are the mean of both ends, a quarter of the first and three of the second. Muon for the
+matrices, AdamW for the embedding and the norms, weight decay {one.weight_decay}, gradients clipped at
+{one.clip}; in each run warm-up, plateau, and a line to zero over the last three tenths. One word in fifty is
+cut from the space before it, so that prompts may end in a space. It took {minutes:.0f} minutes on a busy CPU.
+The result depends on the corpus, the seed, the number of steps and the first weights, not on the clock; other
+processors round differently.
 
 ![loss by step](loss.svg)
 
@@ -202,17 +207,20 @@ def introduction(folder: Path, draft: Model, teacher: Path | None, stream: np.nd
     if teacher is None:
         return """# duetto demo
 
-A small Llama that writes something like Python. It ships with duetto so that everything can be tried in seconds, offline,
-on a real trained model; it is for tests, demonstrations and benchmarks, and of no use for anything else.
+A small Llama that writes something like Python. It ships with duetto so that everything can be tried in
+seconds, offline, on a real trained model; it is for tests, demonstrations and benchmarks, and of no use for
+anything else.
 """
     greedy, sampled = agreement(draft, load(teacher, jnp.float32), stream)
     return f"""# duetto demo, the draft
 
-A draft for speculative decoding of `{teacher.name}`, with the same tokenizer: it learned that model's distribution
-(cross entropy with the teacher's probabilities, weight 0.8) and the corpus's own tokens (weight 0.2).
+A draft for speculative decoding of `{teacher.name}`, with the same tokenizer: it learned that model's
+distribution (cross entropy with the teacher's probabilities, weight 0.8) and the corpus's own tokens (weight
+0.2).
 
-Acceptance along the validation text: its likeliest token is the teacher's for **{greedy:.1%}** of positions (greedy decoding);
-the two distributions share **{sampled:.1%}** of their probability (rejection sampling at temperature 1).
+Acceptance along the validation text: its likeliest token is the teacher's for **{greedy:.1%}** of positions
+(greedy decoding); the two distributions share **{sampled:.1%}** of their probability (rejection sampling at
+temperature 1).
 """
 
 
@@ -251,9 +259,10 @@ The first lines of each are the prompt: {", ".join(f"`{json.dumps(p)}`" for p in
 {sample_lines(model, tokenizer)}
 ## Limits
 
-- It imitates the look of the standard library. What it writes seldom runs and means nothing; names and facts are made up.
-- It knows no other language and no instructions. The chat template turns every user message into a Python comment, so that
-  chat requests can be tried; the reply is whatever code or comment follows.
+- It imitates the look of the standard library. What it writes seldom runs and means nothing; names and facts
+  are made up.
+- It knows no other language and no instructions. The chat template turns every user message into a Python
+  comment, so that chat requests can be tried; the reply is whatever code or comment follows.
 - It was trained on a few megabytes, several times over, and repeats passages of them; long outputs loop.
 - Past {model[0].max_position} tokens it was never trained.
 """

@@ -102,10 +102,8 @@ def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int
     Byte-level BPE joins the two, so a model that has only read whole files goes astray after `def `. It is
     what "token healing" repairs at decoding time, learned instead.
     """
-    space, texts = (
-        tokenizer.token_to_id("Ġ"),
-        [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())],
-    )
+    space = tokenizer.token_to_id("Ġ")
+    texts = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
     joined = [len(text) > 1 and text[0] == " " and text[1:].isascii() and text[1] != " " for text in texts]
     apart = [
         [space, *tokenizer.encode(t[1:]).ids] if j else [i]

@@ -197,14 +197,18 @@ def fit(
         state, done = start(recipe, params), manager.latest_step() or 0
         if done:
             state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        step, losses, clock = make_step(recipe, material.teacher), [], time.perf_counter()
+        step = make_step(recipe, material.teacher)
+        losses = []
+        clock = time.perf_counter()
         guide = None if material.teacher is None else material.teacher.params
         for number, window in enumerate(windows(recipe, material.stream, done), done + 1):
             state, loss = step(state, window, guide)
             losses.append(loss)
             if number % recipe.evaluate_every == 0 or number == recipe.steps:
                 figures = {"step": number, "train": float(np.mean(losses)), **report(number, state[0])}
-                figures["seconds"], losses, clock = time.perf_counter() - clock, [], time.perf_counter()
+                figures["seconds"] = time.perf_counter() - clock
+                losses = []
+                clock = time.perf_counter()
                 manager.save(number, args=ocp.args.StandardSave(state))
                 record(work / "history.jsonl", figures)
     return state[0]

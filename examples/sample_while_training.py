@@ -22,8 +22,8 @@ from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init
 
 TEXT = (
-    b"Prefill reads the prompt at once, decode writes one token a step; both are one function of the same cache. "
-    * 8
+    b"Prefill reads the prompt at once, decode writes one token a step; both are one function of the "
+    b"same cache. " * 8
 )
 CONFIG = ModelConfig.uniform(
     vocab_size=256,
@@ -64,10 +64,12 @@ def batch(draw: np.random.Generator) -> jax.Array:
 
 
 def train(rounds: int = 4, steps: int = 40) -> tuple[list[float], list[str]]:
-    """Train, and after each round continue "Prefill"; gives the loss and the text of each round."""
+    """Train, and after each round continue "Prefill"; returns the loss and the text of each round."""
     params: Any = init(jax.random.key(0), decoder_spec(CONFIG))
     state, draw = OPTIMISER.init(params), np.random.default_rng(0)
-    losses, texts, value = [], [], jnp.inf
+    losses = []
+    texts = []
+    value = jnp.inf
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     with LLM.from_params(CONFIG, params, max_num_seqs=1, max_model_len=128, max_prefill_tokens=16) as llm:
         for _ in range(rounds):

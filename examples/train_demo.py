@@ -122,7 +122,8 @@ def main() -> None:
         spans = ("validation", 256), ("validation_long", CONTEXT)
         return {name: evaluate(kept, first.config, held_out, T, limit=40_000) for name, T in spans}
 
-    runs, folder = (first, longer(first)), args.work or Path("build") / args.out.name
+    runs = (first, longer(first))
+    folder = args.work or Path("build") / args.out.name
     params, ends = load(args.start, jnp.float32)[1] if args.start else None, []
     for recipe, work in zip(runs, (folder / "first", folder / "longer"), strict=True):
         work.mkdir(parents=True, exist_ok=True)

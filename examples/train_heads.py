@@ -60,7 +60,10 @@ def guesses(head: Head, target: Target, window: jax.Array) -> tuple[jax.Array, j
     T = window.shape[1] - 1
     places = jnp.broadcast_to(jnp.arange(T), (window.shape[0], T))
     hidden, _ = forward(params, config, window[:, :-1], places, causal)
-    own, state, found, n = unembed(params, config, hidden), hidden[:, : T - DEPTH], [], T - DEPTH
+    own = unembed(params, config, hidden)
+    state = hidden[:, : T - DEPTH]
+    found = []
+    n = T - DEPTH
     for i in range(DEPTH):
         state = advance(head, params, state, window[:, 1 + i : 1 + i + n])
         found.append((unembed(params, config, state), own[:, 1 + i : 1 + i + n]))
@@ -101,7 +104,7 @@ def agreement(head: Head, config: ModelConfig, params: Decoder, window: jax.Arra
 
 
 def evaluate(head: Head, target: Target, stream: np.ndarray, every: int = 1) -> np.ndarray:
-    """`agreement` over every so many windows of a stream, float [DEPTH, 4]."""
+    """`agreement` over every `every`-th window of a stream, float [DEPTH, 4]."""
     config, params = target
     rows = blocks(stream, CONTEXT + DEPTH)[::every]
     return np.mean([agreement(head, config, params, row[None]) for row in rows], axis=0)
@@ -116,10 +119,13 @@ def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], wo
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(work.absolute() / "state", options=options) as manager:
         head: Any = init(jax.random.key(plan.seed), head_spec(plan.config.hidden_size, INNER))
-        state, done = (head, plan.optimizer().init(head)), manager.latest_step() or 0
+        state = (head, plan.optimizer().init(head))
+        done = manager.latest_step() or 0
         if done:
             state = manager.restore(done, args=ocp.args.StandardRestore(state))
-        step, losses, clock = make_step(plan), [], time.perf_counter()
+        step = make_step(plan)
+        losses = []
+        clock = time.perf_counter()
         for number, window in enumerate(windows(plan, train, done), done + 1):
             state, loss = step(state, target[1], window)
             losses.append(loss)
@@ -127,7 +133,9 @@ def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], wo
                 shares = evaluate(state[0], target, held_out, every=40)
                 figures = {"step": number, "train": float(np.mean(losses))}
                 figures |= {f"top1_{i + 1}": float(share[0]) for i, share in enumerate(shares)}
-                figures["seconds"], losses, clock = time.perf_counter() - clock, [], time.perf_counter()
+                figures["seconds"] = time.perf_counter() - clock
+                losses = []
+                clock = time.perf_counter()
                 manager.save(number, args=ocp.args.StandardSave(state))
                 record(work / "history.jsonl", figures)
     return state[0]
@@ -142,15 +150,17 @@ def write_card(out: Path, plan: Recipe, target: Path, shares: np.ndarray) -> Non
     tokens = plan.steps * BATCH * (CONTEXT + DEPTH)
     card = f"""# duetto demo, the head
 
-A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/heads.py`): a recurrent
-block of {plan.config.hidden_size} x {INNER} units under the model's own output embedding, applied once for each guess.
+A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/heads.py`):
+a recurrent block of {plan.config.hidden_size} x {INNER} units under the model's own output embedding,
+applied once for each guess.
 `{FILE}`: {(out / FILE).stat().st_size:,} bytes, half precision. Figures are of this file.
 
 ## Agreement with the model on held-out text
 
-Along the validation files (every fourth window of {CONTEXT + DEPTH} tokens, text in between as it is written): the model's likeliest token is
-the head's likeliest, is among its three likeliest, has been its likeliest for this guess and all before it; and the share
-of probability that the two distributions have in common, which is what rejection sampling accepts at temperature 1.
+Along the validation files (every fourth window of {CONTEXT + DEPTH} tokens, text in between as it is
+written): the model's likeliest token is the head's likeliest, is among its three likeliest, has been its
+likeliest for this guess and all before it; and the share of probability that the two distributions have in
+common, which is what rejection sampling accepts at temperature 1.
 
 | guess | first | first three | in a row | shared |
 |---|---|---|---|---|
@@ -160,8 +170,9 @@ of probability that the two distributions have in common, which is what rejectio
 
 `python examples/train_heads.py --target {target} --out {out} --seed {plan.seed}`
 
-{plan.steps} steps of {BATCH} x {CONTEXT + DEPTH} tokens ({tokens / 1e6:.1f} M) of Python's standard library, as in the model's own
-card, whose licence note holds here too. The model is frozen; the loss is the cross entropy with its probabilities.
+{plan.steps} steps of {BATCH} x {CONTEXT + DEPTH} tokens ({tokens / 1e6:.1f} M) of Python's standard
+library, as in the model's own card, whose licence note holds here too. The model is
+frozen; the loss is the cross entropy with its probabilities.
 """
     (out / "README.md").write_text(card, encoding="utf-8")
 
@@ -179,7 +190,8 @@ def main() -> None:
     corpus, target = standard_library(), load(args.target, jnp.float32)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     train, held_out = (encode(tokenizer, list(t.values())) for t in (corpus.train, corpus.validation))
-    work, plan = args.work or Path("build") / args.out.name, recipe(target[0], args.steps, args.seed)
+    work = args.work or Path("build") / args.out.name
+    plan = recipe(target[0], args.steps, args.seed)
     work.mkdir(parents=True, exist_ok=True)
     save_head(args.out, fit(plan, target, (train, held_out), work))
     kept = load_head(args.out, target[0].hidden_size, jnp.float32)

@@ -1,5 +1,5 @@
-"""Attention for guesses that branch: rows that share pages and differ in a few newest tokens, of which one
-path will stay.
+"""Attention for trees of guesses: nodes share a row's pages and differ in their newest tokens; one path will
+be kept.
 
 The keys of a tree's nodes are not written: each node reads its row's pages with the new keys of its own path
 laid over them, at the places where decode would have written them. So a node's bits are decode's, whatever
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from ..model.attention import Attend, Keys, Reading
 from ..model.tree import pytree
 from .kernels import attend_with
-from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, replace, running_softmax, stored
+from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, running_softmax, stored, with_layer
 from .tiles import Pages
 
 
@@ -34,9 +34,9 @@ def branches(cache: KVCache) -> Branches:
 
 
 class Nodes(NamedTuple):
-    """Rows [B*n] that are the n nodes of each row's tree: where the root stands, and how many nodes lie before each.
+    """Rows [B*n] that are the n nodes of each row's tree: the root's position, and each node's depth.
 
-    `path` [n,path] has the nodes from the root to each node, and anything beyond it.
+    `path` [n,path] has the nodes from the root to each node, padded with any node.
     """
 
     path: np.ndarray
@@ -71,7 +71,7 @@ def branching(
 ) -> Attend:
     """`attend` for rows [B*n,1] that are the n nodes of each row's tree.
 
-    `path` has the nodes from the root to each node (and anything beyond it), `depths` how many lie before it;
+    `path` has the nodes from the root to each node (padded with any node), `depths` how many lie before it;
     a node stands at the position `depths` behind the root, which is where its row of the batch starts.
     """
     n = len(depths)
@@ -113,7 +113,7 @@ def branching(
             return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
         out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
-        return Branches(state.cache, replace(state.k, layer, k), replace(state.v, layer, v)), out
+        return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     return attend
 
@@ -135,7 +135,8 @@ def keep(
         def path(x: Float[Array, "B n K H"]) -> Float[Array, "B T K H"]:
             return jnp.take_along_axis(x, taken[:, :, None, None], axis=1)
 
-        pools, table = (state.cache.k[layer], state.cache.v[layer]), batch.page_tables[windows.index(window)]
+        pools = (state.cache.k[layer], state.cache.v[layer])
+        table = batch.page_tables[windows.index(window)]
         k, v = state.k[layer], state.v[layer]
         return stored(pools, batch, table, path(k), None if v is None else path(v))
 

@@ -50,20 +50,20 @@ class Groups:
     def put(
         self, x: Shaped[Array, "K B *rest"], part: Shaped[Array, "K rows *rest"], group: Int[Array, ""]
     ) -> Shaped[Array, "K B *rest"]:
-        """A sorted array with another part of a group."""
+        """A sorted array with a group's part replaced."""
         if self.single:
             return part
         return jax.lax.dynamic_update_slice_in_dim(x, part, group * self.size, axis=1)
 
 
 def group_size(rows: int, tokens: int) -> int:
-    """Rows of a group, of so many tokens each; all of them where they do not divide."""
+    """Rows of `tokens` tokens in a group; all rows where groups would be unequal."""
     size = max(-(-rows // MOST), -(-FEWEST // tokens))
     return rows if rows % size else size
 
 
 def by_length(blocks: Int[Array, " B"], tokens: int) -> Groups:
-    """Up to MOST groups of rows of so many tokens each, of which each has its own number of blocks."""
+    """Up to MOST groups of rows of `tokens` tokens each, of which each has its own number of blocks."""
     B, size = len(blocks), group_size(len(blocks), tokens)
     if size == B:
         return Groups(B, jnp.arange(B, dtype=jnp.int32), blocks.max()[None], blocks.max()[None])

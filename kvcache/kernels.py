@@ -78,7 +78,7 @@ def attend_with(
 def attend_pages(
     q: Float[Array, "B T N H"], pages: Pages, reading: Reading, interpret: bool = False
 ) -> Float[Array, "B T N H"]:
-    """Attention of the rows' tokens over their pages, in q's dtype; empty rows give zeros."""
+    """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
     B, T, N, H = q.shape
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
@@ -109,7 +109,7 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
 
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
-    """Which axes the operands, optional ones too, have in common: XLA's partitioner is told by letters."""
+    """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
     own = ["b n k h", "b n k h", "b"] if len(values) > 8 else []
     sinks = ["k g"] if len(values) % 3 == 1 else []
     return ", ".join(["b t k g h", "k p w h", "k p w h", "b m", "b", "b", *own, *sinks]) + " -> b t k g h"
@@ -120,7 +120,7 @@ grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # lay
 
 
 def settings(q: Float[Array, "B T K G H"], rows: int, interpret: bool) -> dict[str, Any]:
-    """How a kernel with products of so many rows is compiled. Wide heads leave room for fewer stages."""
+    """How a kernel with products of `rows` rows is compiled. Wide heads leave room for fewer stages."""
     stages = 3 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
     params = triton.CompilerParams(num_warps=8 if rows > 64 else 4, num_stages=stages)
     return {"compiler_params": params, "interpret": interpret}

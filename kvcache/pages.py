@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import MASKED, Attend, Keys, Reading, grouped
+from ..model.attention import UNSEEN, Attend, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.scatter import apart
@@ -25,6 +25,7 @@ from .kernels import attend_with
 from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
+ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
 FEW = 16  # queries of a row that share a key head
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
@@ -54,7 +55,8 @@ class KVCache:
 class Batch:
     """All that a step is told of its rows. Positions, write slots, masks and lengths follow from it.
 
-    A token below zero stands for the last token sampled in the row's slot, which the host need not know yet.
+    A row's first token may be ON_DEVICE: the last one sampled in its slot, which the host need not know yet.
+    Behind it ON_DEVICE stands for a guess that the program makes itself.
     """
 
     tokens: Any  # int32 [B,T], padded on the right
@@ -80,7 +82,7 @@ def page_bytes(layers: Sequence[LayerKind], page_size: int, dtype: Any) -> tuple
 
 
 def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros of a dtype for layers, with so many pages for each of their windows.
+    """A cache of zeros of a dtype for layers, with `pages[i]` pages for their i-th window.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -128,7 +130,7 @@ def read_block(
     per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
     entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
     page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
-    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as so many small pages
+    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as several small pages
     block = blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
     return as_dtype(block, dtype)
 
@@ -157,7 +159,7 @@ def running_softmax(
     read: Callable[[Int[Array, " rows"], Int[Array, " rows"]], Block],
     reading: Reading,
 ) -> Float[Array, "B T N U"]:
-    """Attention over the rows' keys, of which `read(rows, j)` gives block j of some rows.
+    """Attention over the rows' keys, of which `read(rows, j)` returns block j of some rows.
 
     Rows go in groups of like length, longest first, so that few wait for the longest; a group's blocks stay
     in a CPU's cache.
@@ -181,7 +183,7 @@ def running_softmax(
         written = (at >= low[rows, None]) & (at < end[rows, None])
         v = jnp.where(written[None, ..., None], v, 0)
         scores = reading.scores(products(groups.own(q, group), k))
-        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, MASKED)
+        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, UNSEEN)
         top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
@@ -198,8 +200,8 @@ def running_softmax(
 def products(q: Float[Array, "K B queries H"], k: Float[Array, "K B S H"]) -> Float32[Array, "K B queries S"]:
     """Queries times keys.
 
-    Of few queries a CPU makes keys times queries in half the time; the barrier keeps XLA from turning that
-    round again.
+    For few queries a CPU computes keys times queries in half the time; the barrier keeps XLA from swapping
+    them back.
     """
     if q.shape[2] > FEW:
         return einsum("kbqh,kbsh->kbqs", q, k, jnp.float32)
@@ -212,7 +214,7 @@ def before_any_key(
     """The running softmax's highest score and total at the start: nothing, or the sinks."""
     K, B, T, G = shape
     if reading.sinks is None:
-        return jnp.full((K, B, T * G), MASKED), jnp.zeros((K, B, T * G))
+        return jnp.full((K, B, T * G), UNSEEN), jnp.zeros((K, B, T * G))
     sinks = reading.sinks.astype(jnp.float32).reshape(K, 1, 1, G)
     return jnp.broadcast_to(sinks, shape).reshape(K, B, T * G), jnp.ones((K, B, T * G))
 
@@ -268,10 +270,10 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
             return Pages(*pools, table, batch.start, batch.count)
 
         out = attend_with(q, pools, reading, pages, by_blocks)
-        return KVCache(replace(cache.k, layer, keys), replace(cache.v, layer, values)), out
+        return KVCache(with_layer(cache.k, layer, keys), with_layer(cache.v, layer, values)), out
 
     return attend
 
 
-def replace(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:
+def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:
     return (*pools[:layer], pool, *pools[layer + 1 :])

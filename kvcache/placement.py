@@ -18,7 +18,7 @@ from .pages import KVCache
 
 
 def everywhere(params: Params) -> Sharding:
-    """Whole on each of the parameters' devices."""
+    """The sharding of what is replicated on all of the parameters' devices."""
     own = target_of(params).embed.sharding
     return split(own, PartitionSpec()) if isinstance(own, NamedSharding) else own
 
@@ -57,7 +57,7 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
 
 
 def parts(layers: Sequence[LayerKind], params: Params) -> int:
-    """Into how many parts every pool is cut at least; a device keeps one of them."""
+    """The fewest parts that a pool is split into; a device holds one of them."""
     heads = [kind.mixer.cached[0][0] for kind in layers]
     pools: Any = cache_shardings(layers, params).k
     return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))

@@ -38,7 +38,7 @@ class PagePool:
         return page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back a sequence's pages, in the order of the sequence."""
+        """Release a sequence's pages, given in the order of the sequence."""
         for page in reversed(pages):
             assert self.references[page] > 0, f"page {page} is released twice"
             self.references[page] -= 1

@@ -2,8 +2,8 @@
 page table.
 
 Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens
-see, and those behind return to their pool (as in vLLM's hybrid cache). So many are reserved when it is
-admitted: they never run out.
+see, and those behind return to their pool (as in vLLM's hybrid cache). As many are reserved when it is
+admitted, so they never run out.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class PageTables:
         return 0 if window is None else max(0, start - (window - 1)) // self.page_size
 
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        """Whether a sequence of so many tokens, `end` at most, can be admitted and leave `spare` pages."""
+        """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
         room = all(
             reserved + self._charge(g, end) <= pool.pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
@@ -82,8 +82,8 @@ class PageTables:
         return tables
 
     def grow(self, tables: Tables, tokens: int) -> bool:
-        """Give a sequence the pages of its first `tokens` tokens where no window bounds them; False if too
-        few are free."""
+        """Issue the pages of a sequence's first `tokens` tokens in groups without a window; False if too few
+        are free."""
         if self.full is None:
             return True
         need = self._pages_for(tokens) - len(tables[0])
@@ -93,7 +93,7 @@ class PageTables:
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:
-        """Before tokens [start, end) are computed: windowed groups get their pages, and give back what is
+        """Before tokens [start, end) are computed: windowed groups get their pages, and release what is
         behind."""
         for g, pages in enumerate(tables):
             if self.windows[g] is None:
@@ -113,7 +113,7 @@ class PageTables:
                     pool.name(pages[i], names[i])
 
     def release(self, tables: Tables, end: int) -> None:
-        """Give back all that a sequence owns, and its reservations."""
+        """Release all pages of a sequence, and its reservations."""
         for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
             pool.release([page for page in pages if page != GONE])
             self.reserved[g] -= self._charge(g, end)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from ..model.attention import MASKED, Reading
+from ..model.attention import UNSEEN, Reading
 from ..model.layers import einsum
 
 TILE = 64  # keys of one product
@@ -74,7 +74,7 @@ def over_keys(
         keys = j * TILE + jnp.arange(TILE, dtype=jnp.int32)
         k, v = load_keys(pages, at, keys)
         scores = reading.scores(einsum("qh,sh->qs", rows, k, jnp.float32))
-        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), scores, MASKED)
+        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), scores, UNSEEN)
         top, total, out = state
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
@@ -93,7 +93,8 @@ def load_keys(
         page = pages.table[at.row, keys // W]
         return pages.k[at.head, page, keys % W, :], pages.v[at.head, page, keys % W, :]
     *own, root = pages.own
-    place, old = keys - root[at.row], jnp.maximum(jnp.minimum(keys, root[at.row] - 1), 0)
+    place = keys - root[at.row]
+    old = jnp.maximum(jnp.minimum(keys, root[at.row] - 1), 0)
     page, late = pages.table[at.row, old // W], (place >= 0)[:, None]
     place = jnp.maximum(place, 0)
     k, v = (
@@ -108,7 +109,7 @@ def no_keys(at: Queries, sinks: Any, H: int) -> Running:
     rows = at.token.shape[0]
     out = jnp.zeros((rows, H), jnp.float32)
     if sinks is None:
-        return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), out
+        return jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32), out
     return of_members(sinks, at, at.head), jnp.ones(rows, jnp.float32), out
 
 
@@ -130,7 +131,7 @@ def quotient(out: Float[Array, "rows H"], total: Float[Array, " rows"]) -> Float
 
 
 def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
-    """Write numbers or heads of rows at vectors of indices, but those masked out."""
+    """Write numbers or heads of rows at vectors of indices, where the mask is true."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
         index = (
             *(i[:, None] if jnp.ndim(i) else i for i in index),

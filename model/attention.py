@@ -1,4 +1,4 @@
-"""Grouped-query attention: its parameters, the seam to caches, the reference over keys side by side."""
+"""Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from .layers import biased, einsum, rms_norm, softcapped
 from .rope import Turn, rotate
 from .tree import Spec, pytree
 
-MASKED = -1e30
+UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
-Rows = Float[Array, "B S 1 row"]  # of a latent layer's cache
+LatentRows = Float[Array, "B S 1 row"]  # of a latent layer's cache
 Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
 
 
@@ -48,14 +48,14 @@ class Reading:
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
-    expand: Callable[[Rows], Made] | None = None
+    expand: Callable[[LatentRows], Made] | None = None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""
         return softcapped(products * self.scale, self.softcap)
 
     def sees(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
-        """Which positions of keys those of queries see."""
+        """Which key positions the query positions see."""
         seen = key <= query
         return seen if self.window is None else seen & (query - key < self.window)
 
@@ -64,8 +64,8 @@ class Reading:
 class Attend(Protocol):
     """How keys are kept and read, the seam between the model and every cache.
 
-    Takes the state, the layer's number, queries, new keys and values and how they are read; gives the new
-    state and what was read. A latent layer has no values.
+    Takes the state, the layer's number, queries, new keys and values and how they are read; returns the
+    new state and what was read. A latent layer has no values.
     """
 
     def __call__(
@@ -142,7 +142,7 @@ def attention(
     """Softmax attention with scores in float32; every query must see at least one key."""
     B, T, N, _ = q.shape
     products = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
-    scores = jnp.where(mask[:, None, None], reading.scores(products), MASKED)
+    scores = jnp.where(mask[:, None, None], reading.scores(products), UNSEEN)
     if reading.sinks is not None:
         sinks = reading.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)

@@ -1,7 +1,7 @@
 """Which weights are quantised or factored: a plan, and its application to parameters or to their specs.
 
-A weight that is quantised already is a weight like others: another scheme widens and quantises it again, its
-own leaves it.
+A weight that is quantised already is treated like any other: another scheme dequantises and quantises it
+again, its own leaves it as it is.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ from .transformer import Decoder, decoder_spec
 from .tree import Spec, is_spec
 
 T = TypeVar("T")
-How = Scheme | float
+Method = Scheme | float
 SCHEMES = tuple(name for name in get_args(Scheme) if name != "fp4")  # fp4 only comes in checkpoints
 WHOLE = "dequantize"
-# of a model's weights: as they are, with projections in a scheme, or as arrays
+# Forms of a model's weights: as they are, with projections in a scheme, or as arrays.
 FORMS: tuple[str | None, ...] = (None, *SCHEMES, WHOLE)
 # Axes over which the product with a weight sums, counted from the last, so that experts may come first.
 CONTRACTED: dict[str, tuple[int, ...]] = {
@@ -37,34 +37,34 @@ CONTRACTED: dict[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Rules (pattern of a weight's path, how): "int8", "int4", "fp8", or the share of numbers that a low rank
-    keeps.
+class CompressionPlan:
+    """Rules (pattern of a weight's path, method), where a method is "int8", "int4", "fp8", or the share of
+    the weight's numbers that a low-rank factorisation keeps.
 
     Patterns are those of file names, as "layers.*.ffn.*"; a weight's first rule counts, and weights without a
     rule stay as they are. Routers, norms, biases, embeddings and positions are never compressed. Raises
-    ValueError for an unknown way.
+    ValueError for an unknown method.
     """
 
-    rules: tuple[tuple[str, How], ...]
+    rules: tuple[tuple[str, Method], ...]
 
     def __post_init__(self):
-        for pattern, how in self.rules:
-            if how not in SCHEMES and not (isinstance(how, float) and 0 < how < 1):
+        for pattern, method in self.rules:
+            if method not in SCHEMES and not (isinstance(method, float) and 0 < method < 1):
                 allowed = f"{', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
-                raise ValueError(f"{how!r} for {pattern!r} is not allowed: {allowed}")
+                raise ValueError(f"{method!r} for {pattern!r} is not allowed: {allowed}")
 
-    def how(self, path: str) -> How | None:
-        """What is to be done with the weight at a path."""
-        return next((how for pattern, how in self.rules if fnmatchcase(path, pattern)), None)
+    def method(self, path: str) -> Method | None:
+        """The method for the weight at a path."""
+        return next((method for pattern, method in self.rules if fnmatchcase(path, pattern)), None)
 
 
-def projections(how: How) -> Plan:
+def projections(method: Method) -> CompressionPlan:
     """The plan for all projections of all layers, the output head left out."""
-    return Plan((("layers.*", how),))
+    return CompressionPlan((("layers.*", method),))
 
 
-def compress(tree: T, plan: Plan, donate: bool = False) -> T:
+def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
     """A tree of parameters, of ShapeDtypeStructs or of specs with the plan's weights compressed, one after
     the other.
 
@@ -86,30 +86,31 @@ def compress(tree: T, plan: Plan, donate: bool = False) -> T:
     return done
 
 
-def compressed_at(path: str, weight: Any, plan: Plan, donate: bool = False) -> Any:
+def compressed_at(path: str, weight: Any, plan: CompressionPlan, donate: bool = False) -> Any:
     """The weight at a path as the plan has it."""
-    how, contracted = plan.how(path), CONTRACTED.get(path.rpartition(".")[2])
-    return weight if how is None or contracted is None else compressed(weight, contracted, how, donate)
+    method = plan.method(path)
+    contracted = CONTRACTED.get(path.rpartition(".")[2])
+    return weight if method is None or contracted is None else compressed(weight, contracted, method, donate)
 
 
 def is_weight(x: Any) -> bool:
     return is_spec(x) or isinstance(x, Quantised)
 
 
-def compressed(weight: Any, contracted: tuple[int, ...], how: How, donate: bool = False) -> Any:
+def compressed(weight: Any, contracted: tuple[int, ...], method: Method, donate: bool = False) -> Any:
     """One weight, compressed; itself where that cannot be, or would not make it smaller."""
     if is_spec(weight):
-        return compressed_spec(weight, contracted, how)
-    if isinstance(weight, Quantised) and weight.scheme == how:
+        return compressed_spec(weight, contracted, method)
+    if isinstance(weight, Quantised) and weight.scheme == method:
         return weight
     if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(weight)):
-        return jax.eval_shape(partial(work, contracted=contracted, how=how), weight) or weight
-    done = work(weight, contracted, how)
+        return jax.eval_shape(partial(encode, contracted=contracted, method=method), weight) or weight
+    done = encode(weight, contracted, method)
     return weight if done is None else replaced(weight, done, donate)
 
 
 def replaced(weight: Any, done: T, donate: bool) -> T:
-    """What was made of a weight, on its devices; with `donate` the weight's own arrays are deleted."""
+    """A weight's replacement, placed on its devices; with `donate` the weight's own arrays are deleted."""
     first = jax.tree.leaves(weight)[0]
     if isinstance(first, jax.Array) and not isinstance(first, Tracer):
         done = jax.tree.map(lambda x: jax.device_put(x, fitted(first.sharding, x.shape)), done)
@@ -121,21 +122,22 @@ def replaced(weight: Any, done: T, donate: bool) -> T:
     return done
 
 
-@partial(jax.jit, static_argnames=("contracted", "how"))
-def work(
-    weight: Float[Array, "..."] | Quantised, contracted: tuple[int, ...], how: How
+@partial(jax.jit, static_argnames=("contracted", "method"))
+def encode(
+    weight: Float[Array, "..."] | Quantised, contracted: tuple[int, ...], method: Method
 ) -> Quantised | LowRank | None:
+    """The weight by a method; None where that cannot be, or would not make it smaller."""
     if isinstance(weight, Quantised):
         weight = weight.widened(jnp.float32)
-    if isinstance(how, str):
-        return quantised(weight, contracted, how)
-    return low_rank(weight, contracted, how)
+    if isinstance(method, str):
+        return quantised(weight, contracted, method)
+    return low_rank(weight, contracted, method)
 
 
-def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
-    """The specs of a compressed weight; drawn at random they multiply like the weight of the spec."""
+def compressed_spec(spec: Spec, contracted: tuple[int, ...], method: Method) -> Any:
+    """The specs of a compressed weight; random values drawn from them have the original's scale."""
     shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
-    form = jax.eval_shape(partial(work, contracted=contracted, how=how), shape)
+    form = jax.eval_shape(partial(encode, contracted=contracted, method=method), shape)
     if isinstance(form, LowRank):
         first, after = (len(spec.axes) + i for i in (contracted[0], contracted[-1] + 1))
         each = (spec.scale / form.a.shape[-1] ** 0.5) ** 0.5
@@ -144,7 +146,7 @@ def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
         return LowRank(a, Spec(form.b.shape, b, 0.0, each, spec.dtype))
     if form is None:
         return spec
-    # of the codes, or of bytes of two
+    # mean and deviation of the codes, of the bytes where each holds two
     mean, spread = {"int8": (0.0, 32.0), "fp8": (0.0, 64.0), "int4": (128.0, 32.0)}[form.scheme]
     one = spec.scale / (4 if form.scheme == "int4" else spread)
     axes = tuple(
@@ -158,26 +160,21 @@ def compressed_spec(spec: Spec, contracted: tuple[int, ...], how: How) -> Any:
     )
 
 
-def quantize_params(params: T, scheme: How, donate: bool = False) -> T:
+def quantize_params(params: T, scheme: Method, donate: bool = False) -> T:
     """A model's projections in a scheme: "int8", "int4" or "fp8"; see `compress`."""
     return compress(params, projections(scheme), donate)
 
 
-def quantized_spec(config: ModelConfig, scheme: How) -> Decoder:
-    """The specs of a model whose projections are quantised: its structure, before it has numbers."""
-    return compress(decoder_spec(config), projections(scheme))
-
-
-def plan_for(form: str | None) -> Plan:
+def plan_for(form: str | None) -> CompressionPlan:
     """What one of FORMS does with weights that are arrays."""
-    return projections(form) if form in SCHEMES else Plan(())  # type: ignore[arg-type]
+    return projections(form) if form in SCHEMES else CompressionPlan(())  # type: ignore[arg-type]
 
 
 def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
-    """Parameters in one of FORMS, widened ones in a dtype; the very same where nothing is to be done."""
+    """Parameters in one of FORMS, dequantised ones in a dtype; the same object where nothing changes."""
     if form == WHOLE:
         return dequantize_params(params, dtype, donate)
-    return params if form is None else compress(params, plan_for(form), donate)
+    return params if form is None else quantize_params(params, form, donate)  # type: ignore[arg-type]
 
 
 def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:

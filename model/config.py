@@ -162,7 +162,7 @@ class Dense:
         return self.size
 
     def met(self, tokens: int) -> float:
-        """The share of the layer's weights that so many tokens go through."""
+        """The share of the layer's weights that `tokens` tokens go through."""
         return 1.0
 
 
@@ -197,7 +197,7 @@ class Experts:
         return self.active * self.size + self.shared
 
     def met(self, tokens: int) -> float:
-        """The share of the experts' weights that so many tokens go through, if they choose evenly."""
+        """The share of the experts' weights that `tokens` tokens go through, if they choose evenly."""
         return min(1.0, tokens * self.active / self.count)
 
     @property

@@ -120,7 +120,8 @@ def by_tiles(
     """The same through tiles of rows of one expert; the last is padded, one without tokens has none."""
     assigned = chosen.reshape(-1)
     order = jnp.argsort(assigned, stable=True)
-    expert, count = assigned[order], jnp.bincount(assigned, length=c.count).astype(jnp.int32)
+    expert = assigned[order]
+    count = jnp.bincount(assigned, length=c.count).astype(jnp.int32)
     tiles = (count + tile - 1) // tile
     ends = jnp.cumsum(tiles)
     before = jnp.cumsum(count) - count  # rows of the experts before each one

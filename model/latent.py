@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .attention import Attend, Made, Reading, Rows
+from .attention import Attend, LatentRows, Made, Reading
 from .config import Latent
 from .layers import biased, einsum, rms_norm
 from .rope import Turn, rotate
@@ -105,10 +105,10 @@ def mix_latent(
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)
 
 
-def expanded(w: LatentAttention, c: Latent) -> Callable[[Rows], Made]:
+def expanded(w: LatentAttention, c: Latent) -> Callable[[LatentRows], Made]:
     """How every head's keys and values are made of cached rows."""
 
-    def expand(rows: Rows) -> Made:
+    def expand(rows: LatentRows) -> Made:
         latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank :]
         k = einsum("bsr,rnh->bsnh", latent, w.k_up)
         shared = jnp.broadcast_to(shared, (*k.shape[:-1], c.rope_size))

@@ -41,8 +41,8 @@ class LowRank:
 def low_rank(weight: Float[Array, "..."], contracted: tuple[int, ...], share: float) -> LowRank | None:
     """A weight's best approximation with at most `share` of its numbers, split evenly between the factors.
 
-    Products sum over the axes `contracted` (counted from the last); those before them are experts. Gives None
-    where even rank 1 has more numbers, and for weights without outputs after those axes.
+    Products sum over the axes `contracted` (counted from the last); those before them are experts. Returns
+    None where even rank 1 has more numbers, and for weights without outputs after those axes.
     """
     first, after = weight.ndim + contracted[0], weight.ndim + contracted[-1] + 1
     experts, inputs, outputs = weight.shape[:first], weight.shape[first:after], weight.shape[after:]

@@ -147,7 +147,7 @@ def quantised(weight: Float[Array, "..."], contracted: tuple[int, ...], scheme: 
     from the last.
 
     Eight-bit schemes have a scale per output channel, int4 one per group along the last of those axes, in
-    bfloat16. Gives None where int4 cannot pair the axis' numbers.
+    bfloat16. Returns None where int4 cannot pair the axis' numbers.
     """
     w, axis = weight.astype(jnp.float32), contracted[-1]
     if scheme in ("int8", "fp8"):

@@ -118,5 +118,5 @@ def rotate(
 
 
 def beyond(rope: Rope | None, lengths: Int[Array, " B"]) -> Bool[Array, " B"] | None:
-    """Which rows of so many tokens are past the rope's boundary; None where it has none."""
+    """Which rows of these lengths are past the rope's boundary; None where it has none."""
     return None if rope is None or rope.boundary is None else lengths > jnp.int32(rope.boundary)

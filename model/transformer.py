@@ -16,7 +16,7 @@ from .rope import Turn, beyond, rotation
 from .tree import Spec, pytree
 
 # how a layer's parts are made and computed, by their kind
-KINDS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
+SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     GroupedQuery: (attention_spec, mix_heads),
     Latent: (latent_spec, mix_latent),
     Dense: (ffn_spec, feed_forward),
@@ -47,7 +47,7 @@ class Decoder:
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     D, depth, norm = c.hidden_size, c.num_layers, norm_spec(c.norm, c.hidden_size)
-    mixer, ffn = KINDS[type(kind.mixer)][0], KINDS[type(kind.ffn)][0]
+    mixer, ffn = SUBLAYERS[type(kind.mixer)][0], SUBLAYERS[type(kind.ffn)][0]
     post = norm if c.post_norms else None
     return Layer(norm, mixer(kind.mixer, D, depth), norm, ffn(kind.ffn, D, depth), post, post)
 
@@ -102,7 +102,7 @@ def layer(
     def added(y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + (y if post is None else normalise(y, post, c.norm))
 
-    mix, think = KINDS[type(kind.mixer)][1], KINDS[type(kind.ffn)][1]
+    mix, think = SUBLAYERS[type(kind.mixer)][1], SUBLAYERS[type(kind.ffn)][1]
     inner = normalise(x, w.attention_norm, c.norm)
     state, mixed = mix(w.attention, kind.mixer, inner, turn, attend, state, i)
     x = added(mixed, w.attention_post_norm)

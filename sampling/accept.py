@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from ..model.tree import pytree
+from .params import NO_LOGPROBS
 from .sample import EDITS, Rows, Sampled, changed, is_drawn, narrowed, sample, scored
 from .search import argmax, pairwise_sum
 from .state import MASKED, SamplingState
 
 # Independent random numbers of one position; `sample` draws from the position's own key.
 ACCEPT, RESAMPLE, DRAFT = 1, 2, 3
+NONE_KEPT = -1  # where the number of the guess that was kept would stand
 
 
 @pytree
@@ -40,7 +42,7 @@ class Guesses:
 
 @runtime_checkable
 class Rule(Protocol):
-    """What stands at a position of each row, and which of its guesses that is (-1: none)."""
+    """What stands at a position of each row, and which of its guesses that is, or NONE_KEPT."""
 
     def __call__(
         self,
@@ -68,8 +70,8 @@ def coupled(
 
 
 def first_of(kept: Bool[Array, "B guesses"]) -> Int[Array, " B"]:
-    """Which guess is the first that was kept, -1 where none was."""
-    return jnp.where(jnp.any(kept, axis=1), jnp.argmax(kept, axis=1).astype(jnp.int32), -1)
+    """Which guess is the first that was kept, or NONE_KEPT."""
+    return jnp.where(jnp.any(kept, axis=1), jnp.argmax(kept, axis=1).astype(jnp.int32), NONE_KEPT)
 
 
 def rejection(
@@ -83,7 +85,7 @@ def rejection(
     """A guess or another token, distributed as the one that is sampled without guesses."""
     p = target_probs(logits, position, slot, live, state)
     token, kept = decide(p, guesses, state.knobs.seed[slot], position)
-    wanted = live & (state.knobs.logprobs[slot] >= 0)
+    wanted = live & (state.knobs.logprobs[slot] != NO_LOGPROBS)
     return scored(logits.astype(jnp.float32), token, wanted, state.n_top), kept
 
 
@@ -99,7 +101,7 @@ def target_probs(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Float[Array, "B V"]:
-    """The distribution of the token that `sample` gives for the same; its bits do not depend on B."""
+    """The distribution of the token that `sample` draws from; its bits do not depend on B."""
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     edited = changed(logits, rows, EDITS)
@@ -148,7 +150,9 @@ def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B gu
     none was."""
     keep = []
     for c in range(guesses.token.shape[1]):
-        token, real, q = guesses.token[:, c], guesses.real[:, c], offered(guesses, c, p.shape[1])
+        token = guesses.token[:, c]
+        real = guesses.real[:, c]
+        q = offered(guesses, c, p.shape[1])
         keep.append(jnp.where(real, acceptance(p, q, token), 0.0))
         p = jnp.where(real[:, None], residual(p, q), p)
     return jnp.stack(keep, axis=1), p
@@ -157,8 +161,7 @@ def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B gu
 def decide(
     p: Float[Array, "B V"], guesses: Guesses, seed: UInt[Array, " B"], position: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """A token of each row, distributed as p, and which of its guesses it is (-1: none was kept, or there was
-    none).
+    """A token of each row, distributed as p, and which of its guesses it is, or NONE_KEPT.
 
     (seed, position) alone decides the randomness; guesses must have been drawn independently of it, as
     `draw_guess` does.
@@ -170,7 +173,7 @@ def decide(
     keep, rest = trials(p, guesses)
     which = first_of(jax.vmap(noise)(seed, position) < keep)
     chosen = jnp.take_along_axis(guesses.token, jnp.maximum(which, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(which < 0, draw_probs(rest, seed, position, RESAMPLE), chosen), which
+    return jnp.where(which == NONE_KEPT, draw_probs(rest, seed, position, RESAMPLE), chosen), which
 
 
 # ---------------------------------------------------------------- draws
@@ -198,23 +201,3 @@ def draw_guess(
 ) -> Int[Array, " B"]:
     """A draft's guess for a position, independent of how `decide` judges it."""
     return draw_probs(q, seed, position, DRAFT)
-
-
-def draw_distinct(
-    q: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"], count: int
-) -> Guesses:
-    """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
-    tokens, real, probs = [], [], []
-    for c in range(count):
-        tokens.append(draw_probs(q, seed, position, DRAFT + c))
-        real.append(jnp.any(q > 0, axis=1))
-        probs.append(q)
-        q = without(q, tokens[-1])
-    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
-
-
-def without(q: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """A distribution after one token was taken out of it; all zeros where nothing is left."""
-    row = jnp.arange(q.shape[0], dtype=jnp.int32)
-    rest = q.at[row, token].set(0.0)
-    return rest / jnp.maximum(pairwise_sum(rest), jnp.finfo(q.dtype).tiny)

@@ -1,4 +1,4 @@
-"""What each sampling parameter may be by itself, and the words in which anything else is refused."""
+"""The limits of each sampling parameter by itself, and the error messages for anything else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 from ..fields import converted
 
 MAX_LOGPROBS = 20  # alternatives reported beside a token, unless an engine is started with more
+ALL = -1  # of log-probabilities: those of the whole vocabulary
 MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its own
 MAX_BIAS = 1e9  # size of a logit bias; masks are far beyond it
 MAX_TEMPERATURE = 1e6
@@ -52,7 +53,7 @@ def are_ids(ids: Any) -> bool:
 
 
 # What a field may be by itself.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (within(1, MAX_N), f"1 to {MAX_N}"),
     "temperature": (within(0, MAX_TEMPERATURE), f"0 (greedy) to {MAX_TEMPERATURE:g}"),
     "top_k": (at_least(-1), "1 or more; 0 or -1 is off"),
@@ -67,8 +68,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda seed: seed is None or -(2**63) <= seed < 2**64, "a 64-bit integer"),
     "max_tokens": (at_least(1, None), "1 or more, or None"),
     "min_tokens": (at_least(0), "0 to max_tokens"),
-    "logprobs": (at_least(-1, None), "0 or more, -1 for all, or None"),
-    "prompt_logprobs": (at_least(-1, None), "0 or more, -1 for all, or None"),
+    "logprobs": (at_least(ALL, None), "0 or more, -1 for all, or None"),
+    "prompt_logprobs": (at_least(ALL, None), "0 or more, -1 for all, or None"),
     "stop": (lambda stop: "" not in (stop or ()), "strings that are not empty"),
     "bad_words": (lambda words: all(w.strip() for w in words or ()), "words that are not blank"),
     "stop_token_ids": (are_ids, "token ids, 0 or more"),
@@ -82,8 +83,8 @@ def checked(name: str, value: Any, kind: Any) -> Any:
     """A field's value as its type, if it is allowed. Raises TypeError or ValueError, naming the field."""
     found = typed(name, value, kind)
     if name == "seed" and found == -1:
-        return None
-    ok, allowed = RULES.get(name, (lambda _: True, ""))
+        return None  # as in vLLM
+    ok, allowed = LIMITS.get(name, (lambda _: True, ""))
     require(ok(found), name, value, allowed)
     for token, bias in found.items() if isinstance(found, dict) else ():
         require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")

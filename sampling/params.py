@@ -17,12 +17,14 @@ from jaxtyping import Int32
 from ..fields import knob
 from ..model.tree import pytree
 from ..refusals import check_neutral, unknown
-from .checks import MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
-from .names import NEUTRAL, known_names
+from .checks import ALL, MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
+from .neutral import NEUTRAL, known_names
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
 MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
+NO_TOKEN = -1  # where a table of token ids, or a step's result, has none
+NO_LOGPROBS = -1  # knob of a request that wants no log-probabilities
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
@@ -138,13 +140,13 @@ class SamplingParams:
 
     def check_logprobs(self, most: int, V: int) -> None:
         """Raise ValueError for more log-probabilities than an engine with `max_logprobs` reports, or than a
-        vocabulary of V has; -1 is all there are."""
+        vocabulary of V has."""
         there = max(V, MAX_LOGPROBS)  # as many places as a step reports at least
         for name, wanted in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if wanted is None or (wanted == most == -1):
+            if wanted is None or (wanted == most == ALL):
                 continue
             reported = f"this engine reports max_logprobs={most}; start it with more, or -1 for all"
-            require(most == -1 or 0 <= wanted <= most, name, wanted, reported)
+            require(most == ALL or 0 <= wanted <= most, name, wanted, reported)
             require(0 <= wanted <= there, name, wanted, f"the vocabulary has {V} tokens")
 
 
@@ -222,10 +224,10 @@ class Knobs:
     repetition_penalty: Any  # float32
     seed: Any  # uint32
     min_position: Any  # int32, no stop id is drawn for a position below it
-    logprobs: Any  # int32, -1 where none are wanted
+    logprobs: Any  # int32, 0 or more where log-probabilities are wanted, else NO_LOGPROBS
     has_bias: Any  # bool, whether the slot's row of `bias` is to be read
-    stop_ids: Any  # int32 [MAX_STOP_IDS], padded with -1
-    bad_words: Any  # int32 [MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH], padded with -1 on the left
+    stop_ids: Any  # int32 [MAX_STOP_IDS], padded with NO_TOKEN
+    bad_words: Any  # int32 [MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
 
 
 def knobs_row(
@@ -252,7 +254,7 @@ def knobs_row(
         repetition_penalty=np.float32(params.repetition_penalty),
         seed=np.uint32(seed),
         min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
-        logprobs=np.int32(-1 if params.logprobs is None else 0 if params.logprobs == -1 else params.logprobs),
+        logprobs=np.int32(NO_LOGPROBS if params.logprobs is None else max(params.logprobs, 0)),
         has_bias=np.bool_(has_bias(params, bad_words)),
         stop_ids=stop_row(stop_ids),
         bad_words=bad_word_rows(bad_words),
@@ -272,7 +274,7 @@ def stop_row(stop_ids: Sequence[int]) -> Int32[np.ndarray, " ids"]:
         ids,
         f"at most {MAX_STOP_IDS} ids, the model's own included",
     )
-    return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
+    return np.array(ids + [NO_TOKEN] * (MAX_STOP_IDS - len(ids)), np.int32)
 
 
 def bad_word_rows(bad_words: Sequence[Sequence[int]]) -> Int32[np.ndarray, "words length"]:
@@ -280,7 +282,7 @@ def bad_word_rows(bad_words: Sequence[Sequence[int]]) -> Int32[np.ndarray, "word
     require(
         len(long) <= MAX_BAD_WORDS, "bad_words", long, f"at most {MAX_BAD_WORDS} sequences of several tokens"
     )
-    rows = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, np.int32)
+    rows = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), NO_TOKEN, np.int32)
     for row, sequence in zip(rows, long, strict=False):
         require(len(sequence) <= len(row), "bad_words", sequence, f"at most {len(row)} tokens a word")
         row[-len(sequence) :] = sequence

@@ -12,11 +12,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from ..model.scatter import apart
 from ..model.tree import pytree, static
 from .checks import MAX_LOGPROBS
-from .params import MAX_BAD_WORD_LENGTH, Knobs, SamplingParams, knobs_row
+from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, knobs_row
 
 # The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are
-# masked, those that
-# were masked the least are drawn from.
+# masked, those that were masked the least are drawn from.
 MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p
 BANNED = -1e28  # would end a longer bad word
 EARLY = -1e26  # would end the output before min_tokens
@@ -30,7 +29,7 @@ class SamplingState:
     output_counts: Any  # int32 [C,V], how often each token was generated
     in_prompt: Any  # bool [C,V]
     bias: Any  # float32 [C,V]
-    recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, -1 before the first
+    recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, NO_TOKEN before the first
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
 
 
@@ -42,7 +41,7 @@ def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS) -> SamplingState:
         output_counts=jnp.zeros((slots, V), jnp.int32),
         in_prompt=jnp.zeros((slots, V), bool),
         bias=jnp.zeros((slots, V), jnp.float32),
-        recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), -1, jnp.int32),
+        recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), NO_TOKEN, jnp.int32),
         n_top=n_top,
     )
 
@@ -69,7 +68,7 @@ def load_history(
     in_prompt = jnp.zeros(V, bool).at[jnp.where(prompt, tokens, V)].set(True, mode="drop")
     counts = jnp.zeros(V, jnp.int32).at[jnp.where(output, tokens, V)].add(1, mode="drop")
     last = total_len - state.recent.shape[1] + jnp.arange(state.recent.shape[1], dtype=jnp.int32)
-    recent = jnp.where(last >= prompt_len, tokens.at[last].get(mode="clip"), -1)
+    recent = jnp.where(last >= prompt_len, tokens.at[last].get(mode="clip"), NO_TOKEN)
     return replace(
         state,
         output_counts=state.output_counts.at[slot].set(counts),
@@ -95,7 +94,8 @@ def dense_bias(
     params.check_vocabulary(V)
     beyond = [token for sequence in bad_words for token in sequence if not 0 <= token < V]
     if beyond:
-        words, allowed = list(params.bad_words or ()), f"the vocabulary's ids are 0..{V - 1}"
+        words = list(params.bad_words or ())
+        allowed = f"the vocabulary's ids are 0..{V - 1}"
         raise ValueError(f"bad_words={words!r} has the token id {beyond[0]}: {allowed}")
     bias = np.zeros(V, np.float32)
     for token, value in (params.logit_bias or {}).items():

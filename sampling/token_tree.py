@@ -1,13 +1,13 @@
-"""Guesses that branch: a static tree of tokens, verified in one pass (SpecInfer, Miao et al., arXiv
-2305.09781)."""
+"""Trees of guesses: a static shape, verified in one pass (SpecInfer, Miao et al., arXiv 2305.09781)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Int, Int32
 
+NO_NODE = -1  # the root's parent, and the padding of tables of children
 CHAIN = 0.5  # share of the likeliest guesses that are right
 SHARES = (CHAIN, 0.14, 0.08, 0.05, 0.03, 0.02)  # of the first, second, ... choice for one place
 
@@ -21,11 +21,13 @@ class TokenTree:
     out of order.
     """
 
-    parents: tuple[int, ...]  # of each node; -1 for node 0
+    parents: tuple[int, ...]  # of each node; NO_NODE for node 0
 
     def __post_init__(self):
-        if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"parents {self.parents} is not allowed: node 0 is the root, with parent -1")
+        if not self.parents or self.parents[0] != NO_NODE:
+            raise ValueError(
+                f"parents {self.parents} is not allowed: node 0 is the root, with parent {NO_NODE}"
+            )
         for node, parent in enumerate(self.parents[1:], 1):
             if not 0 <= parent < node:
                 raise ValueError(
@@ -35,7 +37,7 @@ class TokenTree:
     @classmethod
     def of_widths(cls, widths: Sequence[int]) -> "TokenTree":
         """The full tree in which every node of level i has widths[i] children."""
-        parents, level = [-1], [0]
+        parents, level = [NO_NODE], [0]
         for width in widths:
             first = len(parents)
             parents += [node for node in level for _ in range(width)]
@@ -44,7 +46,7 @@ class TokenTree:
 
     @classmethod
     def of_paths(cls, paths: Sequence[Sequence[int]]) -> "TokenTree":
-        """vLLM's way to write a tree: a path of child numbers for every node but the root, such as (0,),
+        """A tree in vLLM's notation: a path of child numbers for every node but the root, such as (0,),
         (1,), (0, 0)."""
         ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         node = {(): 0} | {path: i for i, path in enumerate(ordered, 1)}
@@ -53,13 +55,13 @@ class TokenTree:
                 raise ValueError(
                     f"path {(*before, last)} is not allowed: its parent or elder sibling is missing"
                 )
-        return cls((-1, *(node[path[:-1]] for path in ordered)))
+        return cls((NO_NODE, *(node[path[:-1]] for path in ordered)))
 
     @classmethod
     def likely(cls, guesses: int) -> "TokenTree":
-        """So many guesses where they are worth most: a chain of likeliest tokens, and others beside it while
-        those are likelier to be right than its end (with the shares of a first, second, third ... choice that
-        small models reach)."""
+        """`guesses` guesses where they are worth most: a chain of likeliest tokens, and others beside it
+        while those are likelier to be right than its end (with the shares of a first, second, third ...
+        choice that small models reach)."""
         places = [
             (CHAIN**depth * share, depth, child)
             for depth in range(guesses)
@@ -87,21 +89,12 @@ class TokenTree:
 
     @cached_property
     def children(self) -> Int32[np.ndarray, "n children"]:
-        """Each node's children in order, padded with -1; one column at least."""
+        """Each node's children in order, padded with NO_NODE; one column at least."""
         found = [[n for n, parent in enumerate(self.parents) if parent == node] for node in range(self.nodes)]
-        table = np.full((self.nodes, max(1, *map(len, found))), -1, np.int32)
+        table = np.full((self.nodes, max(1, *map(len, found))), NO_NODE, np.int32)
         for row, nodes in zip(table, found, strict=True):
             row[: len(nodes)] = nodes
         return table
-
-    @cached_property
-    def ancestors(self) -> Bool[np.ndarray, "n n"]:
-        """Whether node j is node i or lies on its path to the root, at [i,j]: which keys of the tree node i
-        may read."""
-        mask = np.eye(self.nodes, dtype=bool)
-        for node in range(1, self.nodes):
-            mask[node] |= mask[self.parents[node]]
-        return mask
 
     @cached_property
     def paths(self) -> Int32[np.ndarray, "n path"]:

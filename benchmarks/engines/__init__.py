@@ -18,7 +18,7 @@ from benchmarks.traces import Request
 @dataclass(frozen=True)
 class Answer:
     """Seconds from a request's arrival to its first and to its last token, and the tokens; a static batch
-    gives all at once."""
+    returns all at once."""
 
     ttft: float | None
     e2e: float

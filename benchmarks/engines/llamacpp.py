@@ -150,7 +150,7 @@ class LlamaCpp:
         self.L.llama_memory_seq_rm(self.L.llama_get_memory(self.context), sequence, -1, -1)
 
     def _decode(self, tokens: list[Token]) -> list[int]:
-        """One step; gives the likeliest next token of each entry whose logits are wanted."""
+        """One step; returns the likeliest next token of each entry whose logits are wanted."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):

@@ -16,7 +16,8 @@ from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelCon
 from duetto.model.tree import nbytes
 
 PAGE, CHUNK = 64, 512
-LATENTS = {  # layers, and how they mix
+# layers, and how they mix
+LATENTS = {
     "DeepSeek-V2-Lite": (27, Latent(16, rank=512, nope_size=128, rope_size=64, value_size=128)),
     "DeepSeek-V3": (61, Latent(128, 512, nope_size=128, rope_size=64, value_size=128, query_rank=1536)),
 }
@@ -34,7 +35,7 @@ def model(mixers: list[GroupedQuery | Latent], D: int = 64) -> ModelConfig:
 
 
 def bytes_of(config: ModelConfig, pages: list[int]) -> int:
-    """Bytes in bfloat16 of a cache with so many pages for each window."""
+    """Bytes in bfloat16 of a cache with `pages` of each window."""
     return nbytes(jax.eval_shape(lambda: empty_cache(config.layers, pages, PAGE, jnp.bfloat16)))
 
 
@@ -53,7 +54,7 @@ def latent_row(name: str) -> str:
 
 
 def owned_pages(windows: tuple[int | None, ...], context: int) -> list[int]:
-    """Pages of each group that a request owns after so many tokens, read in chunks."""
+    """Pages of each group that a request owns after `context` tokens, read in chunks."""
     tables = PageTables(windows, (1 << 20,) * len(windows), PAGE, CHUNK)
     sequence = tables.admit(tables.find([]), context, end=context + 1)
     for start in range(0, context, CHUNK):

@@ -21,7 +21,7 @@ import numpy as np
 
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
-from duetto.model.compress import How, Plan, compress, projections
+from duetto.model.compress import CompressionPlan, Method, compress, projections
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import nbytes
@@ -87,12 +87,12 @@ def measure(config: ModelConfig, whole: Decoder, params: Decoder, text: np.ndarr
     return Quality(math.exp(nats), equal, divergence, layers, nbytes(params))
 
 
-def plan(case: str) -> Plan:
+def plan(case: str) -> CompressionPlan:
     """A case's plan: a scheme or a share for all projections, or "ffn" and one for the feed-forward layers
     alone."""
     *part, how = case.split()
-    way: How = how if how.isidentifier() else float(how)  # type: ignore[assignment]
-    return Plan((("layers.*.ffn.*", way),)) if part == ["ffn"] else projections(way)
+    method: Method = how if how.isidentifier() else float(how)  # type: ignore[assignment]
+    return CompressionPlan((("layers.*.ffn.*", method),)) if part == ["ffn"] else projections(method)
 
 
 def row(name: str, found: Quality, whole: Quality) -> str:

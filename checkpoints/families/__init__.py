@@ -36,5 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": gpt2.FAMILY,
 }
 UNSUPPORTED = {
-    "gemma3": "a model of images and text, which is not supported: expected 'gemma3_text', its text part alone",
+    "gemma3": (
+        "a model of images and text, which is not supported: expected 'gemma3_text', its text part alone"
+    ),
 }

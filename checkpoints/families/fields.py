@@ -94,7 +94,7 @@ def only(raw: Raw, name: str, *allowed: Any) -> None:
 
 
 def chosen(raw: Raw, name: str, default: str, meanings: Mapping[str, Any]) -> Any:
-    """What a word means, of those that are known."""
+    """The value that a known word stands for."""
     found = value(raw, name, default)
     if not isinstance(found, str) or found not in meanings:
         expected = ", ".join(map(repr, meanings))

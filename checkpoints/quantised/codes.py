@@ -73,7 +73,7 @@ class Codes:
 
 @runtime_checkable
 class Coded(Source, Protocol):
-    """A Source that can give its codes. Nothing large is read before they are."""
+    """A Source that can be read as its codes. Nothing large is read before they are."""
 
     def codes(self) -> Codes: ...
 

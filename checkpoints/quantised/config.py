@@ -14,7 +14,7 @@ from typing import Any
 from ...refusals import shown
 from ..families.fields import flag, integer, only, value
 from ..tensors import CheckpointError, Source, Tensor
-from .formats import BlockScaled, Held, Mxfp4, PackedWeight, Packing
+from .formats import ALL_INPUTS, BlockScaled, Held, Mxfp4, PackedWeight, Packing
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 
@@ -51,7 +51,7 @@ def check_method(config: Mapping[str, Any]) -> None:
     elif method == "gptq":
         only({"bits": integer(config, "bits", 4)}, "bits", 2, 4, 8)
         only(config, "checkpoint_format", "gptq", "gptq_v2")
-    if method in ("awq", "gptq") and config.get("group_size") != -1:
+    if method in ("awq", "gptq") and config.get("group_size") != ALL_INPUTS:
         integer(config, "group_size", 128)
 
 

@@ -1,5 +1,5 @@
 """The formats in which checkpoints store weights in eight or four bits, each a `Source` of floats that can
-also give its codes."""
+also be read as its codes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ F32, I32, I8, U8 = (np.dtype(t) for t in (np.float32, np.int32, np.int8, np.uint
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 SCALES = FLOATS | {"F8_E8M0": E8M0}
 MXFP4_BLOCK = 32
+ALL_INPUTS = -1  # a group_size: one scale for all inputs of an output
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold its columns, one after the other
 
@@ -37,7 +38,8 @@ class Held:
 
 def refuse(tensor: Tensor, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.code} and shape {tensor.shape}, expected {expected}"
+        f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.code} and shape {tensor.shape}, "
+        f"expected {expected}"
     )
 
 
@@ -212,7 +214,7 @@ class Packing:
     bits: int
     awq: bool
     shift: int  # what stored zeros lack
-    group: int  # inputs that share a scale; -1 is all
+    group: int  # inputs that share a scale, or ALL_INPUTS
 
     @property
     def per_word(self) -> int:
@@ -233,7 +235,7 @@ class PackedWeight:
     """An AWQ or GPTQ matrix, (q - zero) * scale, which is stored with its inputs first: read as [outputs,
     inputs].
 
-    GPTQ may order inputs by their activations: `g_idx` then gives each one's group.
+    GPTQ may order inputs by their activations: `g_idx` then has each one's group.
     """
 
     name: str
@@ -260,7 +262,7 @@ class PackedWeight:
         if len(self.qweight.shape) != 2 or self.qweight.code != "I32":
             raise refuse(self.qweight, "a matrix of 32-bit words")
         outputs, inputs = self.shape
-        groups = 1 if self.packing.group == -1 else -(-inputs // self.packing.group)
+        groups = 1 if self.packing.group == ALL_INPUTS else -(-inputs // self.packing.group)
         if self.scales.shape != (groups, outputs) or self.scales.code not in FLOATS:
             raise refuse(self.scales, f"floats of shape {(groups, outputs)}")
         zeros = (groups, -(-outputs // self.packing.per_word))
@@ -328,7 +330,7 @@ class PackedWeight:
         inputs = self.shape[1]
         if self.g_idx is not None:
             return whole(self.g_idx, I32)
-        return np.arange(inputs) // (inputs if self.packing.group == -1 else self.packing.group)
+        return np.arange(inputs) // (inputs if self.packing.group == ALL_INPUTS else self.packing.group)
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The packed words, integer zeros [groups,o] and scales [groups,o]: what was read last is held."""

@@ -7,14 +7,13 @@ from typing import Any
 
 from .ticket import Ticket
 
-Tqdm = (
-    bool | Callable[..., Any]
-)  # whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
+# whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
+Tqdm = bool | Callable[..., Any]
 
 
 @contextmanager
 def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Ticket]], None]]:
-    """A bar of `total` tickets; gives what is to be told of those that have ended."""
+    """A bar of `total` tickets; yields what is to be told of those that have ended."""
     if not use_tqdm:
         yield lambda done: None
         return
@@ -37,7 +36,7 @@ def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Ticket]], No
 
 
 def rounds(most: int, use_tqdm: Tqdm) -> Iterable[int]:
-    """So many numbers, with a bar of the tokens that a search may take."""
+    """`range(most)`, with a bar of the tokens that a search may take."""
     if not use_tqdm:
         return range(most)
     return bar_of(use_tqdm)(range(most), desc="Beam search", unit="token")

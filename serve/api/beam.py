@@ -69,7 +69,7 @@ class Search:
         return bool(self.beams) and self.rounds > 0
 
     def sequences(self) -> list[BeamSearchSequence]:
-        """The best of those that have ended and those that could not go on."""
+        """The best of the ended beams and of those that could not continue."""
         for beams, reason in ((self.ended, "stop"), (self.beams, "length")):
             for beam in beams:
                 beam.finish_reason = reason
@@ -77,7 +77,7 @@ class Search:
 
 
 def continuations(beam: BeamSearchSequence, result: CompletionOutput) -> Iterator[BeamSearchSequence]:
-    """A beam with each of the alternatives that one more token has."""
+    """A beam extended by each alternative for its next token."""
     (alternatives,) = result.logprobs or [{}]
     for token, found in alternatives.items():
         yield BeamSearchSequence(

@@ -1,4 +1,4 @@
-"""From what a caller writes to requests that the engine can run, and back to what the caller reads."""
+"""A caller's prompts become requests that the engine can run, and its results become outputs."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...refusals import shown
-from ...sampling.params import SamplingParams, fold_seed, knobs_row, tokenize_bad_words
+from ...sampling.checks import ALL
+from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
 from ..engine.request import Request, ScoreLog
 from ..options.engine import EngineOptions
@@ -48,7 +49,7 @@ class Intake:
 
     @property
     def longest(self) -> int:
-        """Tokens that a prompt may have."""
+        """Most tokens that a prompt may have."""
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
     def ticket(
@@ -179,7 +180,7 @@ class Intake:
         )
 
     def output(self, ticket: Ticket) -> RequestOutput:
-        """What the caller gets of a ticket as it stands."""
+        """The output of a ticket as it stands."""
         first = ticket.requests[0]
         finished = ticket.finished
         return RequestOutput(
@@ -220,11 +221,11 @@ class Intake:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
 
     def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """The token itself, then the `top` likeliest; -1 is all that were reported."""
+        """The token itself, then the `top` likeliest, or ALL that were reported."""
         found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
-        for rank in range(len(scores.top_ids[i]) if top == -1 else top):
+        for rank in range(len(scores.top_ids[i]) if top == ALL else top):
             other = int(scores.top_ids[i][rank])
-            if other >= 0:
+            if other != NO_TOKEN:
                 found.setdefault(
                     other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decoded(other))
                 )

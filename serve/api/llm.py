@@ -221,17 +221,17 @@ class LLM:
         return tickets[0].id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; gives those queued with `add_request` that have finished
+        """Advance all requests by one step; returns those queued with `add_request` that have finished
         since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests queued with `add_request` are still to be given back by `step`."""
+        """Whether requests queued with `add_request` are still to be returned by `step`."""
         return self._session.count_queued > 0
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has generated is its result, with finish reason "abort". An unknown id
-        is none."""
+        """End a request now; what it has generated is its result, with finish reason "abort". Unknown ids are
+        ignored."""
         self._session.abort(request_id)
 
     # ------------------------------------------------------------ the engine
@@ -266,7 +266,7 @@ class LLM:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have."""
+        """Most tokens that a prompt may have."""
         return self._intake.longest
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -278,7 +278,7 @@ class LLM:
         return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
 
     def close(self) -> None:
-        """Abort what runs and give the device's memory back."""
+        """Abort what runs and free the device's memory."""
         self._session.close()
         give_back()
 
@@ -330,7 +330,7 @@ class LLM:
         priority: int | Sequence[int] | None,
         request_id: str | None = None,
     ) -> list[Ticket]:
-        """What is asked, checked and tokenized, under ids that are taken; nothing is queued yet."""
+        """Tickets of checked and tokenized prompts, their ids reserved; nothing is queued yet."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(prompts))
         ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))

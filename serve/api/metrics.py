@@ -1,4 +1,4 @@
-"""What an engine counts, as the metric objects that vLLM's `get_metrics` gives, under vLLM's names."""
+"""What an engine counts, as the metric objects that vLLM's `get_metrics` returns, under vLLM's names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Counter(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """A number as it is now."""
+    """A current value."""
 
     value: float
 
@@ -48,7 +48,7 @@ class Histogram(Metric):
 
 
 def snapshot(engine: Engine) -> list[Metric]:
-    """All that is known of an engine now."""
+    """All metrics of an engine now."""
     return [*gauges(engine), *counters(engine), *guesses(engine), *histograms(engine)]
 
 

@@ -26,7 +26,7 @@ class Session:
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
         self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
-        self._queued: dict[str, Ticket] = {}  # those of them that `step` gives back, in order
+        self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
@@ -40,7 +40,7 @@ class Session:
 
     @property
     def count_queued(self) -> int:
-        """Tickets that `step` or `wait` are still to give back."""
+        """Tickets that `step` or `wait` are still to return."""
         return len(self._queued)
 
     @contextmanager
@@ -60,7 +60,7 @@ class Session:
     # ------------------------------------------------------------ ids
 
     def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[Ticket]:
-        """Tickets made for ids that are free, or for the one `id`; the ids are taken until these are dropped.
+        """Tickets made for free ids, or for the one `id`; the ids are reserved until the tickets are dropped.
 
         Raises ValueError for an id that is in use, and whatever a `make` raises: the ids are free again then.
         """
@@ -88,7 +88,7 @@ class Session:
     # ------------------------------------------------------------ whole results
 
     def finish(self, tickets: list[Ticket], done: Done) -> None:
-        """Run tickets to their end, telling `done` which have ended; an interrupt aborts what is left."""
+        """Run tickets to their end, calling `done` with the ended ones; an interrupt aborts the rest."""
         try:
             self.submit(tickets)
             self._run(tickets, done)
@@ -149,27 +149,27 @@ class Session:
     # ------------------------------------------------------------ one step at a time
 
     def queue(self, tickets: list[Ticket]) -> None:
-        """Submit tickets that `step` or `wait` give back."""
+        """Submit tickets that `step` or `wait` return."""
         with self.turn():
             self.submit(tickets)
             self._queued |= {ticket.id: ticket for ticket in tickets}
 
     def step(self) -> list[Ticket]:
-        """Advance all requests by one step; gives the queued tickets that have finished since."""
+        """Advance all requests by one step; returns the queued tickets that have finished since."""
         with self.turn():
             if self.engine.has_work:
                 self.engine.step()
             return self._give([ticket for ticket in self._queued.values() if ticket.finished])
 
     def wait(self, done: Done) -> list[Ticket]:
-        """Run all queued tickets to their end; gives them in the order of their queueing."""
+        """Run all queued tickets to their end; returns them in the order of their queueing."""
         tickets = list(self._queued.values())
         self._run(tickets, done)
         with self.turn():
             return self._give(tickets)
 
     def _give(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Those that nobody else was given, which leave the queue."""
+        """Tickets that nobody else has received; they leave the queue."""
         mine = [ticket for ticket in tickets if self._queued.get(ticket.id) is ticket]
         self.drop(mine)
         return mine
@@ -177,7 +177,7 @@ class Session:
     # ------------------------------------------------------------ ends
 
     def abort(self, id: str) -> None:
-        """End what runs under an id, and what has not begun yet before it does; an unknown id is none."""
+        """End what runs under an id, and what has not begun yet before it does; unknown ids are ignored."""
         with self.turn():
             ticket = self.tickets.get(id)
             if ticket is not None:

@@ -37,7 +37,7 @@ class Gate:
 
 
 async def in_threads(start: Callable[[], Generator[T]], gate: Gate | None = None) -> AsyncGenerator[T]:
-    """What a generator gives that `start` makes; closing or cancelling this closes that one, after a step
+    """What the generator that `start` makes yields; closing or cancelling this closes that one, after a step
     under way."""
     gate = gate or Gate()
     pieces = await asyncio.to_thread(start)

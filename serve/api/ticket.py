@@ -8,7 +8,7 @@ from ..outputs import Delta
 
 @dataclass(eq=False)
 class Ticket:
-    """What one call of the user became: `n` requests over the same prompt."""
+    """One call of the user: `n` requests over the same prompt."""
 
     id: str
     prompt: str | None

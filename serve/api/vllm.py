@@ -163,7 +163,7 @@ def sleep(llm: "LLM", level: int = 1, mode: Literal["abort", "wait", "keep"] = "
 
 
 def wake_up(llm: "LLM", tags: Sequence[str] | None = None) -> None:
-    """Bring back what `sleep` gave away: all, or of "weights", "kv_cache" and "scheduling" those named.
+    """Restore what `sleep` released: all, or of "weights", "kv_cache" and "scheduling" those named.
 
     Requests run again once both the weights and the cache are back. Raises ValueError for another tag.
     """

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ...sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .lines import INTERNAL, Address, LineError, Task, encodable
@@ -151,9 +152,9 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def alternatives_of(task: Task) -> float:
-    """How many of the likeliest tokens a task wants to see; -1 asks for all."""
+    """How many of the likeliest tokens a task wants to see."""
     asked = task.params.logprobs or 0
-    return math.inf if asked == -1 else asked
+    return math.inf if asked == ALL else asked
 
 
 def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:

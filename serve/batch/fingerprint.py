@@ -18,7 +18,7 @@ from ..host.devices import default_device
 from ..options.engine import EngineOptions
 from ..programs import kept
 from ..speculation.beside import find
-from .source import hash_of
+from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 # Whose versions decide which tokens a prompt has, and the bits of what is computed of them.
@@ -58,7 +58,7 @@ def contents(folder: Path) -> str:
         files += [f for f in (folder / orbax.PARAMS).rglob("*") if f.is_file()]
     files.sort()
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(hash_of, files)
+        hashes = pool.map(file_hash, files)
         listed = [f"{f.relative_to(folder)} {found}" for f, found in zip(files, hashes, strict=True)]
     return sha256(" ".join(listed).encode()).hexdigest()
 
@@ -68,12 +68,12 @@ def device(device: Any) -> dict[str, str]:
     and cores."""
     found = {"device": device.device_kind, "runtime": " ".join(device.client.platform_version.split())}
     return found | (
-        {"cores": str(kept.cores()), "processor": processor()} if device.platform == "cpu" else {}
+        {"cores": str(kept.cores()), "processor": processor_name()} if device.platform == "cpu" else {}
     )
 
 
 @cache
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name, and a hash of its instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -125,7 +125,10 @@ class Job:
         interrupts: Interrupts,
         now: datetime,
     ):
-        self._start_engine, self._source, self._sink, self._options = start_engine, source, sink, options
+        self._start_engine = start_engine
+        self._source = source
+        self._sink = sink
+        self._options = options
         self._interrupts, self._now = interrupts, now
         self._engine: BatchEngine | None = None
         self._answers = Answers(source.sha256, options.model_name)

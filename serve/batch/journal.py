@@ -49,7 +49,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = 0o666):
-        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of so many lines.
+        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of `lines` lines.
 
         Raises JobError if another process has it, it is of another job, it is no journal, or the disk
         refuses; it is left as it is then.
@@ -181,8 +181,8 @@ class Journal:
             raise JobError(f"{self.path} exists and is not a journal; {REMEDY}")
         whole = sum(self._record(line) is not None for line in rest)
         raise JobError(
-            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), is damaged;"
-            f" {REMEDY}"
+            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), "
+            f"is damaged; {REMEDY}"
         )
 
     def _begin(self, header: Header) -> int:

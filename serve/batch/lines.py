@@ -16,7 +16,7 @@ import msgspec
 from ...refusals import among, nearest
 from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, check_messages
-from .fields import HARMLESS, NEUTRAL
+from .neutral import HARMLESS, NEUTRAL
 
 Form = Literal["plain", "completion", "chat"]
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}

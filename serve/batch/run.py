@@ -25,7 +25,7 @@ from ..host.streams import tell
 from .job import BatchEngine, BatchOptions, Job, OrderedStream
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
-from .source import Input, hash_of
+from .source import Input, file_hash
 
 Report = dict[str, Any]
 
@@ -199,7 +199,9 @@ class Result:
     """What is told of a finished output: its hash, its lines, and the errors among them by code."""
 
     def __init__(self):
-        self._sha256, self._count, self._errors = hashlib.sha256(), 0, Counter[str]()
+        self._sha256 = hashlib.sha256()
+        self._count = 0
+        self._errors = Counter[str]()
 
     def lines(self, answers: Iterator[tuple[dict[str, Any], bytes]]) -> Iterator[bytes]:
         """The output's lines, which are counted on the way."""
@@ -230,7 +232,7 @@ def finished(place: Place, fingerprint: Mapping[str, str]) -> bool:
             report
             and report["fingerprint"] == fingerprint
             and place.output.is_file()
-            and report["output"]["sha256"] == hash_of(place.output)
+            and report["output"]["sha256"] == file_hash(place.output)
         )
 
 

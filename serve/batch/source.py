@@ -93,7 +93,7 @@ def spooled(stream: BinaryIO) -> tuple[BinaryIO, int]:
     return file, size
 
 
-def hash_of(path: str | os.PathLike[str]) -> str:
+def file_hash(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

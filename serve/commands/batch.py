@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
-            "--speculative-config: acceptance=rejection is not allowed in a batch: which tokens are drawn depends "
-            "on what runs beside a line, so that a resumed job would not write the same answers; leave it out"
+            "--speculative-config: acceptance=rejection is not allowed in a batch: "
+            "which tokens are drawn depends on what runs beside a line, "
+            "so that a resumed job would not write the same answers; leave it out"
         )
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))

@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 
 def best_edges(lengths: Iterable[int], programs: int, last: int, smallest: int = EDGE) -> tuple[int, ...]:
-    """At most so many bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for chunks
-    of these lengths.
+    """At most `programs` bucket edges, `last` and SMALLEST_CHUNK among them, with the least padding for
+    chunks of these lengths.
 
     Edges are multiples of EDGE, `smallest` or more. Exact, by a dynamic programme over the edges that a
     length rounds up to: O(n^2) for each program. Raises ValueError for lengths beyond `last`, and for fewer
@@ -96,7 +96,7 @@ def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
 
 
 def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
-    """The steps in which an engine would serve requests of so many (prompt, output) tokens that all wait at
+    """The steps in which an engine would serve requests of these (prompt, output) lengths that all wait at
     once.
 
     Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are
@@ -155,7 +155,9 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     from ..text.chat import apply_chat
     from ..text.tokenizer import Tokenizer
 
-    limit, tokenizer, found = BatchOptions().max_line_bytes, Tokenizer.from_folder(folder), []
+    limit = BatchOptions().max_line_bytes
+    tokenizer = Tokenizer.from_folder(folder)
+    found = []
     with Input.open(file, limit) as source:
         for line in source.lines():
             task = task_of(decode(line, limit), {}, seed=0)
@@ -179,8 +181,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--smallest",
         type=positive,
         default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, whose products have "
-        "the same bits from 3 rows on",
+        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, "
+        "whose products have the same bits from 3 rows on",
     )
     parser.add_argument("--max-prefill-tokens", type=positive, default=512)
     parser.add_argument("--max-num-seqs", type=positive, default=32)

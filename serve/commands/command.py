@@ -106,7 +106,7 @@ def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path
 
 
 def check_report(args: argparse.Namespace) -> None:
-    """Raises ValueError, before anything runs, where --report cannot be written or is not a report's place."""
+    """Raises ValueError, before anything runs, where --report cannot be written or is no report's place."""
     if args.report:
         check_path(args.report)
 

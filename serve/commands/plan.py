@@ -47,11 +47,10 @@ def render_memory(plan: EnginePlan, memory: Memory) -> str:
         parts["measured"] = memory.peak
     lines = [f"{name:<12}{size / 2**20:>12.1f} MiB" for name, size in parts.items()]
     if memory.limit is not None:
-        allowed = memory.limit * plan.options.gpu_memory_utilization
-        verdict = "fits" if memory.total <= allowed else "DOES NOT FIT"
-        lines.append(
-            f"{verdict} in {allowed / 2**20:.1f} MiB, {plan.options.gpu_memory_utilization:.0%} of the device's memory"
-        )
+        share = plan.options.gpu_memory_utilization
+        verdict = "fits" if memory.total <= memory.limit * share else "DOES NOT FIT"
+        allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the device's memory"
+        lines.append(f"{verdict} in {allowed}")
     return "\n".join(lines)
 
 
@@ -102,15 +101,12 @@ def render_fact(f: Facts, link: float) -> str:
 def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
-    top = {
-        "model": plan.name,
-        "dtype": plan.dtype,
-        "target": plan.target.name,
-        "devices": len(plan.target.devices),
-    }
     return json.dumps(
         {
-            **top,
+            "model": plan.name,
+            "dtype": plan.dtype,
+            "target": plan.target.name,
+            "devices": len(plan.target.devices),
             "context": plan.context,
             "sizes": asdict(plan.sizes),
             "memory": asdict(memory),
@@ -157,17 +153,14 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.target) if args.target else here()
     where = {"revision": args.revision, "download_dir": args.download_dir}
     plan = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
-    arguments, choices = (
-        abstract_arguments(plan),
-        {"main": main_shapes(plan.shapes), "all": plan.shapes, "none": []},
-    )
+    arguments = abstract_arguments(plan)
+    choices = {"main": main_shapes(plan.shapes), "all": plan.shapes, "none": []}
     rows = make_rows(plan, arguments, choices[args.compile])
     memory = memory_of(plan, arguments, rows)
     if args.measure:
         memory, rows = measured(plan, arguments, memory, rows)
-        plan = replace(
-            plan, target=here(measure=True)
-        )  # last: its arrays must not count as the plan's memory
+        # last: its arrays must not count as the plan's memory
+        plan = replace(plan, target=here(measure=True))
         rows = [floored(row, plan.target, plan.dtype) for row in rows]
     print(as_json(plan, memory, rows) if args.json else render(plan, memory, rows))
     return 0

@@ -65,7 +65,7 @@ def save(report: Mapping[str, Any], path: str | Path) -> None:
 
 
 def check_path(path: str | Path) -> None:
-    """Raise ValueError for a place where no report can be written, or where something else than one stands."""
+    """Raises ValueError for a place where no report can be written, or that holds something else."""
     place = Path(path)
     if not place.parent.is_dir():
         raise ValueError(f"--report {path}: the folder {place.parent} does not exist")

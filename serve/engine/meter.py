@@ -18,8 +18,8 @@ from ..programs.shapes import Shape
 from .distributions import Finished
 from .request import Request
 
-SPANS = 256  # of each shape, the last so many are kept
-REQUESTS = 10_000  # whose spans are kept: up to so many the percentiles are exact
+SPANS = 256  # kept of each shape, the latest
+REQUESTS = 10_000  # whose spans are kept: up to this number the percentiles are exact
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Meter:
             self.seconds += time.monotonic() - begin
 
     def ran(self, shape: Shape, tokens: int, cached: int) -> None:
-        """A step is dispatched, with so many real tokens and so many that its rows have in the cache."""
+        """A step is dispatched, with `tokens` real tokens, whose rows have `cached` tokens in the cache."""
         name = str(shape)
         self.computed[shape.phase] += tokens
         self.padded[shape.phase] += shape.area - tokens
@@ -89,8 +89,8 @@ class Meter:
         self.flight.append((name, time.perf_counter()))
 
     def took(self) -> None:
-        """The oldest step's results are here: it took the time since they could begin, behind those of the
-        one before."""
+        """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
+        the results before, whichever is later."""
         (name, begun), now = self.flight.popleft(), time.perf_counter()
         self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
         self.arrived = now
@@ -100,7 +100,7 @@ class Meter:
         return statistics.median(self.spans[str(shape)])
 
     def lost(self) -> None:
-        """Steps that are on their way will not arrive."""
+        """Results of the steps in flight will not arrive."""
         self.flight.clear()
 
     def planned(self, tables: PageTables) -> None:

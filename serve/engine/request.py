@@ -12,7 +12,7 @@ from ..text.stops import Detokenizer
 
 @dataclass
 class ScoreLog:
-    """Log-probabilities as the device gave them: one entry a token."""
+    """Log-probabilities as the device returned them: one entry a token."""
 
     logprob: list[float] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""An engine's sleep: what it has given back of the device's memory, and where the parameters are."""
+"""An engine's sleep: which of the device's memory it has released, and where the parameters are."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

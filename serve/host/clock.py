@@ -8,7 +8,7 @@ import jax
 
 
 def seconds(call: Callable[[], Any], times: int) -> list[float]:
-    """Seconds of each of so many calls, one after the other."""
+    """Seconds of each of `times` calls, one after the other."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()

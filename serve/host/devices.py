@@ -21,8 +21,8 @@ def default_device() -> Any:
     `duetto[targets]` are.
 
     Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at
-    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has asked
-    jax for a device before, a GPU's memory is taken as duetto asks.
+    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has
+    asked jax for a device before, a GPU's memory is taken as duetto asks.
     """
     if not any(name in os.environ for name in MEMORY_SETTINGS):
         os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)

@@ -1,5 +1,5 @@
-"""Ctrl-C before there is anything to lose; then Ctrl-C and SIGTERM as one exception, which waits until a step
-is done."""
+"""Ctrl-C ends the process at once while there is nothing to lose; later Ctrl-C and SIGTERM raise one
+exception, which waits until a step is done."""
 
 import contextlib
 import os

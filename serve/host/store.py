@@ -1,5 +1,5 @@
 """A folder of files that nobody else can write: what is read is what was written, and the least recently used
-go first.
+files are evicted.
 
 What lies in a cache of programs is run by the next start. So folder and files must be the user's own, or
 root's, and writable by nobody else; a checksum finds flipped bits and files that were cut off before anything
@@ -72,7 +72,7 @@ def checksum(name: str, content: bytes) -> bytes:
 def read(folder: Path, name: str) -> bytes | None:
     """What was written under a name, or None. A file that others may have written is left alone.
 
-    In the place of a damaged one, which is deleted, is from now on an empty content.
+    A damaged file is deleted and replaced by an empty content.
     """
     file = folder / name
     try:
@@ -116,8 +116,8 @@ def write(folder: Path, name: str, content: bytes) -> None:
 
 
 def trim(folder: Path) -> None:
-    """Delete the files that were used least recently, down to LIMIT bytes, but none that was used within
-    GRACE seconds."""
+    """Evict the least recently used files, down to LIMIT bytes, but none that was used within GRACE
+    seconds."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:

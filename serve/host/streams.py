@@ -1,4 +1,4 @@
-"""Standard streams as they may come: closed by the caller, or with nobody at their other end."""
+"""Standard streams that may be closed, or whose reader may be gone."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def keep_numbers() -> None:
 
 
 class Messages:
-    """Standard error; whether anybody reads it changes nothing."""
+    """Standard error; errors of writing to it are ignored."""
 
     @property
     def encoding(self) -> str:

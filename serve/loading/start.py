@@ -80,7 +80,8 @@ def start_speculation(
         return None, state
     if not classes.verify:
         raise ValueError(
-            "speculative_config: on this device no verification gives the bits of decode: set reproducible=False"
+            "speculative_config: on this device no verification gives the bits of decode: "
+            "set reproducible=False"
         )
     k, seconds = min(k, max(s.tokens for s in classes.verify) - 1), None
     if config.adaptive:
@@ -106,7 +107,8 @@ def require_arrays(params: Decoder) -> None:
         own, found = leaf.sharding, leaf.sharding.device_set
         if found != expected:
             raise ValueError(
-                f"parameter {path} lies on {named(found)}, embed on {named(expected)}: all must lie on the same devices"
+                f"parameter {path} lies on {named(found)}, embed on {named(expected)}: "
+                "all must lie on the same devices"
             )
         if len(found) > 1 and not isinstance(own, NamedSharding):
             raise ValueError(f"parameter {path} has a {type(own).__name__}, expected a NamedSharding")

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ...fields import knob
-from ...sampling.checks import MAX_LOGPROBS
+from ...sampling.checks import ALL, MAX_LOGPROBS
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
@@ -92,7 +92,8 @@ class EngineOptions:
     )
     generation_config: str = knob(
         "auto",
-        "auto takes the model's generation_config.json for sampling; vllm leaves it and takes vLLM's defaults",
+        "auto takes the model's generation_config.json for sampling; vllm leaves it "
+        "and takes vLLM's defaults",
     )
     override_generation_config: Mapping[str, Any] | None = knob(
         None, 'what it would say otherwise, such as {"temperature": 0.6, "max_new_tokens": 256}'
@@ -108,12 +109,13 @@ class EngineOptions:
             value = getattr(self, f.name)
             if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
-        if self.max_logprobs < -1:
+        if self.max_logprobs < ALL:
             raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
         if self.quantization not in (None, *QUANTIZATIONS, *STORED):
             raise ValueError(
-                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
-                f"weights as the checkpoint stores them, as do {', '.join(STORED)} for one that is stored so"
+                f"quantization={self.quantization!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, "
+                "which keeps weights as the checkpoint stores them, "
+                f"as do {', '.join(STORED)} for one that is stored so"
             )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
@@ -139,7 +141,8 @@ class EngineOptions:
         if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
             raise ValueError(
                 f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, "
-                f"of which the last is {last}, max_prefill_tokens rounded up to a multiple of {SMALLEST_CHUNK}"
+                f"of which the last is {last}, max_prefill_tokens "
+                f"rounded up to a multiple of {SMALLEST_CHUNK}"
             )
 
     def require_unstored(self, what: str) -> None:
@@ -162,7 +165,7 @@ class EngineOptions:
     def alternatives(self, V: int) -> int:
         """Log-probabilities that a step reports beside a token, of a vocabulary of V; never fewer than the
         usual ones."""
-        return max(MAX_LOGPROBS, V if self.max_logprobs == -1 else min(self.max_logprobs, V))
+        return max(MAX_LOGPROBS, V if self.max_logprobs == ALL else min(self.max_logprobs, V))
 
     def on(self, memory: int | None) -> "EngineOptions":
         """These options on a device with so many bytes of memory, None for a host: what is left open about

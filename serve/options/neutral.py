@@ -1,13 +1,11 @@
 """Keywords of vLLM's `LLM` and `EngineArgs` that choose nothing here: which of their values are accepted.
 
-For a name with values, only those: they ask for what is done anyway, and the first is vLLM's default. For a
-name with ANY, every value: here it has no effect on a request's tokens (how devices talk, what is captured,
+Of a name in VALUES only those: they ask for what is done anyway, and the first is vLLM's default. Of a name
+in EFFECTLESS every value: here it has no effect on a request's tokens (how devices talk, what is captured,
 logged or measured). None is accepted for every name and means that nothing was asked.
 """
 
 from typing import Any
-
-ANY: tuple[Any, ...] = ()
 
 # What would change results, or asks for a feature that is not here.
 VALUES: dict[str, tuple[Any, ...]] = {

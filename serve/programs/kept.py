@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def folder() -> Path | None:
-    """Where programs are kept; None where jax's cache is off or remote, or others could write there."""
+    """Where programs are stored; None where jax's cache is off or remote, or others could write there."""
     place = jax.config.values["jax_compilation_cache_dir"]
     if not place or "://" in place:
         return None
@@ -64,10 +64,12 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
 @cache
 def source() -> str:
     """A hash of the code that programs are made by."""
-    return hash_of(place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__)
+    return sources_hash(
+        place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__
+    )
 
 
-def hash_of(folders: Iterable[str | Path]) -> str:
+def sources_hash(folders: Iterable[str | Path]) -> str:
     """A hash of all Python files in folders and in the folders in them."""
     found = hashlib.sha256()
     for folder in folders:
@@ -77,13 +79,13 @@ def hash_of(folders: Iterable[str | Path]) -> str:
 
 
 def cores() -> int | None:
-    """How many the process may use: products are cut by them."""
+    """Cores that the process may use: XLA divides products among them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @cache
 def processor() -> str:
-    """The host's processor, with its instruction sets where the system tells them."""
+    """The host's processor, with its instruction sets where the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -156,7 +158,7 @@ def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled
 def found(
     lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
 ) -> tuple[jax.stages.Compiled, bool]:
-    """A program compiled, and whether it is a CPU's that jax's cache had."""
+    """The compiled program, and whether it is a CPU program from jax's cache."""
     watch_hits()
     THREAD.hits = 0
     compiled = lowered.compile(compiler_options=options)

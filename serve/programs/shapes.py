@@ -82,7 +82,7 @@ class Sizes:
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first, ... below last, then last."""
+    """first, 2 * first, 4 * first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -127,14 +127,14 @@ def can_share(layers: Iterable[LayerKind]) -> bool:
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
-    """Most tokens of a row of prefill, where so many prompts come together: short rows of several can share a
-    call."""
+    """Most tokens of a row of prefill, where `prompts` prompts come together: short rows of several can
+    share a call."""
     several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
     return max(several or [s.tokens for s in shapes])
 
 
 def least_row(shapes: Iterable[Shape]) -> int:
-    """Tokens that a short prompt costs beside others."""
+    """Fewest tokens that a short prompt costs in a call with others."""
     return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 

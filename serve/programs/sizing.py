@@ -23,14 +23,16 @@ from ..options.engine import EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 
-HOST_SHARE = 4  # of a CPU's physical memory, the cache takes at most one part in so many, and
-HOST_MOST = 4 << 30  # at most so many bytes
+HOST_SHARE = 4  # the cache takes at most this fraction of a CPU's physical memory, and
+HOST_MOST = 4 << 30  # at most this number of bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Temporaries of the largest step, generously: a chunk's activations, and a few copies of the logits in
-    float32."""
-    size, rows, D = jnp.dtype(dtype).itemsize, options.prefill_tokens, config.target.hidden_size
+    """An upper estimate of the largest step's temporaries: a chunk's activations, and a few copies of the
+    logits in float32."""
+    size = jnp.dtype(dtype).itemsize
+    rows = options.prefill_tokens
+    D = config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
@@ -41,7 +43,8 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
 
 
 def widened_bytes(params: Params) -> int:
-    """Temporaries of a product with a quantised weight, generously: the largest one widened, twice."""
+    """An upper estimate of the temporaries of a product with a quantised weight: the largest one widened,
+    twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
     return 2 * max(sizes, default=0) * target_of(params).embed.dtype.itemsize
@@ -78,8 +81,8 @@ def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) 
     slots = slot_bytes(config, options)
     if slots > most:
         raise ValueError(
-            f"max_num_seqs {options.seats} needs {slots / 2**30:.1f} GiB for its requests' sampling state, "
-            f"at most {most / 2**30:.1f} GiB are free: lower it"
+            f"max_num_seqs {options.seats} needs {slots / 2**30:.1f} GiB "
+            f"for its requests' sampling state, at most {most / 2**30:.1f} GiB are free: lower it"
         )
 
 
@@ -132,7 +135,7 @@ def group_pages(
     layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int
 ) -> tuple[int, ...]:
     """Pages for each window of layers, of which those without one have `pages`: all that its requests can
-    own, at most so many.
+    own, at most `pages`.
 
     One request of `longest` tokens always fits.
     """

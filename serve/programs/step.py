@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ...kvcache.pages import Batch, KVCache, paged, positions
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
 from ...model.scatter import apart
 from ...model.transformer import Decoder, forward, unembed
 from ...model.tree import pytree
-from ...sampling.accept import Guesses, Rule, coupled
+from ...sampling.accept import NONE_KEPT, Guesses, Rule, coupled
 from ...sampling.checks import MAX_LOGPROBS
-from ...sampling.params import Knobs
+from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, sample, score
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
 
@@ -54,7 +54,7 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,steps], token -1 where none, and prompt scores [B,T] or None."""
+    """What a step tells the host: samples [B,steps], NO_TOKEN where none, and prompt scores [B,T] or None."""
 
     sampled: Sampled
     prompt: Scores | None
@@ -63,8 +63,8 @@ class Output:
 def empty_slots(
     capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
 ) -> Slots:
-    """Seats for so many requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as in
-    SamplingState."""
+    """Seats for `capacity` requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as
+    in SamplingState."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -81,10 +81,10 @@ def empty_slots(
 
 
 def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
-    """Give a slot to a request, or several to as many."""
+    """Assign a slot to a request, or several slots to as many requests."""
     return replace(
         slots,
-        last=slots.last.at[slot].set(-1),
+        last=slots.last.at[slot].set(NO_TOKEN),
         live=slots.live.at[slot].set(True),
         known=slots.known.at[slot].set(new.known),
         end=slots.end.at[slot].set(new.end),
@@ -96,7 +96,7 @@ def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
 def awake(slots: Slots, batch: Batch) -> Batch:
     """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
-    tokens = jnp.where(batch.tokens < 0, last[:, None], batch.tokens)
+    tokens = jnp.where(batch.tokens == ON_DEVICE, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
 
 
@@ -108,7 +108,7 @@ def emit(
     position: Int[Array, " B"],
     wanted: Bool[Array, " B"],
 ) -> tuple[Slots, Int[Array, " B"]]:
-    """Record the token sampled from `hidden` for each row that wants one; -1 where not wanted."""
+    """Record the token sampled from `hidden` for each row that wants one; returns NO_TOKEN where not."""
     wanted = wanted & (position >= slots.known[batch.slot])
     ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
     where = apart(batch.slot, wanted, slots.live.shape[0])
@@ -121,7 +121,7 @@ def emit(
         if slots.hidden is None
         else slots.hidden.at[where].set(hidden, mode="drop", unique_indices=True),
     )
-    return slots, jnp.where(wanted, token, -1)
+    return slots, jnp.where(wanted, token, NO_TOKEN)
 
 
 def sample_last(
@@ -141,15 +141,15 @@ def sample_last(
 
 
 def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, and zeros below them."""
+    """The rows, padded with zeros to at least `rows`."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
-    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T], -1
-    where it did not run."""
+    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T],
+    NO_TOKEN where it did not run."""
     _, first = jax.eval_shape(one, jnp.int32(0), state)
-    nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), -1, s.dtype), first)
+    nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), NO_TOKEN, s.dtype), first)
 
     def body(carry: Any) -> Any:
         i, state, found = carry
@@ -191,7 +191,7 @@ def accept(
         guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
         drawn, kept = rule(column(logits, i), position, batch.slot, wanted, slots.sampling, guess)
         slots, token = emit(slots, batch, drawn.token, column(hidden, i), position, wanted)
-        return (slots, wanted & (kept >= 0) & (token >= 0) & slots.live[batch.slot]), replace(
+        return (slots, wanted & (kept != NONE_KEPT) & (token != NO_TOKEN) & slots.live[batch.slot]), replace(
             drawn, token=token
         )
 
@@ -233,7 +233,7 @@ def prompt_scores(
 def run(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """The tokens of every row through the model; their keys are written."""
+    """Run the tokens of every row through the model, and write their keys."""
     # the last token that a request may have is sampled, and never fed
     lengths, attend = slots.end[batch.slot] - 1, paged(batch, config.windows)
     return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths)
@@ -307,7 +307,7 @@ def judge(
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
     """T steps of one token a row, each fed with the token before it; `count` of a row says how many it takes.
 
-    Tokens of the batch that are not negative are fed as given: that replays what a preempted request had
+    Tokens of the batch that are not ON_DEVICE are fed as given: that replays what a preempted request had
     generated.
     """
     T = batch.tokens.shape[1]

@@ -22,8 +22,12 @@ def explain(engine: Engine) -> str:
 
 
 def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
-    meter, config, params = engine.meter, engine.config, engine.everything
-    name, devices, dtype = str(shape), len(everywhere(params).device_set), engine.params.embed.dtype
+    meter = engine.meter
+    config = engine.config
+    params = engine.everything
+    name = str(shape)
+    devices = len(everywhere(params).device_set)
+    dtype = engine.params.embed.dtype
     mean = meter.cached[name] / meter.steps[name] / shape.rows
     context = max(round(mean - starts(shape, 0).mean()), 0)
     whole = pair_demand(shape, config, dtype, context, params)

@@ -38,11 +38,11 @@ class Demand:
         return self.flops / self.bytes
 
     def floor(self, flops: float, bandwidth: float) -> float:
-        """Seconds that a device of so many FLOP/s and bytes/s needs at least."""
+        """Least seconds on a device of `flops` FLOP/s and `bandwidth` bytes/s."""
         return max(self.flops / flops, self.bytes / bandwidth)
 
     def bound(self, flops: float, bandwidth: float) -> str:
-        """Which of the two decides."""
+        """Which of the two is the bound."""
         return "compute" if self.flops / flops > self.bytes / bandwidth else "memory"
 
 
@@ -136,13 +136,13 @@ def inner_numbers(config: ModelConfig) -> float:
 
 
 def inner_bytes(config: ModelConfig, params: Decoder, tokens: int) -> float:
-    """Bytes that so many tokens meet: of all but the embedding, the head, and the experts that none of them
-    goes to."""
+    """Bytes of parameters that `tokens` tokens read: all but the embedding, the head, and the experts that
+    none of them goes to."""
     return sum(nbytes(leaf) * share(config, path, tokens) for path, leaf in paths(params).items())
 
 
 def share(config: ModelConfig, path: str, tokens: int) -> float:
-    """The share of a parameter, or of a part of one, that so many tokens meet."""
+    """The share of a parameter, or of a part of one, that `tokens` tokens read."""
     place, *rest = path.split(".")
     if place in ("embed", "head", "positions"):
         return 0.0

@@ -21,8 +21,8 @@ START = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
 HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 FREE = (
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "add-dependency",
-    "partition-id", "replica-id",
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier",
+    "add-dependency", "partition-id", "replica-id",
 )  # fmt: skip
 PARTS = ("slice", "dynamic-slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is what they write
@@ -176,8 +176,8 @@ class Walk:
         return sum(map(held, operands)) + held(result(x, operands))
 
     def custom_call(self, x: Instruction, operands: list[str]) -> int:
-        """A kernel: it reads the live pages of a pool; else its own estimate, or what it is given and gives,
-        counts."""
+        """A kernel: it reads the live pages of a pool; else its own estimate, or its operands and results,
+        count."""
         live = {pool.bytes: pool.live for pool in self.pools}
         estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
         if estimate and not any(nbytes(kind) in live for kind in operands):
@@ -192,7 +192,7 @@ class Walk:
         inner = self.module.computations[x.calls("calls")[0]]
         reads = sum(here(kind) * self.read(inner, i) for i, kind in enumerate(operands))
         results, roots = buffers(x.kind), outputs(inner)
-        if len(results) != len(roots):  # another fusion, or a custom call, gives them all
+        if len(results) != len(roots):  # another fusion, or a custom call, returns them all
             return reads + held(x.kind)
         return reads + sum(here(kind) * write(inner, root) for kind, root in zip(results, roots, strict=True))
 
@@ -256,7 +256,7 @@ def constant_bound(condition: Computation) -> int | None:
 
 
 def outputs(computation: Computation) -> list[Instruction]:
-    """What a fused computation gives: its root, or the parts of a tuple."""
+    """What a fused computation returns: its root, or the parts of a tuple."""
     root = next(x for x in computation.values() if x.root)
     return [computation[name] for name in root.operands] if root.operation == "tuple" else [root]
 
@@ -334,7 +334,7 @@ def held(kind: str) -> int:
 
 
 def result(x: Instruction, operands: Sequence[str]) -> str:
-    """The type of what an instruction gives; the start of an asynchronous one names its operands before
+    """The type of an instruction's result; the start of an asynchronous one names its operands before
     it."""
     kinds = buffers(x.kind)
     started = x.operation.endswith("-start") and len(kinds) > len(operands)

@@ -38,7 +38,7 @@ def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
     """
     before = memory(reset=True)
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype, device=x.sharding), arguments.params)
-    state = awake(programs.empty(params))
+    state = unending(programs.empty(params))
     seconds = {}
     for shape in programs.steps:
         batch = full_batch(programs, shape, 0 if shape.phase == "prefill" else context)
@@ -47,7 +47,7 @@ def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
     return Measured(seconds, None if before is None or after is None else after - before)
 
 
-def awake(state: Arguments) -> Arguments:
+def unending(state: Arguments) -> Arguments:
     """Every slot with a request that does not end."""
     slots = state.slots
     far = jnp.full_like(slots.end, np.iinfo(np.int32).max)

@@ -45,7 +45,9 @@ def render_table(rows: list[Cost]) -> list[str]:
 
 
 def render_row(row: Cost) -> str:
-    w, f, over = row.work, row.facts, row.seconds and row.floor and row.seconds / row.floor
+    w = row.work
+    f = row.facts
+    over = row.seconds and row.floor and row.seconds / row.floor
     parts = (
         f"{row.shape!s:<18}{w.flops / 1e9:>9.2f}{w.bytes / 1e6:>10.1f}",
         f"{or_dash(f and f.bytes / 1e6, '.1f'):>11}{or_dash(row.excess, '.2f'):>6}{w.intensity:>8.1f}",

@@ -157,7 +157,8 @@ def need(*packages: str) -> None:
             version(package)
         except PackageNotFoundError:
             raise MissingCompiler(
-                f"compiling for this target needs {package}: pip install 'duetto[targets]' 'jax=={version('jax')}'"
+                f"compiling for this target needs {package}: "
+                f"pip install 'duetto[targets]' 'jax=={version('jax')}'"
             ) from None
 
 

@@ -57,14 +57,14 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
         return Beside(jax.device_put(head, where))
     if chosen.tree is not None and not chosen.tree.is_comb:
         raise ValueError(
-            f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed with a draft "
-            "model: only the first child of a node has children"
+            f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed "
+            "with a draft model: only the first child of a node has children"
         )
     draft, own = huggingface.load(folder, params.embed.dtype, where)
     if draft.vocab_size != config.vocab_size:
         raise ValueError(
-            f"speculative_config: model {chosen.model!r} has a vocabulary of {draft.vocab_size}, the model that it "
-            f"drafts for one of {config.vocab_size}: they must be equal"
+            f"speculative_config: model {chosen.model!r} has a vocabulary of {draft.vocab_size}, "
+            f"the model that it drafts for one of {config.vocab_size}: they must be equal"
         )
     return Beside(own, draft)
 

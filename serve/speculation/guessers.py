@@ -18,7 +18,7 @@ from ...model.config import ModelConfig
 from ...model.pair import Pair
 from ...model.transformer import unembed
 from ...sampling.accept import RULES, draw_guess, rejection, target_probs
-from ...sampling.heads import guess_tree
+from ...sampling.guess_tree import guess_tree
 from ...sampling.sample import sample
 from ...sampling.search import largest
 from ...sampling.token_tree import TokenTree

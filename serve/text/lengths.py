@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 COMPOSED = 4  # most characters that Unicode's composition (NFC) makes one of
-KEEPING = (
-    "ByteLevel",
-    "Split",
-    "Digits",
-    "Punctuation",
-    "Metaspace",
-)  # pre-tokenizers that drop nothing, unless they say so
+# pre-tokenizers that drop nothing, unless they say so
+KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace")
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Measure:
     spaces_vanish: bool = False
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text surely reaches."""
+        """A lower bound of a text's number of tokens."""
         if self.spaces_vanish:
             text = "".join(text.split())
         if self.composed > 1 and not (self.ascii_stays and text.isascii()):
@@ -62,7 +57,8 @@ def measure_of(backend: "tokenizers.Tokenizer") -> Measure | None:
         return None
     if len(splits) < len(list(parts(state(backend.pre_tokenizer)))):
         return None
-    in_bytes, vocab = "ByteLevel" in splits, backend.get_vocab(with_added_tokens=False)
+    in_bytes = "ByteLevel" in splits
+    vocab = backend.get_vocab(with_added_tokens=False)
     needed = byte_alphabet() if in_bytes else {f"<0x{i:02X}>": i for i in range(256)}
     if not all(token in vocab for token in needed) or not (in_bytes or model.byte_fallback):
         return None

@@ -68,8 +68,7 @@ class Detokenizer:
         return self._give("".join(pieces))
 
     def finish(self) -> str:
-        """No further token comes: returns the text that was held back. Nothing is left after a stop
-        string."""
+        """Ends the text: returns what was held back. Nothing is left after a stop string."""
         if self.stop_hit is not None:
             return ""
         held = "" if self._include else self._held

@@ -2,7 +2,7 @@
 may.
 
 Decoding a prefix is not a prefix of decoding the whole: a character's bytes may lie in several tokens, and
-byte-fallback tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream gives out
+byte-fallback tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream returns
 text only when it is final. The bytes of the byte-level alphabet are GPT-2's (Radford et al., 2019); runs and
 replacements follow the `tokenizers` library.
 """
@@ -27,7 +27,7 @@ class TextStream(Protocol):
         ...
 
     def finish(self) -> str:
-        """No further token comes: the rest of the text, broken characters replaced."""
+        """Ends the text: returns the rest of it, broken characters replaced."""
         ...
 
 

@@ -41,7 +41,7 @@ NEUTRAL: Table = {
 
 
 class Encoding(dict[str, Any]):
-    """What a call of a tokenizer gives: `input_ids` and `attention_mask`, by key or as attributes."""
+    """What a call of a tokenizer returns: `input_ids` and `attention_mask`, by key or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -186,9 +186,8 @@ class Tokenizer:
         return [*self._prefix, *ids] if missing else ids
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text surely reaches, found without tokenizing it; 0 where its length
-        tells nothing.
-        """
+        """A lower bound of a text's number of tokens, found without tokenizing it; 0 where its length tells
+        nothing."""
         return 0 if self._measure is None else self._measure.least_tokens(text)
 
     @cached_property

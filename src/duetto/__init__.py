@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta", "EngineArgs",
-    "LLMEngine", "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
+    "LLMEngine", "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt",
+    "TokensPrompt",
 ]  # fmt: skip
 
 HOMES = {

@@ -6,6 +6,6 @@ from .serve.host.memory import give_back
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give back the memory of engines that nothing refers to any more."""
+    """Free the memory of engines without references."""
     gc.collect()
     give_back()

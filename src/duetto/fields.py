@@ -1,4 +1,4 @@
-"""Fields of the records that users fill in: made in one way, and their values read in one way."""
+"""Fields of the records that users fill in: how they are declared, and how their values are converted."""
 
 from dataclasses import field
 from typing import Any

@@ -1,4 +1,4 @@
-"""The words in which a value or a name is refused, and whether a value asks for anything at all."""
+"""Error messages for values and names that are refused, and the check whether a value has any effect."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches

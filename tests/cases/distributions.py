@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chi2
+
+from duetto.sampling.accept import DRAFT, Guesses, draw_probs
+from duetto.sampling.search import pairwise_sum
 
 DRAWS = 100_000
 Prefix = tuple[int, ...]
@@ -44,6 +49,24 @@ class Language:
             return np.ones(())
         after = [self.joint((*prefix, x), length - 1) for x in range(self.V)]
         return np.stack([float(w) * a for w, a in zip(self.p(prefix), after, strict=True)])
+
+
+def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int) -> Guesses:
+    """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
+    tokens, real, probs = [], [], []
+    for c in range(count):
+        tokens.append(draw_probs(q, seed, position, DRAFT + c))
+        real.append(jnp.any(q > 0, axis=1))
+        probs.append(q)
+        q = without(q, tokens[-1])
+    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
+
+
+def without(q: jax.Array, token: jax.Array) -> jax.Array:
+    """A distribution after one token was taken out of it; all zeros where nothing is left."""
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)
+    rest = q.at[row, token].set(0.0)
+    return rest / jnp.maximum(pairwise_sum(rest), jnp.finfo(q.dtype).tiny)
 
 
 def assert_distributed(cells: np.ndarray, probabilities: np.ndarray) -> None:

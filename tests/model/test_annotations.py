@@ -37,7 +37,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "quant.pack",
             "quant.quantised",
             "quant.group_scales",
-            "compress.work",
+            "compress.encode",
             "compress.widen",
             "tree.init.draw",
         ),

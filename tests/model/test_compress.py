@@ -13,7 +13,7 @@ import pytest
 from cases.weights import PRODUCTS, dense, random
 
 from duetto.checkpoints.huggingface import load
-from duetto.model.compress import CONTRACTED, Plan, compress, projections, quantize_params
+from duetto.model.compress import CONTRACTED, CompressionPlan, compress, projections, quantize_params
 from duetto.model.config import ModelConfig
 from duetto.model.layers import einsum
 from duetto.model.lowrank import low_rank
@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_compressed_and_what_is_not(mixed: Decoder):
-    found = paths(compress(mixed, Plan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4")))))
+    found = paths(
+        compress(mixed, CompressionPlan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4"))))
+    )
     assert found["head.values"].dtype == jnp.int8
     assert found["layers.1.ffn.shared.up.values"].dtype == jnp.float8_e4m3fn
     assert found["layers.1.ffn.experts.up.values"].dtype == jnp.uint8
@@ -44,7 +46,7 @@ def test_a_tied_embedding_stays_whole():
     params = compress(init(jax.random.key(0), decoder_spec(config)), projections("int8"))
     assert params.head is None and params.embed.dtype == jnp.float32
     with pytest.raises(ValueError, match="rule 'head' meets no weight"):
-        compress(params, Plan((("head", "int8"),)))
+        compress(params, CompressionPlan((("head", "int8"),)))
 
 
 @pytest.mark.usefixtures("unchecked")

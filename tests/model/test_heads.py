@@ -15,7 +15,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.heads import Head, advance, head_spec
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init, nbytes
-from duetto.sampling.heads import guess_tree
+from duetto.sampling.guess_tree import guess_tree
 from duetto.sampling.token_tree import TokenTree
 
 SHIPPED = Path(__file__).resolve().parents[2] / "checkpoints" / "demo-heads"

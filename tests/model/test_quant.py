@@ -11,7 +11,7 @@ import pytest
 from cases.weights import EXPERTS, MIXED, PRODUCTS, SCHEMES, SINKING, dense, is_record, logits, random
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from duetto.model.compress import CONTRACTED, compress, compressed, projections, quantized_spec
+from duetto.model.compress import CONTRACTED, compress, compressed, projections
 from duetto.model.config import ModelConfig
 from duetto.model.experts import by_ragged_products, by_tiles
 from duetto.model.layers import einsum
@@ -140,7 +140,8 @@ def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
 def test_specs_shapes_and_arrays_are_one_tree(mixed: Decoder, how: Any):
     """The structure and the memory plan exist before the weights do."""
     plan = projections(how)
-    arrays, specs = jax.eval_shape(partial(compress, plan=plan), mixed), quantized_spec(MIXED, how)
+    arrays = jax.eval_shape(partial(compress, plan=plan), mixed)
+    specs = compress(decoder_spec(MIXED), plan)
 
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -164,8 +165,8 @@ def test_random_weights_of_a_scheme_are_as_large_as_their_specs_say():
 def test_records_are_split_like_their_weights(how: Any):
     config = ModelConfig.uniform(32, 64, 128, 1, 4, 2, 32)
     mesh = AbstractMesh((2,), ("tensor",))
-    attention = shardings(quantized_spec(config, how), mesh).layers[0].attention
-    ffn = shardings(quantized_spec(config, how), mesh).layers[0].ffn
+    layer = shardings(compress(decoder_spec(config), projections(how)), mesh).layers[0]
+    attention, ffn = layer.attention, layer.ffn
     if how == 0.5:
         assert attention.q.b.spec == PartitionSpec(None, "tensor", None)
         assert ffn.down.a.spec == PartitionSpec("tensor", None)

@@ -8,9 +8,9 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from cases.distributions import Language, Prefix
+from cases.distributions import Language, Prefix, without
 
-from duetto.sampling.accept import Guesses, decide, target_probs, trials, without
+from duetto.sampling.accept import Guesses, decide, target_probs, trials
 from duetto.sampling.sample import sample
 from duetto.sampling.token_tree import TokenTree
 

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.distributions import DRAWS, Language, assert_distributed
+from cases.distributions import DRAWS, Language, assert_distributed, draw_distinct
 
 from duetto.sampling.accept import (
     Guesses,
     acceptance,
     decide,
-    draw_distinct,
     draw_guess,
     residual,
     target_probs,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from duetto.sampling.token_tree import TokenTree
@@ -13,13 +12,7 @@ def test_a_tree_knows_its_shape():
     assert tree.parents == (-1, 0, 0, 1, 2)
     assert tree.depths.tolist() == [0, 1, 1, 2, 2] and tree.depth == 2
     assert tree.children.tolist() == [[1, 2], [3, -1], [4, -1], [-1, -1], [-1, -1]]
-    assert [np.flatnonzero(row).tolist() for row in tree.ancestors] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 1, 3],
-        [0, 2, 4],
-    ]
+    assert tree.paths.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 1, 3], [0, 2, 4]]
     assert TokenTree.of_paths([(0,), (1,), (0, 0), (1, 0)]) == tree
     assert TokenTree.of_widths(()).depth == 0
 

@@ -83,12 +83,12 @@ class AsyncLLM:
         return not self._gate.is_open
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests now. An unknown id is none."""
+        """End requests now. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             await asyncio.to_thread(self.llm.abort, id)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Abort what runs and give the device's memory back."""
+        """Abort what runs and free the device's memory."""
         self.llm.close()
 
     def __getattr__(self, name: str) -> Any:

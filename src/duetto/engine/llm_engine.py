@@ -36,7 +36,7 @@ class LLMEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request for `step`; gives its id. Raises ValueError or TypeError for what is not
+        """Queue a request for `step`; returns its id. Raises ValueError or TypeError for what is not
         allowed."""
         check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         progress = Progress(params.output_kind)
@@ -62,7 +62,7 @@ class LLMEngine:
         return reports
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests now; nothing more is reported of them. An unknown id is none."""
+        """End requests now; nothing more is reported of them. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             self._progress.pop(id, None)
             if ticket := self.llm._session.tickets.get(id):

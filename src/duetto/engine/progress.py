@@ -20,7 +20,8 @@ class Progress:
     def take(self, ticket: Ticket, intake: Intake) -> RequestOutput | None:
         """The report that is due for a request as it stands, None where there is none; its end is reported
         once."""
-        before, self.generated = self.generated, sum(request.generated for request in ticket.requests)
+        before = self.generated
+        self.generated = sum(request.generated for request in ticket.requests)
         new = self.kind is not RequestOutputKind.FINAL_ONLY and self.generated > before
         if self.ended or not (new or ticket.finished):
             return None
@@ -33,7 +34,7 @@ class Progress:
 
 
 def since(output: CompletionOutput, place: tuple[int, int]) -> CompletionOutput:
-    """What a completion has beyond so many tokens and characters."""
+    """What a completion has beyond a number of tokens and of characters."""
     tokens, characters = place
     logprobs = None if output.logprobs is None else output.logprobs[tokens:]
     return replace(

@@ -70,7 +70,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 def joined(words: Iterable[str]) -> list[str]:
     """Words in which the parts of an option, `--option.a.b VALUE`, are one JSON object."""
-    kept, parts, given = [], {}, iter(words)
+    kept = []
+    parts = {}
+    given = iter(words)
     for word in given:
         name, equals, value = word.partition("=")
         option, *path = name.split(".")

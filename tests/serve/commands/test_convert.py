@@ -18,7 +18,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.folders import files, fresh
-from duetto.model.compress import Plan, compress, quantize_params
+from duetto.model.compress import CompressionPlan, compress, quantize_params
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
 
@@ -81,7 +81,7 @@ def test_quantised_weights_are_kept_as_they_are(source, tmp_path, scheme):
 
 def test_factored_weights_are_kept_too(source, tmp_path):
     _, params = huggingface.load(source)
-    thin = compress(params, Plan((("layers.*.ffn.*", 0.5),)))
+    thin = compress(params, CompressionPlan((("layers.*.ffn.*", 0.5),)))
     with fresh(tmp_path / "thin") as folder:
         shutil.copy(source / "config.json", folder)
         orbax.save(folder, thin)

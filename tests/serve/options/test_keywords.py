@@ -11,7 +11,7 @@ from duetto import SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.sampling.names import NEUTRAL
+from duetto.sampling.neutral import NEUTRAL
 from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.loading.origin import Origin
 from duetto.serve.options.engine import EngineOptions

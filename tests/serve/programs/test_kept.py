@@ -57,9 +57,9 @@ def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
 def test_edited_code_in_a_room_makes_other_programs(tmp_path):
     (tmp_path / "room").mkdir()
     (file := tmp_path / "room" / "step.py").write_text("x = 1")
-    before = kept.hash_of([tmp_path])
+    before = kept.sources_hash([tmp_path])
     file.write_text("x = 2")
-    assert kept.hash_of([tmp_path]) != before
+    assert kept.sources_hash([tmp_path]) != before
 
 
 def test_damaged_files_are_made_anew(tiny, folder):

@@ -1,4 +1,4 @@
-"""Sampling parameters that scripts for vLLM give and that ask for nothing here."""
+"""vLLM's sampling parameters that are accepted only with values that have no effect."""
 
 import functools
 from dataclasses import fields
@@ -8,8 +8,7 @@ from ..refusals import Table, check_neutral, unknown
 
 T = TypeVar("T")
 
-# Sampling parameters that are not here, and their values that ask for nothing; the first is what reading one
-# gives.
+# Sampling parameters that are not here, and their values that ask for nothing, the default first.
 NEUTRAL: Table = {
     "structured_outputs": (None,),
     "guided_decoding": (None,),
