@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..model.compress import compressed_at, form_spec, plan_for
 from ..model.config import ModelConfig
 from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
+from ..model.weights.compress import compressed_at, form_spec, plan_for
 from ..refusals import shown
 from .families import FAMILIES, UNSUPPORTED, llama
 from .families.family import Family
@@ -46,8 +46,8 @@ def load(
     `dtype` is that of the parameters; "auto" is the checkpoint's own. `shardings` is one for all, or a tree
     of the parameters' structure (`model.sharding`); by default everything lies on the default device. `place`
     puts one array where its sharding says; the numpy array that it gets is its to keep, and on a CPU becomes
-    the parameter itself. `quantization` is one of `model.compress.FORMS`: by default codes are kept as they
-    are stored, where records can hold them in less memory. `told` hears of the parts while they are read.
+    the parameter itself. `quantization` is one of `model.weights.compress.FORMS`: by default codes are
+    kept as they are stored, where records can hold them in less memory. `told` hears of the parts while they are read.
     Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
     """
     found = find(Path(path), dtype)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..model.config import ModelConfig
-from ..model.lowrank import LowRank
-from ..model.quant import Quantised
 from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, is_spec, paths
+from ..model.weights.lowrank import LowRank
+from ..model.weights.quant import Quantised
 from ..refusals import shown
 from .folders import files, read_json
 from .huggingface import known_dtype, placement, read_config

@@ -32,11 +32,11 @@ install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
-from duetto.model.compress import quantize_params
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init
+from duetto.model.weights.compress import quantize_params
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history

@@ -21,10 +21,10 @@ import numpy as np
 
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
-from duetto.model.compress import CompressionPlan, Method, compress, projections
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import nbytes
+from duetto.model.weights.compress import CompressionPlan, Method, compress, projections
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "checkpoints" / "demo"

@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...model.compress import CONTRACTED
-from ...model.quant import Quantised, Scheme
 from ...model.tree import Spec
+from ...model.weights.compress import CONTRACTED
+from ...model.weights.quant import Quantised, Scheme
 from ..joined import Joined
 from ..layout import Group, Parameter
 from ..tensors import Source, aligned, read

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from ...checkpoints.generation import GenerationDefaults
 from ...checkpoints.overrides import overridden
-from ...model.compress import in_form
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
+from ...model.weights.compress import in_form
 from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...model.compress import form_spec
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.tree import init
+from ...model.weights.compress import form_spec
 from ...sampling.params import SamplingParams
 from ..api.llm import LLM
 from ..host import clock

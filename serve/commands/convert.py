@@ -9,8 +9,8 @@ import jax
 from ...checkpoints import huggingface, orbax
 from ...checkpoints.folders import copy_description, fresh, require_free
 from ...checkpoints.hub import resolve
-from ...model.compress import FORMS
 from ...model.transformer import Decoder
+from ...model.weights.compress import FORMS
 from ..host.signals import raise_on_interrupt
 from ..loading.folder import dtype_name, read_folder
 from ..loading.origin import stored_form

@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...checkpoints.huggingface import read_config
-from ...model.compress import form_spec
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
+from ...model.weights.compress import form_spec
 from ..loading.folder import DEMO, compute_dtype, read_shapes
 from ..loading.origin import Origin, stored_form
 from ..options.engine import EngineOptions

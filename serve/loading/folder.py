@@ -13,11 +13,11 @@ from ...checkpoints import huggingface, orbax
 from ...checkpoints.generation import GenerationDefaults, generation_defaults
 from ...checkpoints.huggingface import read_config
 from ...checkpoints.tensors import CheckpointError
-from ...model.compress import in_form
 from ...model.config import ModelConfig
 from ...model.sharding import shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, init
+from ...model.weights.compress import in_form
 from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
 from ..host.devices import default_device

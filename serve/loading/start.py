@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ...model.compress import in_form
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig
 from ...model.transformer import Decoder
 from ...model.tree import paths
+from ...model.weights.compress import in_form
 from ..engine.engine import Engine
 from ..engine.guessing import Speculation
 from ..engine.scheduler import Limits

@@ -16,9 +16,9 @@ from ...kvcache.placement import everywhere, parts
 from ...kvcache.tables import window_pages
 from ...model.config import LayerKind, windows_of
 from ...model.pair import PairConfig, Params, target_of
-from ...model.quant import Quantised
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes
+from ...model.weights.quant import Quantised
 from ..options.engine import EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.lowrank import LowRank
-from duetto.model.quant import Quantised
 from duetto.model.transformer import Decoder, forward, unembed
+from duetto.model.weights.lowrank import LowRank
+from duetto.model.weights.quant import Quantised
 
 SCHEMES = ("int8", "int4", "fp8")
 

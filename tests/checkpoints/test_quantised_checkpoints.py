@@ -32,9 +32,9 @@ from cases.packers import (
 from duetto.checkpoints.huggingface import load, read_specs
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.attention import causal
-from duetto.model.compress import dequantize_params
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import abstract
+from duetto.model.weights.compress import dequantize_params
 
 
 def equal_models(quantised: Path, exact: Path) -> Decoder:

@@ -50,7 +50,7 @@ EXCEPTIONS = {  # by function, why there are no letters
 
 def files() -> list[Path]:
     folders = [ROOT.joinpath(*name.split(".")) for name in CHECKED]
-    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
 def annotations(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:

@@ -13,12 +13,12 @@ import pytest
 from cases.weights import PRODUCTS, dense, random
 
 from duetto.checkpoints.huggingface import load
-from duetto.model.compress import CONTRACTED, CompressionPlan, compress, projections, quantize_params
 from duetto.model.config import ModelConfig
 from duetto.model.layers import einsum
-from duetto.model.lowrank import low_rank
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import init, paths
+from duetto.model.weights.compress import CONTRACTED, CompressionPlan, compress, projections, quantize_params
+from duetto.model.weights.lowrank import low_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 

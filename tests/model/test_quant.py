@@ -11,14 +11,14 @@ import pytest
 from cases.weights import EXPERTS, MIXED, PRODUCTS, SCHEMES, SINKING, dense, is_record, logits, random
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from duetto.model.compress import CONTRACTED, compress, compressed, projections
 from duetto.model.config import ModelConfig
 from duetto.model.experts import by_ragged_products, by_tiles
 from duetto.model.layers import einsum
-from duetto.model.quant import Quantised, e2m1, quantised, unpack
 from duetto.model.sharding import shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import Spec, abstract, init, nbytes, paths
+from duetto.model.weights.compress import CONTRACTED, compress, compressed, projections
+from duetto.model.weights.quant import Quantised, e2m1, quantised, unpack
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

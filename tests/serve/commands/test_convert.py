@@ -18,7 +18,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.folders import files, fresh
-from duetto.model.compress import CompressionPlan, compress, quantize_params
+from duetto.model.weights.compress import CompressionPlan, compress, quantize_params
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
 

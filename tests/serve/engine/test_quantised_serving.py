@@ -18,11 +18,11 @@ from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection,
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.huggingface import load, save
-from duetto.model.compress import FORMS, dequantize_params, quantize_params
 from duetto.model.config import ModelConfig
-from duetto.model.quant import Quantised
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes, paths
+from duetto.model.weights.compress import FORMS, dequantize_params, quantize_params
+from duetto.model.weights.quant import Quantised
 from duetto.serve.cli import main
 from duetto.serve.commands.convert import convert
 from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for

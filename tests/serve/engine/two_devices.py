@@ -16,14 +16,14 @@ from duetto.checkpoints import huggingface, orbax
 from duetto.kvcache.pages import page_bytes
 from duetto.kvcache.placement import cache_shardings, parts
 from duetto.model.attention import causal
-from duetto.model.compress import quantize_params
 from duetto.model.config import GroupedQuery, ModelConfig
-from duetto.model.lowrank import LowRank
 from duetto.model.pair import PairConfig
-from duetto.model.quant import Quantised
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, nbytes, paths
+from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.lowrank import LowRank
+from duetto.model.weights.quant import Quantised
 from duetto.serve.commands.bench import Bench
 from duetto.serve.commands.bench import Model as Measured
 from duetto.serve.commands.convert import convert

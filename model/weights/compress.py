@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from .config import ModelConfig
+from ..config import ModelConfig
+from ..sharding import fitted
+from ..transformer import Decoder, decoder_spec
+from ..tree import Spec, is_spec
 from .lowrank import LowRank, low_rank
 from .quant import Quantised, Scheme, quantised
-from .sharding import fitted
-from .transformer import Decoder, decoder_spec
-from .tree import Spec, is_spec
 
 T = TypeVar("T")
 Method = Scheme | float

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from .layers import einsum, ragged_product
+from ..layers import einsum, ragged_product
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
 # numbers along the packed axis that share a four-bit scale: the largest that divides
