@@ -47,8 +47,8 @@ def load(
     of the parameters' structure (`model.sharding`); by default everything lies on the default device. `place`
     puts one array where its sharding says; the numpy array that it gets is its to keep, and on a CPU becomes
     the parameter itself. `quantization` is one of `model.weights.compress.FORMS`: by default codes are
-    kept as they are stored, where records can hold them in less memory. `told` hears of the parts while they are read.
-    Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
+    kept as they are stored, where records can hold them in less memory. `told` hears of the parts while they
+    are read. Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
     """
     found = find(Path(path), dtype)
     where, plan = placement(shardings), plan_for(quantization)
