@@ -130,9 +130,11 @@ class Engine:
         """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which
         must be none."""
         guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        products = self.programs.products
         return (
             self.meter.report()
             | guesses
+            | ({} if products is None else {"products": products})
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,

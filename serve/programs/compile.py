@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from . import kept
 from .phases import Phases
 from .shapes import Shape, Sizes
 from .step import Output, Seat, Slots, empty_slots, seat
+from .tuning import tuning
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Programs:
         started = time.perf_counter()
         self.config, self.sizes = phases.config, sizes
         arguments = arguments_like(phases.config, params, sizes)
+        self._devices = arguments.everywhere.device_set
         keys = {s: kept.key(phases, s.phase, operands(s, arguments, sizes)) for s in shapes}
         with ThreadPoolExecutor(2) as pool:
             self.steps = load_kept(pool, keys, arguments.everywhere)
@@ -132,6 +135,13 @@ class Programs:
         self.fresh = self._compile_fresh(arguments)
         self.count = len(self.steps) + 3
         self.seconds = time.perf_counter() - started
+
+    @cached_property
+    def products(self) -> str | None:
+        """How an accelerator's products were configured, as a hash; None on a host, whose are known by its
+        processor."""
+        (device, *_) = self._devices
+        return None if device.platform == "cpu" else tuning(self.steps.values())
 
     def empty(self, params: Params) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""
