@@ -145,4 +145,7 @@ def test_answers_of_products_that_were_tuned_otherwise_are_not_continued(run, ca
     assert "come of products one, this engine's are another" in said and "4 of 13 lines" in said
     again = run(LINES, FakeEngine(products="one"))
     assert again.code == 0 and len(again.engine.ran) == 8
-    assert {line.get("products") for line in report_of(again.out)["lines"]} == {"one", None}  # and the error
+    assert {line.get("products") for line in report_of(again.out)["requests"]} == {
+        "one",
+        None,
+    }  # and the error
