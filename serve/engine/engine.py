@@ -14,7 +14,7 @@ from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
-from ...sampling.params import knobs_row
+from ...sampling.params import NO_TOKEN, knobs_row
 from ...sampling.state import dense_bias, needs_history
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
@@ -303,7 +303,7 @@ class Engine:
         if request.finished:
             return []  # aborted, or stopped by its text, while this step was on its way
         take_prompt_scores(request, ran.output, row, work)
-        emitted = np.flatnonzero(tokens >= 0)
+        emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))
         for i in emitted:

@@ -13,7 +13,7 @@ def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
 
 
 def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
-    """A chunk in rows of at most so many tokens (2 or more).
+    """A chunk in rows of at most `tokens` tokens (2 or more).
 
     Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the
     next.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.state import load_history
@@ -182,7 +182,7 @@ class Programs:
         tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
         return Batch(
-            np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+            np.full((B, T), ON_DEVICE, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
         )
 
 
