@@ -66,7 +66,8 @@ TPUS = {
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
 }
 SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4"}  # for example; 1x1 is one chip
-# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text).
+# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for one
+# that cannot capture conditionals, loops and library calls in command buffers.
 HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -75,6 +76,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: {memory}
   cuda_compute_capability {{ major: 9 }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
