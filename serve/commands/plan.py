@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -32,8 +33,9 @@ from ..roofline.facts import Facts, facts
 from ..roofline.floor import Demand, demand, pools
 from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
-from ..roofline.table import Cost, floored, render_table
-from ..roofline.targets import Target, described, find_target, here
+from ..roofline.table import Cost, floored, render_fact, render_table
+from ..roofline.targets import Target, described, find_target, here, is_gpu
+from ..roofline.thunks import Thunks, compile_thunks
 from .command import engine_flags, engine_options, model_flags
 
 
@@ -144,11 +146,19 @@ def abstract_params(
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
     """One program, ahead of time, for the plan's target."""
+    return compile_and_read(plan, shape, arguments)[0]
+
+
+def compile_and_read(
+    plan: EnginePlan, shape: Shape, arguments: Arguments
+) -> tuple[jax.stages.Compiled, Thunks | None]:
+    """The same, and for a GPU how the program is launched."""
     with warnings.catch_warnings(), described(plan.target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return lower(Alone(plan.config), shape, arguments, plan.sizes).compile()
+        lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
+        return compile_thunks(lowered) if is_gpu(plan.target) else (lowered.compile(), None)
 
 
 def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
@@ -171,7 +181,8 @@ def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: boo
 def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
     """What XLA makes of a shape whose rows have so many tokens in the cache."""
     read = pools(shape, plan.config.layers, arguments.cache, context)
-    return facts(compile_for(plan, shape, arguments), read, steps=shape.tokens)
+    compiled, thunks = compile_and_read(plan, shape, arguments)
+    return replace(facts(compiled, read, steps=shape.tokens), thunks=thunks)
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
@@ -223,9 +234,10 @@ def head(plan: EnginePlan) -> str:
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    flags = f"\nXLA_FLAGS={os.environ.get('XLA_FLAGS')}" if is_gpu(plan.target) else ""
     return (
         f"{plan.name} in {plan.dtype} on {plan.target.name}{each}\n"
-        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens"
+        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens{flags}"
     )
 
 
@@ -263,19 +275,6 @@ def render_facts(plan: EnginePlan, rows: list[Cost]) -> list[str]:
     return [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
 
 
-def render_fact(f: Facts, link: float) -> str:
-    lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
-    lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]
-    lines += [
-        f"  {m.times} x {m.instruction} writes {m.buffer}, {m.bytes / 2**20:.1f} MiB" for m in f.moved[:8]
-    ]
-    for kind, c in f.collectives.items():
-        time = f", {c.sent / link * 1e3:.3f} ms at {link / 1e9:.0f} GB/s" if link else ""
-        sent = f"each device sends {c.sent / 2**20:.2f} MiB over its links{time}"
-        lines.append(f"  {c.calls} x {kind}, {c.bytes / 2**20:.2f} MiB in all: {sent}")
-    return "\n".join(lines)
-
-
 def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
@@ -284,6 +283,7 @@ def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
         "dtype": plan.dtype,
         "target": plan.target.name,
         "devices": len(plan.target.devices),
+        "xla_flags": os.environ.get("XLA_FLAGS"),
     }
     return json.dumps(
         {

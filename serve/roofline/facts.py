@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from .hlo import Instruction, Module, Pool, Run, Walk, buffers, here, label, nbytes, result
+from .thunks import Thunks
 
 BIG = 1 << 20  # bytes of a buffer whose copying is worth a line
 MOVING = re.compile(r"copy|transpose|slice|gather")
@@ -48,7 +49,7 @@ class Facts:
     """Bytes of a compiled program's arguments, of those updated in place, of its scratch memory; and what it
     moves.
 
-    `bytes` of main memory are touched by the branches that touch the fewest (greedy requests without
+    `thunks` are known of programs that were compiled for GPUs by `compile_thunks`. `bytes` of main memory are touched by the branches that touch the fewest (greedy requests without
     log-probabilities), `most_bytes` by the dearest; loops count as often as they run, and so do
     `collectives`, of the former. `moved` has every instruction of the text once.
     """
@@ -61,6 +62,7 @@ class Facts:
     most_bytes: int
     moved: tuple[Moved, ...]
     collectives: dict[str, Collective]
+    thunks: Thunks | None = None
 
 
 def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int = 1) -> Facts:

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ..host import clock
-from ..host.devices import default_device, has_accelerator, memory_limit
+from ..host.devices import default_device, has_accelerator, memory_limit, set_gpu_flags
 
 
 class TargetError(ValueError):
@@ -99,9 +99,11 @@ def find_target(name: str) -> Target:
 
     Raises TargetError for a name that is none of these, and where the compiler for it is not installed.
     """
+    gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
+    if gpu and gpu[2] in GPUS:
+        set_gpu_flags()
     # jax looks for devices before it describes others, and must not look for those that are absent
     default_device()
-    gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
     if gpu and gpu[2] in GPUS:
         return gpu_target(name, gpu[2], int(gpu[1] or 1))
     kind = name.partition(":")[0]
@@ -121,11 +123,15 @@ def here(measure: bool = False) -> Target:
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
 
 
+def is_gpu(target: Target) -> bool:
+    return target.devices[0].platform == "gpu"
+
+
 def described(target: Target) -> AbstractContextManager[Any]:
     """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
     what it is."""
     device = target.devices[0]
-    if device.platform != "gpu" or device.device_kind:
+    if not is_gpu(target) or device.device_kind:
         return nullcontext()
     hopper = AbstractDevice("NVIDIA H200", device.core_count, "gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=hopper))
