@@ -54,8 +54,7 @@ def compile_thunks(
     """A program compiled with these options of XLA beside its flags, and its thunks; None where a compiler
     dumps none, as those of TPUs and CPUs, and where jax's cache had the program."""
     with TemporaryDirectory(prefix="duetto-thunks-") as folder:
-        dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options={**dump, **(options or {})})
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **(options or {})})
         sequences = [text for name in FILES if (text := dumped(folder, name))]
         metadata = dumped(folder, "thunk_metadata")
     counted = set(COUNTED.findall(compiled.as_text() or ""))
