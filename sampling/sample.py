@@ -18,10 +18,9 @@ from ..model.scatter import apart, first_of_each
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
 from .params import Knobs
-from .search import argmax, fixed_point, largest, pairwise_sum
+from .search import argmax, by_digits, by_halves, fixed_point, largest, pairwise_sum
 from .state import BANNED, EARLY, MASKED, SamplingState
 
-INFINITY = 0x7F800000  # the bits of float32's infinity
 LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 
 
@@ -51,7 +50,6 @@ class Sampled:
 Wants = Callable[["Rows"], Bool[Array, " B"]]  # which rows use a parameter
 Change = Callable[[Float[Array, "B V"], "Rows"], Float[Array, "B V"]]  # what it does to logits
 Changes = Sequence[tuple[Wants, Change]]
-Ends = tuple[Int[Array, " B"], Int[Array, " B"]]  # of what each row's search has left
 
 
 @pytree
@@ -294,21 +292,10 @@ def keep_heaviest(
 ) -> Float[Array, "B V"]:
     """Keep the largest x (all x <= 0) until their weights sum to `goal`, exactly, without a sort.
 
-    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
-    suffices. Weights are whole numbers, so their sums are exact in every order of addition.
+    The bits of non-negative floats are ordered as integers, so a search through these finds the smallest
+    distance -x that suffices. Weights are whole numbers, so their sums are exact in every order of addition.
     """
-    distance = jnp.abs(x)
-
-    def halve(_, ends: Ends) -> Ends:
-        low, high = ends
-        middle = low + (high - low) // 2
-        inside = distance <= as_float(middle)
-        enough = jnp.sum(jnp.where(inside, weight, jnp.zeros_like(weight)), axis=-1) >= goal
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    def as_float(bits: Int[Array, " B"]) -> Float[Array, "B 1"]:
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]
-
-    nearest = jnp.zeros(x.shape[0], jnp.int32)
-    _, border = jax.lax.fori_loop(0, 31, halve, (nearest, nearest + INFINITY))
-    return jnp.where(distance <= as_float(border), x, MASKED)
+    distance = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    # a GPU asks the host at each turn of a loop, a CPU's arithmetic costs more than its memory
+    border = jax.lax.platform_dependent(distance, weight, goal, cuda=by_digits, default=by_halves)
+    return jnp.where(distance <= border[:, None], x, MASKED)
