@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt
 from ..model.scatter import apart, first_of_each
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
-from .params import Knobs
+from .params import NO_LOGPROBS, NO_TOKEN, Knobs
 from .search import argmax, by_digits, by_halves, fixed_point, largest, pairwise_sum
 from .state import BANNED, EARLY, MASKED, SamplingState
 
@@ -27,7 +27,7 @@ LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 @pytree
 class Scores:
     """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits
-    share the larger rank), and the likeliest tokens with theirs, padded with id -1 where the vocabulary is
+    share the larger rank), and the likeliest tokens with theirs, padded with NO_TOKEN where the vocabulary is
     smaller."""
 
     logprob: Any  # float32 [B]
@@ -75,7 +75,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
-    return scored(logits, token, live & (rows.knobs.logprobs >= 0), state.n_top)
+    return scored(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
 
 
 def scored(
@@ -101,7 +101,7 @@ def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = M
     return Scores(
         logprob=((own - top) - log_total)[:, 0],
         rank=jnp.sum(logits >= own, axis=-1, dtype=jnp.int32),
-        top_ids=jnp.pad(ids, missing, constant_values=-1),
+        top_ids=jnp.pad(ids, missing, constant_values=NO_TOKEN),
         top_logprobs=jnp.pad((values - top) - log_total, missing, constant_values=-jnp.inf),
     )
 
@@ -199,24 +199,24 @@ def biased(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
 
 
 def has_bad_words(rows: Rows) -> Bool[Array, " B"]:
-    return jnp.any(rows.knobs.bad_words[:, :, -1] >= 0, axis=1)
+    return jnp.any(rows.knobs.bad_words[:, :, -1] != NO_TOKEN, axis=1)
 
 
 def without_bad_words(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """Mask the last token of each sequence whose other tokens were generated last (padding matches all)."""
     start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
     recent = rows.state.recent[rows.slot]
-    matches = jnp.all((start == recent[:, None, :]) | (start < 0), axis=2) & (last >= 0)
+    matches = jnp.all((start == recent[:, None, :]) | (start == NO_TOKEN), axis=2) & (last != NO_TOKEN)
     return masked_at(x, jnp.where(matches, last, x.shape[1]), BANNED)
 
 
 def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
-    return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] >= 0)
+    return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] != NO_TOKEN)
 
 
 def without_stops(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     stop_ids = rows.knobs.stop_ids
-    return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]), EARLY)
+    return masked_at(x, jnp.where(stop_ids != NO_TOKEN, stop_ids, x.shape[1]), EARLY)
 
 
 def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Float[Array, "B V"]:

@@ -21,7 +21,7 @@ from ...sampling.accept import RULES, draw_guess, rejection, target_probs
 from ...sampling.guess_tree import guess_tree
 from ...sampling.sample import sample
 from ...sampling.search import largest
-from ...sampling.token_tree import TokenTree
+from ...sampling.token_tree import NO_NODE, TokenTree
 from ..programs.step import Slots, column, run
 
 
@@ -129,7 +129,7 @@ class DraftModel:
         batch, node = asked.batch, 0
         tokens = jnp.zeros((len(batch.start), tree.nodes), jnp.int32).at[:, 0].set(batch.tokens[:, 0])
         for depth in range(tree.depth):
-            children = [int(child) for child in tree.children[node] if child >= 0]
+            children = [int(child) for child in tree.children[node] if child != NO_NODE]
             logits, cache, row = self._next(params, cache, slots, batch, tokens[:, node], depth)
             found = self._choices(logits, slots, row, len(children))
             given = ~asked.open[:, depth + 1, None]
