@@ -51,7 +51,7 @@ def render_memory(plan: EnginePlan, memory: Memory) -> str:
     if memory.limit is not None:
         share = plan.options.gpu_memory_utilization
         verdict = "fits" if memory.total <= memory.limit * share else "DOES NOT FIT"
-        allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the device's memory"
+        allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the memory that jax takes"
         lines.append(f"{verdict} in {allowed}")
     return "\n".join(lines)
 

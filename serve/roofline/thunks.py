@@ -44,8 +44,9 @@ class Thunks:
     kernels: int
 
     def __str__(self) -> str:
-        what = f"{self.buffers} command buffers, {self.kernels} kernels outside of branches"
-        return f"{what}, {self.read_backs} predicates that the host reads back"
+        buffers = "1 command buffer" if self.buffers == 1 else f"{self.buffers} command buffers"
+        what = f"{buffers}, {self.kernels} kernels outside of branches"
+        return f"{what}, the host reads back {self.read_backs} predicates"
 
 
 def compile_thunks(
