@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from ..layers import einsum, ragged_product
 from ..tree import pytree
 from .compress import CONTRACTED
-from .quant import terms
+from .gpus import gpu_name
+from .quant import leading
 
 T = TypeVar("T")
 HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
@@ -84,18 +85,9 @@ class Fixed:
         return ragged_product(rows, self.array, sizes, owner)
 
 
-def leading(equation: str) -> int:
-    """How many first axes of w, which are x's last ones, a product sums over; 0 for any other product."""
-    left, right, out = terms(equation)
-    summed = "".join(letter for letter in right if letter in left and letter not in out)
-    kept = left.removesuffix(summed) + right.removeprefix(summed)
-    return len(summed) if left.endswith(summed) and right.startswith(summed) and kept == out else 0
-
-
 def on_hopper() -> bool:
-    """Whether programs are compiled for a Hopper GPU, this machine's or one that is described."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.platform in ("gpu", "cuda") and any(name in device.device_kind for name in HOPPER)
+    """Whether programs are compiled for a Hopper GPU."""
+    return any(name in gpu_name() for name in HOPPER)
 
 
 @partial(jax.jit, static_argnames=("inputs", "tiles"))  # layers share one trace and one kernel

@@ -22,9 +22,9 @@ from duetto.model.weights.fixed import (
     fixed,
     in_rows,
     is_fixed,
-    leading,
     tiles_of,
 )
+from duetto.model.weights.quant import leading
 
 LEADING = {"q": 1, "o": 2, "down": 1, "head": 0, "v_up": 1, "k_up": 0}
 
