@@ -14,6 +14,7 @@ from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
+from ...model.weights.fixed import fixed, is_fixed
 from ...sampling.params import NO_TOKEN, knobs_row
 from ...sampling.state import dense_bias, needs_history
 from ..programs.classes import Classes
@@ -154,6 +155,7 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
+        params = fixed(params) if is_fixed(self.params) else params
         old, new = paths(self.params), paths(params)
         for path in old | new:
             a, b = old.get(path), new.get(path)
