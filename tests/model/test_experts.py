@@ -54,7 +54,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module.plgpu, "kernel", kernel)
     monkeypatch.setattr(grouped, "kernel", lambda: module)
-    monkeypatch.setattr(experts, "grouped_product", grouped.grouped_product.__wrapped__)
+    uncached: Any = grouped.grouped_product
+    monkeypatch.setattr(experts, "grouped_product", uncached.__wrapped__)
 
 
 @pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])
