@@ -17,7 +17,6 @@ python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$site:$root/src:$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 
 pip() { "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$site" "$@"; }
 

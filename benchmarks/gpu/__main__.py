@@ -19,14 +19,17 @@ import jax
 
 from benchmarks.gpu.attention import bench_attention
 from benchmarks.gpu.checks import bench_checks
+from benchmarks.gpu.estimates import bench_estimates
 from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
+from duetto.serve.host.devices import default_device
 
 PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "checks": bench_checks,
     "decode": bench_decode,
     "prefill": bench_prefill,
+    "estimates": bench_estimates,
     "attention": bench_attention,
     "reference": bench_reference,
     "steps": bench_steps,
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400, help="no part is begun later (default: 400)")
     parser.add_argument("--dry", action="store_true", help="a tiny shape, on any device")
     args = parser.parse_args()
+    default_device()  # duetto's settings of XLA and of the memory go before jax looks for devices
     begin, run = time.monotonic(), DRY if args.dry else Run()
     found = json.loads(args.file.read_text()) if args.file.exists() else {"about": about(), "rows": []}
     found["ceilings"] = {"flops": run.peaks.flops16, "bytes": run.peaks.bandwidth}

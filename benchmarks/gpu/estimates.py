@@ -1,0 +1,73 @@
+"""What estimates from compiled programs (docs/gpu.md, docs/accelerators.md) turn out to be: shares are of the
+bytes that a program touches at this device's measured bandwidth."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.run import PAGE, Row, Run, guarded
+from duetto import LLM
+from duetto.model.tree import init
+from duetto.model.weights.compress import form_spec
+from duetto.model.weights.fixed import fixed
+from duetto.serve.commands.bench import Bench, Model, median_seconds
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Shape
+from duetto.serve.roofline.facts import facts
+from duetto.serve.roofline.floor import pools
+from duetto.serve.roofline.presets import PRESETS
+
+LAYERS = 4
+# presets, and the forms of weights that each is measured in; "fixed" are products of one configuration
+FORMS = {"8b": (None, "fixed", "int8", "fp8", "int4"), "30b-a3b": (None,), "gpt-oss-20b": (None,)}
+LOAD = {"max_num_seqs": 256, "max_prefill_tokens": 2048, "max_model_len": 4096, "page_size": PAGE}
+
+
+def model_of(run: Run, name: str, form: str | None) -> Model:
+    """Random weights of a preset that is cut to few layers, in a form."""
+    config = replace(PRESETS[name], layers=PRESETS[name].layers[: run.layers or LAYERS])
+    is_fixed = form == "fixed"
+    params = init(jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype))
+    options = EngineOptions(page_size=PAGE, fixed_products=is_fixed)
+    return Model(name, config, fixed(params) if is_fixed else params, options)
+
+
+def bench_estimates(run: Run) -> Iterator[Row]:
+    """A decode of each model and form, cut to few layers, and then which shapes share bits."""
+    shape = Shape("decode", run.widths[1], 1)
+    for name, forms in ({run.shape: (None, "fixed", "int8")} if run.dry else FORMS).items():
+        for form in forms:
+            gc.collect()
+            what = f"{name}{f' {form}' if form else ''}, {run.layers or LAYERS} layers, {shape}"
+            yield from guarded("estimates", what, *timed(run, model_of(run, name, form), shape))
+    yield from classes(run)
+
+
+def timed(run: Run, model: Model, shape: Shape):
+    """How to measure a program, the unit, and the estimate from the bytes that it touches."""
+    bench = Bench(model, shape, run.context)
+    read = pools(shape, model.config.layers, bench.state.cache, run.context)
+    touched = facts(bench.programs.steps[shape], read).bytes
+    return lambda: median_seconds(bench.step, run.repeats), "ms", touched / run.peaks.bandwidth
+
+
+def classes(run: Run) -> Iterator[Row]:
+    """Of an engine's shapes, those with the canonical bits; with and without products of one
+    configuration."""
+    config = replace(PRESETS[run.shape], layers=PRESETS[run.shape].layers[: run.layers or LAYERS])
+    params = init(jax.random.key(0), form_spec(config, None), jnp.dtype(run.dtype))
+    load = LOAD | ({"max_num_seqs": 8, "max_prefill_tokens": 128, "max_model_len": 256} if run.dry else {})
+    for fixed_products in (False, True):
+        options = load | {
+            "fixed_products": fixed_products,
+            "max_batched_token_mem": load["max_model_len"] * 8,
+        }
+        with LLM.from_params(config, params, **options) as llm:
+            found, every = llm.engine.classes, list(llm.engine.programs.steps)
+        what = "fixed products" if fixed_products else "XLA's products"
+        same = len(found.prefill) + len(found.decode)
+        yield Row("estimates", f"shapes of one class, {what}", same, f"of {len(every)}", same / len(every))
+        yield Row("estimates", f"prefill and decode of one class, {what}", float(found.same_bits), "of 1")
