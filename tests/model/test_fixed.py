@@ -1,6 +1,8 @@
 """Products of one configuration: which weights have them, their tiles, and that they are the array's products
 elsewhere."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,7 @@ def test_rows_are_padded_to_whole_tiles_and_only_theirs_come_back(name: str, mon
         return jnp.dot(rows, w, preferred_element_type=jnp.float32).astype(rows.dtype)
 
     monkeypatch.setattr(module, "multiply", multiply)
-    in_rows.clear_cache()
+    cast(Any, in_rows).clear_cache()
     x, w = narrow(*left), narrow(*right, seed=1)
     found = in_rows(x, w, LEADING[name], WIDE)
     inner = int(np.prod(right[: LEADING[name]]))
@@ -78,7 +80,7 @@ def test_logits_are_an_output_matrix_by_rows_as_columns(monkeypatch: pytest.Monk
         return out + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
     monkeypatch.setattr(module, "multiply", multiply)
-    in_columns.clear_cache()
+    cast(Any, in_columns).clear_cache()
     x, w = narrow(*left), narrow(*right, seed=1)
     found = in_columns(x, w)
     assert seen == [(w.shape, (w.shape[1], TALL.columns), (w.shape[0], TALL.columns))]
