@@ -146,7 +146,7 @@ def fixed(params: T) -> T:
         name = jax.tree_util.keystr(key, simple=True, separator=".").rpartition(".")[2]
         return Fixed(weight) if can_be_fixed(name, weight) else weight
 
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, Fixed))
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
 
 
 def can_be_fixed(name: str, weight: Any) -> bool:
@@ -158,7 +158,15 @@ def can_be_fixed(name: str, weight: Any) -> bool:
     return is_projection and is_narrow and not several
 
 
+def unfixed(params: T) -> T:
+    """The tree with arrays in place of `Fixed`: the same ones, without a copy."""
+    return jax.tree.map(lambda x: x.array if is_record(x) else x, params, is_leaf=is_record)
+
+
 def is_fixed(params: Any) -> bool:
     """Whether a tree has such weights."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fixed))
-    return any(isinstance(x, Fixed) for x in leaves)
+    return any(map(is_record, jax.tree.leaves(params, is_leaf=is_record)))
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Fixed)

@@ -27,6 +27,7 @@ from duetto.model.weights.fixed import (
     in_rows,
     is_fixed,
     tiles_of,
+    unfixed,
 )
 from duetto.model.weights.quant import leading
 
@@ -105,6 +106,7 @@ def test_projections_of_16_bits_are_fixed_and_nothing_else():
     assert not any(word in path for path in found for word in ("experts", "router", "norm", "embed", "bias"))
     assert paths(fixed(fixed(params))).keys() == paths(fixed(params)).keys()
     assert is_fixed(fixed(params)) and not is_fixed(params)
+    assert unfixed(fixed(params)) == params == unfixed(params)
     assert not is_fixed(fixed(abstract(decoder_spec(MIXED), jnp.float32)))
 
 
