@@ -197,8 +197,9 @@ class Experts:
         return self.active * self.size + self.shared
 
     def met(self, tokens: int) -> float:
-        """The share of the experts' weights that `tokens` tokens go through, if they choose evenly."""
-        return min(1.0, tokens * self.active / self.count)
+        """The share of the experts' weights that `tokens` tokens go through on average, if each chooses
+        evenly and by itself."""
+        return 1.0 - (1.0 - self.active / self.count) ** tokens
 
     @property
     def each(self) -> Dense:

@@ -1,12 +1,14 @@
 """Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv
 1701.06538).
 
-Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`; on CPUs and GPUs,
-where XLA (of jax 0.10) computes all experts there, we go through tiles of rows of one expert (as MegaBlocks
-does, Gale et al., arXiv 2211.15841). A token's bits depend on neither its neighbours nor their number: all
-tiles of a step have one size, and a row of a product knows nothing of the others.
+Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, a Hopper GPU with
+the kernel of `grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for `ragged_dot`, we go
+through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's bits depend
+on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product knows
+nothing of the others.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import Dense, Experts
 from .ffn import FFN, activate, feed_forward, ffn_spec
+from .grouped import ROWS, can_multiply, grouped_product
 from .layers import biased, einsum, ragged_product
 from .tree import Spec, is_spec, pytree
 
@@ -55,17 +58,27 @@ def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B
     """The chosen experts' outputs, weighted and added in order of their scores, and the shared one's."""
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = route(w, c, flat)
-    tile = TILE if x.shape[1] == 1 else LARGE_TILE
-    outputs = jax.lax.platform_dependent(
-        flat,
-        chosen,
-        tpu=lambda x, chosen: by_ragged_products(w, c, x, chosen),
-        default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
-    )
+    outputs = each_expert(w, c, flat, chosen, TILE if x.shape[1] == 1 else LARGE_TILE)
     parts = (outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(c.active))
     mixed = sum(parts, start=jnp.float32(0))
     mixed = mixed.astype(x.dtype).reshape(x.shape)
     return mixed if w.shared is None else mixed + feed_forward(w.shared, Dense(c.shared, c.activation), x)
+
+
+def each_expert(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
+) -> Float[Array, "tokens A D"]:
+    """Each token through each of its experts, in the way of the device."""
+    f, ways = w.experts, {}
+    if can_multiply(x, f.gate, f.up, f.down):
+        ways["cuda"] = lambda x, chosen: by_grouped_products(w, c, x, chosen)
+    return jax.lax.platform_dependent(
+        x,
+        chosen,
+        tpu=lambda x, chosen: by_ragged_products(w, c, x, chosen),
+        default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
+        **ways,
+    )
 
 
 def route(
@@ -102,16 +115,56 @@ def by_ragged_products(
     expert = chosen.reshape(-1)[order]
     sizes = jnp.bincount(expert, length=c.count).astype(jnp.int32)
 
-    def product(
+    def product(rows: Float[Array, "rows _"], weights: Any) -> Float[Array, "rows outputs"]:
+        return ragged_product(rows, weights, sizes, expert)
+
+    out = through(w.experts, c, x[order // c.active], expert, product)
+    return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+
+
+def by_grouped_products(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
+) -> Float[Array, "tokens A D"]:
+    """The same with the kernel for Hopper GPUs: whole blocks of rows, of which the last may have no owner."""
+    order, sizes = sorted_by_expert(chosen, c.count)
+    filled = jnp.pad(order, (0, -order.size % ROWS))
+
+    def product(rows: Float[Array, "rows _"], weights: Any) -> Float[Array, "rows outputs"]:
+        return grouped_product(rows, weights, sizes)
+
+    out = through(w.experts, c, x[filled // c.active], chosen.reshape(-1)[filled], product)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
+    return out[place].reshape(*chosen.shape, -1)
+
+
+def sorted_by_expert(chosen: Int[Array, "tokens A"], E: int) -> tuple[Int[Array, " rows"], Int[Array, " E"]]:
+    """The numbers of the choices, expert by expert in order of tokens, and how many each expert has.
+
+    One sort of whole numbers that differ, and sums without a scatter, which GPUs would add up in any order.
+    """
+    flat, experts = chosen.reshape(-1), jnp.arange(E, dtype=jnp.int32)
+    keys = flat * flat.size + jnp.arange(flat.size, dtype=jnp.int32)
+    sizes = (flat[:, None] == experts[None]).sum(0, dtype=jnp.int32)
+    return jax.lax.rem(jnp.sort(keys, stable=False), jnp.int32(flat.size)), sizes
+
+
+def through(
+    f: FFN,
+    c: Experts,
+    rows: Float[Array, "rows D"],
+    owner: Int[Array, " rows"],
+    product: Callable[[Float[Array, "rows _"], Any], Float[Array, "rows _"]],
+) -> Float[Array, "rows D"]:
+    """Each row through its owner."""
+
+    def one(
         rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
     ) -> Float[Array, "rows outputs"]:
-        out = ragged_product(rows, weights, sizes, expert)
-        return out if bias is None else out + bias[expert]
+        out = product(rows, weights)
+        return out if bias is None else out + bias[owner]
 
-    rows, f = x[order // c.active], w.experts
-    gate, up = product(rows, f.gate, f.gate_bias), product(rows, f.up, f.up_bias)
-    out = product(activate(c.each, gate, up), f.down, f.down_bias)
-    return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    gate, up = one(rows, f.gate, f.gate_bias), one(rows, f.up, f.up_bias)
+    return one(activate(c.each, gate, up), f.down, f.down_bias)
 
 
 def by_tiles(
@@ -128,7 +181,7 @@ def by_tiles(
     row = (ends - tiles)[expert] * tile + jnp.arange(expert.size, dtype=jnp.int32) - before[expert]
     most = expert.size // tile + min(c.count, expert.size)
     rows = jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active])
-    owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
+    owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right", method="compare_all")
 
     def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
         e, start = owner[i], i * tile

@@ -1,7 +1,21 @@
 """Sizes of well-known models, for plans and measurements without their weights."""
 
-from ...model.config import ModelConfig
+from ...model.config import Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
+
+QWEN3_MOE = LayerKind(
+    GroupedQuery(32, 4, 128, Rope(1e6), qk_norm=NormKind(eps=1e-6)), Experts(count=128, active=8, size=768)
+)
+
+
+def gpt_oss(window: int | None) -> LayerKind:
+    """Either of the layers that take turns in gpt-oss-20b."""
+    turn = Rope(150000.0, "yarn", factor=32.0, original_max_position=4096, truncate=False)
+    return LayerKind(
+        GroupedQuery(64, 8, 64, turn, window=window, bias=True, output_bias=True, sinks=True),
+        Experts(32, 4, 2880, "clamped_silu", bias=True, router_bias=True, clamp=7.0),
+    )
+
 
 PRESETS = {
     "135m": ModelConfig.uniform(
@@ -11,4 +25,6 @@ PRESETS = {
         151936, 1024, 3072, 28, 16, 8, 128, 32768, tied_embeddings=True, rope=Rope(1e6)
     ),
     "8b": ModelConfig.uniform(128256, 4096, 14336, 32, 32, 8, 128, 8192, rope=Rope(500000.0)),
+    "30b-a3b": ModelConfig(151936, 2048, 48 * (QWEN3_MOE,), 40960, norm=NormKind(eps=1e-6)),
+    "gpt-oss-20b": ModelConfig(201088, 2880, 12 * (gpt_oss(128), gpt_oss(None)), 131072),
 }

@@ -28,4 +28,5 @@ def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> Eng
     platform, config = target.devices[0].platform, PRESETS[model]
     words = config.vocab_size if platform == "gpu" else WORDS
     config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
-    return EnginePlan("test", config, dtype, EngineOptions(), target, SIZES, CONTEXT)
+    sizes = dataclasses.replace(SIZES, pages=SIZES.pages * len(config.windows))
+    return EnginePlan("test", config, dtype, EngineOptions(), target, sizes, CONTEXT)

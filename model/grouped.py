@@ -1,0 +1,89 @@
+"""Products of consecutive rows with one expert's matrix each, on NVIDIA GPUs of the Hopper generation: the
+kernel that jax ships (Pallas, Mosaic GPU backend), which reads the experts' weights where they lie.
+
+It multiplies blocks of ROWS rows with one expert's matrix and keeps the rows that are that expert's: two
+experts that share a block multiply it one after the other. Blocks have one size and a row's sum runs over
+K in order, so its bits depend neither on the rows beside it nor on how many an expert has. All experts'
+weights are read, those without rows included.
+
+The module `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` is there in jax 0.10 to 0.12; where it is not,
+and on other devices, `model/experts.py` goes another way.
+"""
+
+import re
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .layers import Weight
+
+ROWS = 64  # of a block: those of the tensor cores' instruction
+INNER = 64  # of K in a step of a block's sum
+COLUMNS = (128, 192, 64)  # of a block, the first that divides a matrix's
+STAGES = 4  # steps that are loaded ahead
+KERNEL = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
+HOPPER = re.compile(r"\bG?H\d+")  # in the names of devices: H100, H200, GH200
+
+
+@cache
+def kernel() -> Any:
+    """The module of the kernel, or None where jax has no compiler for NVIDIA GPUs or not this module."""
+    if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return None
+    try:
+        return import_module(KERNEL)
+    except ImportError:
+        return None
+
+
+def can_multiply(x: Float[Array, "tokens D"], *weights: Float[Array, "E _ _"] | Weight) -> bool:
+    """Whether the kernel multiplies rows of x's type with these weights: arrays of the same 16-bit type on
+    one device, in sizes that blocks divide."""
+    return kernel() is not None and on_hopper() and all(fits(x, w) for w in weights)
+
+
+def fits(x: Float[Array, "tokens D"], w: Float[Array, "E _ _"] | Weight) -> bool:
+    return (
+        not isinstance(w, Weight)
+        and x.dtype == w.dtype
+        and w.dtype in (jnp.bfloat16, jnp.float16)
+        and w.shape[1] % INNER == 0
+        and columns(w.shape[2]) is not None
+        and jax.typeof(w).sharding.mesh.size <= 1  # 0 is no mesh
+    )
+
+
+def on_hopper() -> bool:
+    """Whether the device that is compiled for can be a Hopper: a program for a device that is not here may
+    describe it."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    device = described or jax.local_devices()[0]
+    return device.platform != "gpu" or HOPPER.search(device.device_kind) is not None
+
+
+def columns(F: int) -> int | None:
+    """Columns of a block of a matrix with F of them, or None."""
+    return next((n for n in COLUMNS if F % n == 0), None)
+
+
+@jax.jit  # layers share one trace
+def grouped_product(
+    rows: Float[Array, "rows D"], w: Float[Array, "E D F"], sizes: Int[Array, " E"]
+) -> Float[Array, "rows F"]:
+    """Products of consecutive rows, a multiple of ROWS, with one expert's matrix each: expert e owns the next
+    sizes[e] rows. Rows that none owns have no meaning."""
+    return kernel().ragged_dot(
+        rows,
+        w,
+        group_sizes=sizes,
+        block_m=ROWS,
+        block_n=columns(w.shape[2]),
+        block_k=INNER,
+        max_concurrent_steps=STAGES,
+        grid_block_n=1,
+    )

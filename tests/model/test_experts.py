@@ -1,0 +1,155 @@
+"""Experts' products on Hopper GPUs: the order of rows, what the kernel is given, and, interpreted, what it
+returns."""
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from duetto.model import experts, grouped
+from duetto.model.config import Experts
+from duetto.model.experts import MoE, by_grouped_products, by_ragged_products, experts_spec, sorted_by_expert
+from duetto.model.tree import init
+from duetto.model.weights.compress import compressed
+
+PLAIN = Experts(5, 2, 64)
+BIASED = Experts(5, 3, 128, "clamped_silu", bias=True, clamp=7.0)
+D = 64
+
+
+def weights(c: Experts) -> MoE:
+    """Random ones of one layer, biases too."""
+    made = init(jax.random.key(0), experts_spec(c, D, 1), jnp.bfloat16)
+    leaves, structure = jax.tree.flatten(made)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [jax.random.normal(key, x.shape, x.dtype) / 8 for key, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def tokens(count: int, seed: int = 2) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (count, D), jnp.bfloat16)
+
+
+def choices(c: Experts, count: int, among: int) -> jax.Array:
+    """Different experts for each token, the first `among` ones only."""
+    drawn = [np.random.default_rng(row).permutation(among)[: c.active] for row in range(count)]
+    return jnp.asarray(np.stack(drawn), jnp.int32)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs here, as two processors would run it; jax's interpreter for GPUs is not public in all
+    versions."""
+    pytest.importorskip("absl")
+    module = import_module(grouped.KERNEL)
+    settings = import_module("jax._src.pallas.mosaic_gpu.interpret.params").InterpretGPUParams()
+    real = module.plgpu.kernel
+
+    def kernel(body: Any, **given: Any) -> Any:
+        return real(body, **{**given, "grid": (2,), "interpret": settings})
+
+    monkeypatch.setattr(module.plgpu, "kernel", kernel)
+    monkeypatch.setattr(grouped, "kernel", lambda: module)
+    uncached: Any = grouped.grouped_product
+    monkeypatch.setattr(experts, "grouped_product", uncached.__wrapped__)
+
+
+@pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])
+def test_choices_are_sorted_by_expert_then_by_token(count: int, E: int, active: int):
+    chosen = choices(Experts(E, active, 64), count, E)
+    order, sizes = sorted_by_expert(chosen, E)
+    flat = np.asarray(chosen).reshape(-1)
+    np.testing.assert_array_equal(order, np.argsort(flat, stable=True))
+    np.testing.assert_array_equal(sizes, np.bincount(flat, minlength=E))
+
+
+@pytest.mark.parametrize("c, count, among", [(PLAIN, 40, 4), (PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 5)])
+def test_the_way_for_hoppers_returns_what_ragged_products_do(
+    monkeypatch: pytest.MonkeyPatch, c: Experts, count: int, among: int
+):
+    """With experts without tokens, and rows that have no owner and hence no meaning."""
+
+    def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        assert rows.shape[0] % grouped.ROWS == 0 and int(sizes.sum()) == count * c.active
+        unowned = jnp.arange(rows.shape[0])[:, None] >= sizes.sum()
+        return jnp.where(unowned, jnp.nan, jax.lax.ragged_dot(rows, w, sizes))
+
+    monkeypatch.setattr(experts, "grouped_product", product)
+    w, x, chosen = weights(c), tokens(count), choices(c, count, among)
+    found = by_grouped_products(w, c, x, chosen)
+    expected = by_ragged_products(w, c, x, chosen)
+    assert found.shape == expected.shape == (count, c.active, D) and found.dtype == jnp.bfloat16
+    a, b = (np.asarray(y, np.float32) for y in (found, expected))
+    np.testing.assert_allclose(a, b, atol=0.01 * float(np.abs(b).max()))
+
+
+def product_of(rows: jax.Array, w: jax.Array, sizes: list[int]) -> np.ndarray:
+    found = experts.grouped_product(rows, w, jnp.asarray(sizes, jnp.int32))
+    return np.asarray(found, np.float32)[: sum(sizes)]
+
+
+def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
+    """Neither on the rows beside it, nor on its place in a block or in two, nor on how many its expert has;
+    and they are those of the product."""
+    rows, w = tokens(128), jax.random.normal(jax.random.key(3), (4, D, 64), jnp.bfloat16)
+    found = product_of(rows, w, [0, 60, 9, 31])
+    expected = jax.lax.ragged_dot(rows[:100], w, jnp.asarray([0, 60, 9, 31]))
+    np.testing.assert_allclose(found, np.asarray(expected, np.float32), atol=0.1)
+    assert np.abs(found).max() > 10
+    few = product_of(jnp.concatenate([rows[66:69], tokens(61, seed=4)]), w, [0, 0, 3, 0])
+    np.testing.assert_array_equal(few, found[66:69])
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax is taken to have the kernel."""
+    monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+
+
+def matrix(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def test_the_kernel_takes_arrays_that_blocks_divide(there: None):
+    x = matrix(3, 64)
+    can = grouped.can_multiply
+    assert can(x, matrix(2, 64, 192), matrix(2, 64, 192), matrix(2, 192, 64))
+    assert can(x.astype(jnp.float16), matrix(2, 64, 64, dtype=jnp.float16))
+    assert not can(x, matrix(2, 64, 192), matrix(2, 64, 96))
+    assert not can(x, matrix(2, 96, 64))
+    assert not can(x.astype(jnp.float32), matrix(2, 64, 64))
+    assert not can(x.astype(jnp.float32), matrix(2, 64, 64, dtype=jnp.float32))
+    for how in ("int8", "fp4", 0.5):
+        assert not can(x, compressed(matrix(2, 64, 64), (-2,), how))
+
+
+def test_the_kernel_takes_weights_on_one_device(there: None):
+    def possible(devices: int) -> bool:
+        mesh = AbstractMesh((devices,), ("tensor",))
+        where = NamedSharding(mesh, PartitionSpec(None, None, "tensor"))
+        w = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16, sharding=where)
+        found = []
+        jax.eval_shape(lambda w: found.append(grouped.can_multiply(matrix(3, 64), w)), w)
+        return found[0]
+
+    assert possible(1) and not possible(2)
+
+
+@pytest.mark.parametrize(
+    "kind, possible",
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA B200", False),
+        ("NVIDIA GeForce RTX 4090", False),
+    ],
+)
+def test_the_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu"))):
+        assert grouped.can_multiply(matrix(3, 64), matrix(2, 64, 64)) == possible
