@@ -169,7 +169,8 @@ def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:
         found = llm.generate(prompts(model.config.vocab_size), PARAMS, use_tqdm=False)
         report = llm.report()
         llm.update_params(model.params)
-        is_wrapped = is_fixed(llm.params)
+        is_wrapped = is_fixed(llm.engine.params)
+        assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
     assert is_wrapped == ("fixed_products" in options and model.name == "bfloat16")
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0

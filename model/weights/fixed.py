@@ -7,6 +7,7 @@ tiles, and every number is one sum in the order of the inner dimension. The kern
 bit for bit.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from .quant import leading
 
 T = TypeVar("T")
 HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
+LOGITS = "...d,vd->...v"  # the product with an output matrix
 ROWS, WARPGROUPS = 64, 2  # rows of a tile, and the warpgroups that share a block, side by side in its columns
 ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiprocessors
 
@@ -41,6 +43,7 @@ class Tiles(NamedTuple):
 
 
 WIDE, NARROW = Tiles(64, 64, 8), Tiles(32, 32, 16)
+TALL = Tiles(64, 64, 6)  # of logits: the warpgroups share a block's columns, which are rows of x
 
 
 def tiles_of(inner: int, columns: int) -> Tiles | None:
@@ -65,24 +68,31 @@ class Fixed:
     array: Any
 
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
-        """The product of x and this weight; the array's own where it does not sum over the first axes, or is
-        asked for in another dtype."""
-        inputs, w = leading(equation), self.array
-        plain = partial(einsum, equation, dtype=dtype)
-        if not inputs or not x.dtype == w.dtype == (dtype or x.dtype) or not on_hopper():
-            return plain(x, w)
-        tiles = tiles_of(prod(w.shape[:inputs]), prod(w.shape[inputs:]))
-        if tiles is None:
-            return plain(x, w)
-        return jax.lax.platform_dependent(
-            x, w, cuda=partial(in_rows, inputs=inputs, tiles=tiles), default=plain
-        )
+        """The product of x and this weight; the array's own where it is none of rows with first axes, or of
+        rows with a matrix's last axis in float32, as logits are."""
+        w, plain = self.array, partial(einsum, equation, dtype=dtype)
+        kernel = kernel_for(equation, x, w, dtype or x.dtype)
+        return plain(x, w) if kernel is None else jax.lax.platform_dependent(x, w, cuda=kernel, default=plain)
 
     def ragged(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
         """Products of consecutive rows with one expert's weights each: the array's own."""
         return ragged_product(rows, self.array, sizes, owner)
+
+
+def kernel_for(
+    equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
+) -> Callable[..., Float[Array, "..."]] | None:
+    """What multiplies x and w on the GPU that is compiled for; None where that has no kernel."""
+    if x.dtype != w.dtype or not on_hopper():
+        return None
+    if (inputs := leading(equation)) and dtype == x.dtype:
+        tiles = tiles_of(prod(w.shape[:inputs]), prod(w.shape[inputs:]))
+        return tiles and partial(in_rows, inputs=inputs, tiles=tiles)
+    is_head = equation == LOGITS and dtype == jnp.float32
+    fits = w.shape[0] % (WARPGROUPS * ROWS) == 0 == w.shape[-1] % TALL.depth
+    return in_columns if is_head and fits else None
 
 
 def on_hopper() -> bool:
@@ -101,43 +111,62 @@ def in_rows(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int, tiles: 
     return product[: len(rows)].reshape(*x.shape[: x.ndim - inputs], *w.shape[inputs:])
 
 
-def multiply(rows: Float[Array, "rows D"], w: Float[Array, "D F"], tiles: Tiles) -> Float[Array, "rows F"]:
-    """jax's kernel with these tiles."""
+@jax.jit
+def in_columns(x: Float[Array, "*rows D"], w: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
+    """Products of rows with an output matrix, in float32: of that matrix with the rows as columns, since the
+    kernel reads its second operand by rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    columns = jnp.pad(rows, ((0, -len(rows) % TALL.columns), (0, 0))).T
+    with jax.named_scope(f"turned_{TALL.label}"):
+        product = multiply(w, columns, TALL, jnp.zeros((len(w), columns.shape[1]), jnp.float32))
+    return product[:, : len(rows)].T.reshape(*x.shape[:-1], len(w))
+
+
+def multiply(
+    a: Float[Array, "rows D"], b: Float[Array, "D F"], tiles: Tiles, out: Float[Array, "rows F"] | None = None
+) -> Float[Array, "rows F"]:
+    """jax's kernel with these tiles, whose product is added to `out` in its dtype."""
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as kernel  # needs absl, and a GPU
 
-    config = kernel.TuningConfig(ROWS, tiles.columns, tiles.depth, tiles.stages, epi_tile_n=tiles.columns)
-    return kernel.matmul(rows, w, None, config)
+    side = kernel.MatmulDimension.M if tiles == TALL else kernel.MatmulDimension.N
+    config = kernel.TuningConfig(
+        ROWS, tiles.columns, tiles.depth, tiles.stages, epi_tile_n=tiles.columns, wg_dimension=side
+    )
+    return kernel.matmul(a, b, out, config)
 
 
 def fixed(params: T) -> T:
     """A tree of parameters, or of ShapeDtypeStructs, with projections as `Fixed`.
 
-    Left as they are: experts, the output matrix (its sums run over its last axis), records, weights of 32
-    bits and those that lie on several devices.
+    Left as they are: experts, an embedding that is the output matrix too, records, weights of 32 bits and
+    those that lie on several devices.
     """
 
     def leaf(key: Any, weight: Any) -> Any:
         name = jax.tree_util.keystr(key, simple=True, separator=".").rpartition(".")[2]
         return Fixed(weight) if can_be_fixed(name, weight) else weight
 
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, Fixed))
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
 
 
 def can_be_fixed(name: str, weight: Any) -> bool:
     if name not in CONTRACTED or not isinstance(weight, jax.Array | jax.ShapeDtypeStruct):
         return False
     several = weight.sharding is not None and weight.sharding.num_devices > 1
-    first, last = CONTRACTED[name][0], CONTRACTED[name][-1]
-    is_projection = weight.ndim + first == 0 and last < -1
-    return (
-        is_projection
-        and not several
-        and jnp.issubdtype(weight.dtype, jnp.floating)
-        and weight.dtype.itemsize == 2
-    )
+    is_projection = weight.ndim + CONTRACTED[name][0] == 0 or name == "head"
+    is_narrow = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
+    return is_projection and is_narrow and not several
+
+
+def unfixed(params: T) -> T:
+    """The tree with arrays in place of `Fixed`: the same ones, without a copy."""
+    return jax.tree.map(lambda x: x.array if is_record(x) else x, params, is_leaf=is_record)
 
 
 def is_fixed(params: Any) -> bool:
     """Whether a tree has such weights."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Fixed))
-    return any(isinstance(x, Fixed) for x in leaves)
+    return any(map(is_record, jax.tree.leaves(params, is_leaf=is_record)))
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Fixed)

@@ -60,11 +60,10 @@ def cut_of(inner: int, columns: int, groups: int) -> Cut | None:
 
 
 def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
-    """Whether scales are those of a matrix: one for each output, of groups along the last of the inputs, or
-    of all of them."""
-    before = scales[: inputs - 1]
-    whole = before == shape[: inputs - 1] or set(scales[:inputs]) == {1}
-    return whole and scales[inputs:] == shape[inputs:]
+    """Whether scales are those of a matrix: each output has its own, of groups that follow each other along
+    the inputs."""
+    split = next((i for i in range(inputs) if scales[i] != shape[i]), inputs)
+    return scales[inputs:] == shape[inputs:] and set(scales[split + 1 : inputs]) <= {1}
 
 
 @partial(jax.jit, static_argnames=("dtype", "interpret"))  # layers share one trace

@@ -12,6 +12,7 @@ from ...checkpoints.overrides import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
+from ...model.weights.fixed import unfixed
 from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
@@ -254,7 +255,7 @@ class LLM:
     @property
     def params(self) -> Decoder:
         """The weights being served, as they lie on the device."""
-        return self.engine.params
+        return unfixed(self.engine.params)
 
     def report(self, explained: bool = False) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.

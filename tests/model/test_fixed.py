@@ -1,6 +1,8 @@
 """Products of one configuration: which weights have them, their tiles, and that they are the array's products
 elsewhere."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,16 @@ from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.fixed import (
     NARROW,
     ROWS,
+    TALL,
     WIDE,
     Fixed,
     Tiles,
     fixed,
+    in_columns,
     in_rows,
     is_fixed,
     tiles_of,
+    unfixed,
 )
 from duetto.model.weights.quant import leading
 
@@ -57,7 +62,7 @@ def test_rows_are_padded_to_whole_tiles_and_only_theirs_come_back(name: str, mon
         return jnp.dot(rows, w, preferred_element_type=jnp.float32).astype(rows.dtype)
 
     monkeypatch.setattr(module, "multiply", multiply)
-    jax.clear_caches()
+    cast(Any, in_rows).clear_cache()
     x, w = narrow(*left), narrow(*right, seed=1)
     found = in_rows(x, w, LEADING[name], WIDE)
     inner = int(np.prod(right[: LEADING[name]]))
@@ -65,6 +70,22 @@ def test_rows_are_padded_to_whole_tiles_and_only_theirs_come_back(name: str, mon
     expected = einsum(equation, x, w)
     assert found.shape == expected.shape and found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.02, atol=0.05)
+
+
+def test_logits_are_an_output_matrix_by_rows_as_columns(monkeypatch: pytest.MonkeyPatch):
+    equation, left, right = PRODUCTS["head"]
+    seen = []
+
+    def multiply(a: jax.Array, b: jax.Array, tiles: Tiles, out: jax.Array) -> jax.Array:
+        seen.append((a.shape, b.shape, out.shape))
+        return out + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(module, "multiply", multiply)
+    cast(Any, in_columns).clear_cache()
+    x, w = narrow(*left), narrow(*right, seed=1)
+    found = in_columns(x, w)
+    assert seen == [(w.shape, (w.shape[1], TALL.columns), (w.shape[0], TALL.columns))]
+    np.testing.assert_allclose(found, einsum(equation, x, w, jnp.float32), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -81,17 +102,17 @@ def test_projections_of_16_bits_are_fixed_and_nothing_else():
     found = {path.removesuffix(".array") for path in paths(fixed(params)) if path.endswith(".array")}
     first = {f"layers.0.{name}" for name in ("attention.q", "attention.k", "attention.v", "attention.o")}
     assert first | {"layers.0.ffn.gate", "layers.0.ffn.up", "layers.0.ffn.down"} <= found
-    assert {"layers.1.attention.k_up", "layers.1.ffn.shared.gate"} <= found
+    assert {"layers.1.attention.k_up", "layers.1.ffn.shared.gate", "head"} <= found
     assert not any(word in path for path in found for word in ("experts", "router", "norm", "embed", "bias"))
     assert paths(fixed(fixed(params))).keys() == paths(fixed(params)).keys()
     assert is_fixed(fixed(params)) and not is_fixed(params)
+    assert unfixed(fixed(params)) == params == unfixed(params)
     assert not is_fixed(fixed(abstract(decoder_spec(MIXED), jnp.float32)))
 
 
 def test_quantised_weights_and_those_of_several_devices_stay():
     params = abstract(decoder_spec(MIXED), jnp.bfloat16)
-    assert not [path for path in paths(fixed(quantize_params(params, "int8"))) if path.endswith(".array")]
+    left = [path for path in paths(fixed(quantize_params(params, "int8"))) if path.endswith(".array")]
+    assert left == ["head.array"]
     mesh = NamedSharding(AbstractMesh((2,), ("tensor",)), PartitionSpec())
-    assert is_fixed(params := fixed(params)) and not is_fixed(
-        fixed(abstract(decoder_spec(MIXED), jnp.bfloat16, mesh))
-    )
+    assert not is_fixed(fixed(abstract(decoder_spec(MIXED), jnp.bfloat16, mesh)))

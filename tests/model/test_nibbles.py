@@ -33,7 +33,8 @@ WEIGHTS = {
     "groups of 128": ("btd,df->btf", 1, (512,), (512, 64), (4, 64)),
     "groups of 256": ("btd,df->btf", 1, (512,), (512, 64), (2, 64)),
     "one scale a column": ("btd,df->btf", 1, (256,), (256, 192), (1, 192)),
-    "of several axes": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (1, 1, 64)),
+    "of two heads": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (2, 1, 64)),
+    "of all inputs": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (1, 1, 64)),
 }
 
 

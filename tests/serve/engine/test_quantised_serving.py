@@ -187,7 +187,7 @@ def test_a_steps_bytes_are_those_of_the_codes_that_it_meets(params):
     assert saved == nbytes(params) - nbytes(small)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 @pytest.mark.extras
 def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(scheme: str):
     """Two layers of it, compiled for an H200; beside the tests of the same programs in test_targets.py."""

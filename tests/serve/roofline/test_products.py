@@ -81,6 +81,8 @@ def test_fixed_products_are_alike_at_every_number_of_rows():
     narrow, wide = "tiles_64x32x32x16", "tiles_64x64x64x8"
     expected = {(1024, narrow): 2, (4096, narrow): 3, (14336, wide): 2}
     for own in found.values():
+        head = [p.config for p in own if p.columns == plan.config.vocab_size]
         layers = [p for p in own if p.columns != plan.config.vocab_size]
-        assert all(p.kind.startswith("mosaic_gpu") for p in layers)
+        assert set(head) == {"tiles_64x64x64x6"}
+        assert all(p.kind.startswith("mosaic_gpu") for p in own)
         assert Counter((p.columns, p.config) for p in layers) == {k: LAYERS * n for k, n in expected.items()}
