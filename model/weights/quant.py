@@ -50,6 +50,11 @@ class Quantised:
             shape[self.packed] *= 2
         return tuple(shape)
 
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return (self.shape,)
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight, in x's dtype or another."""
         dtype, (left, letters, out) = dtype or x.dtype, terms(equation)
