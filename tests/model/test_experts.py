@@ -1,6 +1,8 @@
 """Experts' products on Hopper GPUs: the order of rows, what the kernel is given, and, interpreted, what it
 returns."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -97,10 +99,17 @@ def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
     np.testing.assert_array_equal(few, found[66:69])
 
 
+def on(kind: str) -> AbstractContextManager[Any]:
+    """Programs are for such a GPU."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu")))
+
+
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """jax is taken to have the kernel."""
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """jax is taken to have the kernel, and a GPU for it."""
     monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+    with on("NVIDIA H200"):
+        yield
 
 
 def matrices(D: int, F: int, dtype: Any = jnp.bfloat16) -> FFN:
@@ -151,5 +160,5 @@ def test_the_kernel_takes_weights_on_one_device(there: None):
     ],
 )
 def test_the_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu"))):
+    with on(kind):
         assert has_kernel(matrices(64, 64), jnp.bfloat16) == possible
