@@ -159,7 +159,7 @@ def by_tiles(
     row = (ends - tiles)[expert] * tile + jnp.arange(expert.size, dtype=jnp.int32) - before[expert]
     most = expert.size // tile + min(c.count, expert.size)
     rows = jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active])
-    owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
+    owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right", method="compare_all")
 
     def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
         e, start = owner[i], i * tile

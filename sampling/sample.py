@@ -17,18 +17,17 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt
 from ..model.scatter import apart, first_of_each
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
-from .params import Knobs
-from .search import argmax, fixed_point, largest, pairwise_sum
+from .params import NO_LOGPROBS, NO_TOKEN, Knobs
+from .search import argmax, by_digits, by_halves, fixed_point, largest, pairwise_sum
 from .state import BANNED, EARLY, MASKED, SamplingState
 
-INFINITY = 0x7F800000  # the bits of float32's infinity
 LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 
 
 @pytree
 class Scores:
     """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits
-    share the larger rank), and the likeliest tokens with theirs, padded with id -1 where the vocabulary is
+    share the larger rank), and the likeliest tokens with theirs, padded with NO_TOKEN where the vocabulary is
     smaller."""
 
     logprob: Any  # float32 [B]
@@ -51,7 +50,6 @@ class Sampled:
 Wants = Callable[["Rows"], Bool[Array, " B"]]  # which rows use a parameter
 Change = Callable[[Float[Array, "B V"], "Rows"], Float[Array, "B V"]]  # what it does to logits
 Changes = Sequence[tuple[Wants, Change]]
-Ends = tuple[Int[Array, " B"], Int[Array, " B"]]  # of what each row's search has left
 
 
 @pytree
@@ -77,7 +75,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
-    return scored(logits, token, live & (rows.knobs.logprobs >= 0), state.n_top)
+    return scored(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
 
 
 def scored(
@@ -103,7 +101,7 @@ def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = M
     return Scores(
         logprob=((own - top) - log_total)[:, 0],
         rank=jnp.sum(logits >= own, axis=-1, dtype=jnp.int32),
-        top_ids=jnp.pad(ids, missing, constant_values=-1),
+        top_ids=jnp.pad(ids, missing, constant_values=NO_TOKEN),
         top_logprobs=jnp.pad((values - top) - log_total, missing, constant_values=-jnp.inf),
     )
 
@@ -201,24 +199,24 @@ def biased(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
 
 
 def has_bad_words(rows: Rows) -> Bool[Array, " B"]:
-    return jnp.any(rows.knobs.bad_words[:, :, -1] >= 0, axis=1)
+    return jnp.any(rows.knobs.bad_words[:, :, -1] != NO_TOKEN, axis=1)
 
 
 def without_bad_words(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """Mask the last token of each sequence whose other tokens were generated last (padding matches all)."""
     start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
     recent = rows.state.recent[rows.slot]
-    matches = jnp.all((start == recent[:, None, :]) | (start < 0), axis=2) & (last >= 0)
+    matches = jnp.all((start == recent[:, None, :]) | (start == NO_TOKEN), axis=2) & (last != NO_TOKEN)
     return masked_at(x, jnp.where(matches, last, x.shape[1]), BANNED)
 
 
 def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
-    return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] >= 0)
+    return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] != NO_TOKEN)
 
 
 def without_stops(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     stop_ids = rows.knobs.stop_ids
-    return masked_at(x, jnp.where(stop_ids >= 0, stop_ids, x.shape[1]), EARLY)
+    return masked_at(x, jnp.where(stop_ids != NO_TOKEN, stop_ids, x.shape[1]), EARLY)
 
 
 def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> Float[Array, "B V"]:
@@ -294,21 +292,10 @@ def keep_heaviest(
 ) -> Float[Array, "B V"]:
     """Keep the largest x (all x <= 0) until their weights sum to `goal`, exactly, without a sort.
 
-    The bits of non-negative floats are ordered as integers, so 31 halvings find the smallest distance -x that
-    suffices. Weights are whole numbers, so their sums are exact in every order of addition.
+    The bits of non-negative floats are ordered as integers, so a search through these finds the smallest
+    distance -x that suffices. Weights are whole numbers, so their sums are exact in every order of addition.
     """
-    distance = jnp.abs(x)
-
-    def halve(_, ends: Ends) -> Ends:
-        low, high = ends
-        middle = low + (high - low) // 2
-        inside = distance <= as_float(middle)
-        enough = jnp.sum(jnp.where(inside, weight, jnp.zeros_like(weight)), axis=-1) >= goal
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    def as_float(bits: Int[Array, " B"]) -> Float[Array, "B 1"]:
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]
-
-    nearest = jnp.zeros(x.shape[0], jnp.int32)
-    _, border = jax.lax.fori_loop(0, 31, halve, (nearest, nearest + INFINITY))
-    return jnp.where(distance <= as_float(border), x, MASKED)
+    distance = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    # a GPU asks the host at each turn of a loop, a CPU's arithmetic costs more than its memory
+    border = jax.lax.platform_dependent(distance, weight, goal, cuda=by_digits, default=by_halves)
+    return jnp.where(distance <= border[:, None], x, MASKED)

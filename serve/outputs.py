@@ -51,7 +51,7 @@ class RequestMetrics:
 
 
 class Pass(NamedTuple):
-    """A step of one request: the guesses that it verified, below zero where the device made them, and the
+    """A step of one request: the guesses that it verified, ON_DEVICE (-1) where the device made them, and the
     tokens that it gave."""
 
     guesses: tuple[int, ...]

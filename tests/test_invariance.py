@@ -10,6 +10,7 @@ import pytest
 from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.model.weights.fixed import is_fixed
 from duetto.serve.engine.request import Request
 from duetto.serve.programs.shapes import Canonical
 from duetto.serve.speculation.ngram import NgramDrafter
@@ -44,8 +45,8 @@ CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "page_size": 128, "decod
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
 # several rows.
 VARIANTS = {
-    "pages of 16 tokens, so few that requests are preempted": {
-        "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64,
+    "pages of 16 tokens, so few that requests are preempted, and fixed products": {
+        "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64, "fixed_products": True,
     },
     "pages of 128 tokens, chunks of 64, more seats, one step a dispatch": CHUNKS,
 }  # fmt: skip
@@ -167,6 +168,9 @@ def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:
     with serve(**options) as llm:
         found = llm.generate(prompts(model.config.vocab_size), PARAMS, use_tqdm=False)
         report = llm.report()
+        llm.update_params(model.params)
+        is_wrapped = is_fixed(llm.params)
+    assert is_wrapped == ("fixed_products" in options and model.name == "bfloat16")
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0
     return report

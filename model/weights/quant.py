@@ -7,6 +7,7 @@ product (or the input) instead.
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
 from ..layers import einsum, ragged_product
+from . import nibbles
+from .gpus import gpu_name
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
 # numbers along the packed axis that share a four-bit scale: the largest that divides
@@ -57,7 +60,29 @@ class Quantised:
 
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight, in x's dtype or another."""
-        dtype, (left, letters, out) = dtype or x.dtype, terms(equation)
+        dtype, inputs = dtype or x.dtype, leading(equation)
+        elsewhere = partial(widening, equation=equation, dtype=dtype)
+        if not gpu_name() or not self.has_kernel(x, inputs):
+            return elsewhere(x, self)
+        return jax.lax.platform_dependent(
+            x, self, cuda=partial(by_kernel, inputs=inputs, dtype=dtype), default=elsewhere
+        )
+
+    def has_kernel(self, x: Float[Array, "..."], inputs: int) -> bool:
+        """Whether GPUs have one for products of x that sum over the weight's first axes."""
+        shape, scales = self.shape, self.scales.shape
+        return (
+            self.scheme == "int4"
+            and 0 < inputs == self.packed % len(shape) + 1
+            and x.dtype.itemsize == 2
+            and self.scales.dtype.name in nibbles.SCALES
+            and nibbles.grouped(shape, scales, inputs)
+            and nibbles.cut_of(prod(shape[:inputs]), prod(shape[inputs:]), prod(scales[:inputs])) is not None
+        )
+
+    def by_widening(self, equation: str, x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+        """The product with an array, that of the codes where scales can multiply it or x instead."""
+        left, letters, out = terms(equation)
         scaled = {letter for letter, size in zip(letters, self.scales.shape, strict=True) if size > 1}
         if scaled <= set(out):
             product = einsum(equation, x, self.codes().astype(x.dtype), jnp.float32)
@@ -93,6 +118,26 @@ class Quantised:
             return e2m1(nibbles)
         zeros = jnp.int8(8) if self.zeros is None else spread(self.zeros.astype(jnp.int8), nibbles.shape)
         return nibbles.astype(jnp.int8) - zeros
+
+
+def widening(x: Float[Array, "..."], w: Quantised, equation: str, dtype: Any) -> Float[Array, "..."]:
+    return w.by_widening(equation, x, dtype)
+
+
+def by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: Any) -> Float[Array, "..."]:
+    """The product of matrices: x's rows by w's first axes, whose numbers stay codes."""
+    inner, columns = prod(w.shape[:inputs]), prod(w.shape[inputs:])
+    parts = (None if part is None else part.reshape(-1, columns) for part in (w.values, w.scales, w.zeros))
+    product = nibbles.multiply(x.reshape(-1, inner), nibbles.Codes(*parts), dtype)
+    return product.reshape(*x.shape[: x.ndim - inputs], *w.shape[inputs:])
+
+
+def leading(equation: str) -> int:
+    """How many first axes of w, which are x's last ones, a product sums over; 0 for any other product."""
+    left, right, out = terms(equation)
+    summed = "".join(letter for letter in right if letter in left and letter not in out)
+    kept = left.removesuffix(summed) + right.removeprefix(summed)
+    return len(summed) if left.endswith(summed) and right.startswith(summed) and kept == out else 0
 
 
 def terms(equation: str) -> tuple[str, str, str]:

@@ -21,8 +21,8 @@ class Ticket:
 
 
 class Cursor:
-    """How many tokens and characters of each of a ticket's completions were given out; those given to their
-    end are gone."""
+    """How many tokens and pieces of text of each of a ticket's completions were given out; those given to
+    their end are gone."""
 
     def __init__(self, ticket: Ticket):
         self._requests = dict(enumerate(ticket.requests))
@@ -36,11 +36,12 @@ class Cursor:
         """What is new since the last call."""
         found = []
         for index, request in list(self._requests.items()):
-            tokens, chars = self._places[index]
-            new, text = request.outputs[tokens:], (request.text.text if request.text else "")[chars:]
+            tokens, pieces = self._places[index]
+            new = request.tokens[len(request.prompt) + tokens :]
+            text, pieces = request.text.after(pieces) if request.text else ("", 0)
             if new or text or request.finished:
                 found.append(Delta(index, text, new, request.finish_reason))
-            self._places[index] = tokens + len(new), chars + len(text)
+            self._places[index] = tokens + len(new), pieces
             if request.finished:
                 del self._requests[index]
         return found

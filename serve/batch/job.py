@@ -3,7 +3,7 @@ is kept."""
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b, sha256
@@ -47,8 +47,11 @@ class BatchEngine(Protocol):
 class Sink(Protocol):
     """Where answers go. Lines are known by their index among those that are not blank, and their digest.
 
-    `count` lines have an answer from an earlier run.
+    `count` lines have an answer from an earlier run, of engines with these `products` (`report` names them).
     """
+
+    @property
+    def products(self) -> Collection[str]: ...
 
     @property
     def count(self) -> int: ...
@@ -81,6 +84,7 @@ class OrderedStream:
     memory."""
 
     count = 0
+    products: Collection[str] = ()
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -131,6 +135,7 @@ class Job:
         self._options = options
         self._interrupts, self._now = interrupts, now
         self._engine: BatchEngine | None = None
+        self._products: str | None = None
         self._answers = Answers(source.sha256, options.model_name)
         self._running: dict[str, tuple[RawLine, Task]] = {}
         self._ids: set[bytes] = set()
@@ -168,7 +173,7 @@ class Job:
             for output in self._engine.step() if self._running and self._engine else ():
                 line, task = self._running.pop(output.request_id)
                 answer = self._answers.result(line.number, task, output)
-                self._sink.append(line.index, line.digest, answer, about(line, output))
+                self._sink.append(line.index, line.digest, answer, about(line, output, self._products))
                 self._progress.answered(output)
             self._sink.sync()
 
@@ -230,9 +235,22 @@ class Job:
         except (OSError, ValueError, RuntimeError) as error:  # jax's own are RuntimeErrors
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()
+        self._check_products(self._engine)
         self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
         self._progress.begin()
         return self._engine
+
+    def _check_products(self, engine: BatchEngine) -> None:
+        """Raises JobError where earlier answers come of products that an accelerator's compiler configured
+        otherwise: their bits may be others."""
+        self._products = engine.report().get("products")
+        others = {name for name in self._sink.products if name != self._products}
+        if others:
+            raise JobError(
+                f"the answers of this job come of products {', '.join(sorted(others))}, this engine's are "
+                f"{self._products}: XLA's autotuning chose otherwise; bring the compiled programs of the "
+                "machine that began the job (--compilation-cache), or choose another output"
+            )
 
     def _prompt(self, task: Task, engine: BatchEngine) -> list[int]:
         tokenizer, most = engine.tokenizer, engine.longest_prompt
@@ -307,9 +325,11 @@ def line_error(error: Exception) -> LineError:
     return LineError(INTERNAL, f"internal error, {type(error).__name__}: {error}"[:MESSAGE])
 
 
-def about(line: RawLine, output: RequestOutput) -> dict[str, Any]:
-    """What is known of a line's run, for the report: tokens, and seconds where the engine measured them."""
-    counts = {"line": line.number, **usage(output), "cached_tokens": output.num_cached_tokens}
+def about(line: RawLine, output: RequestOutput, products: str | None) -> dict[str, Any]:
+    """What is known of a line's run, for the report: tokens, seconds where the engine measured them, and how
+    an accelerator's products were configured."""
+    named = {} if products is None else {"products": products}
+    counts = {"line": line.number, **usage(output), "cached_tokens": output.num_cached_tokens, **named}
     if output.metrics is None:
         return counts
     m = output.metrics

@@ -45,7 +45,8 @@ class Journal:
     """The answers of one job that are on disk; one process at a time may have it open.
 
     Memory is 16 bytes for each line answered. Attributes: header (the one on disk), count (lines answered),
-    damaged (records that cannot be read; their lines are not answered).
+    damaged (records that cannot be read; their lines are not answered), products (of the engines that
+    answered).
     """
 
     def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = 0o666):
@@ -59,6 +60,7 @@ class Journal:
         self._waiting: list[tuple[int, int, bytes]] = []
         self._waiting_bytes = 0
         self.count = self.damaged = 0
+        self.products: set[str] = set()
         with disk(path):
             self._descriptor = lock(path, mode)
         try:
@@ -155,6 +157,8 @@ class Journal:
                 bad += 1
             else:
                 self._note(record[0]["index"], record[0]["digest"], offset)
+                if "products" in record[0]:
+                    self.products.add(str(record[0]["products"]))
                 end, self.damaged, bad = offset + len(line), self.damaged + bad, 0
             offset += len(line)
         self.damaged += bad - (not line.endswith(b"\n"))

@@ -2,15 +2,15 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict, replace
 
 from ..host.signals import raise_on_interrupt
 from ..programs.jaxcache import keep_compiled
-from ..roofline.facts import Facts
 from ..roofline.presets import PRESETS
 from ..roofline.products import alike
-from ..roofline.table import Cost, floored, render_table
-from ..roofline.targets import find_target, here
+from ..roofline.table import Cost, floored, render_fact, render_table
+from ..roofline.targets import find_target, here, is_gpu
 from .command import engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
@@ -35,9 +35,11 @@ def head(plan: EnginePlan) -> str:
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    flags = f"\nXLA_FLAGS={os.environ.get('XLA_FLAGS')}" if is_gpu(plan.target) else ""
     return (
         f"{plan.name} in {plan.dtype} on {plan.target.name}{each}\n"
-        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, {pages} pages of {s.page_size} tokens"
+        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
+        f"{pages} pages of {s.page_size} tokens{flags}"
     )
 
 
@@ -49,7 +51,7 @@ def render_memory(plan: EnginePlan, memory: Memory) -> str:
     if memory.limit is not None:
         share = plan.options.gpu_memory_utilization
         verdict = "fits" if memory.total <= memory.limit * share else "DOES NOT FIT"
-        allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the device's memory"
+        allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the memory that jax takes"
         lines.append(f"{verdict} in {allowed}")
     return "\n".join(lines)
 
@@ -83,19 +85,6 @@ def render_classes(plan: EnginePlan, rows: list[Cost]) -> list[str]:
         return []
     lines = [f"  {', '.join(group)}" for group in groups]
     return ["\n".join(["products configured alike, which would share a class of equal bits:", *lines])]
-
-
-def render_fact(f: Facts, link: float) -> str:
-    lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
-    lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]
-    lines += [
-        f"  {m.times} x {m.instruction} writes {m.buffer}, {m.bytes / 2**20:.1f} MiB" for m in f.moved[:8]
-    ]
-    for kind, c in f.collectives.items():
-        time = f", {c.sent / link * 1e3:.3f} ms at {link / 1e9:.0f} GB/s" if link else ""
-        sent = f"each device sends {c.sent / 2**20:.2f} MiB over its links{time}"
-        lines.append(f"  {c.calls} x {kind}, {c.bytes / 2**20:.2f} MiB in all: {sent}")
-    return "\n".join(lines)
 
 
 def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:

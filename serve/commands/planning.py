@@ -18,6 +18,7 @@ from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
 from ...model.weights.compress import form_spec
+from ...model.weights.fixed import fixed
 from ..loading.folder import DEMO, compute_dtype, read_shapes
 from ..loading.origin import Origin, stored_form
 from ..options.engine import EngineOptions
@@ -30,7 +31,8 @@ from ..roofline.floor import Demand, demand, pools
 from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
 from ..roofline.table import Cost, floored
-from ..roofline.targets import Target, described
+from ..roofline.targets import Target, described, is_gpu
+from ..roofline.thunks import Thunks, compile_thunks
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def abstract_arguments(plan: EnginePlan) -> Arguments:
     devices."""
     weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
     params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
+    params = fixed(params) if plan.options.fixed_products else params
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 
@@ -139,11 +142,19 @@ def abstract_params(
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
     """One program, ahead of time, for the plan's target."""
+    return compile_and_read(plan, shape, arguments)[0]
+
+
+def compile_and_read(
+    plan: EnginePlan, shape: Shape, arguments: Arguments
+) -> tuple[jax.stages.Compiled, Thunks | None]:
+    """The same, and for a GPU how the program is launched."""
     with warnings.catch_warnings(), described(plan.target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return lower(Alone(plan.config), shape, arguments, plan.sizes).compile()
+        lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
+        return compile_thunks(lowered) if is_gpu(plan.target) else (lowered.compile(), None)
 
 
 def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
@@ -166,7 +177,8 @@ def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: boo
 def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
     """What XLA makes of a shape whose rows have so many tokens in the cache."""
     read = pools(shape, plan.config.layers, arguments.cache, context)
-    return facts(compile_for(plan, shape, arguments), read, steps=shape.tokens)
+    compiled, thunks = compile_and_read(plan, shape, arguments)
+    return replace(facts(compiled, read, steps=shape.tokens), thunks=thunks)
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:

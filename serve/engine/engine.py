@@ -14,7 +14,8 @@ from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
-from ...sampling.params import knobs_row
+from ...model.weights.fixed import fixed, is_fixed
+from ...sampling.params import NO_TOKEN, knobs_row
 from ...sampling.state import dense_bias, needs_history
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
@@ -130,9 +131,11 @@ class Engine:
         """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which
         must be none."""
         guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        products = self.programs.products
         return (
             self.meter.report()
             | guesses
+            | ({} if products is None else {"products": products})
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
@@ -152,6 +155,7 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
+        params = fixed(params) if is_fixed(self.params) else params
         old, new = paths(self.params), paths(params)
         for path in old | new:
             a, b = old.get(path), new.get(path)
@@ -301,7 +305,7 @@ class Engine:
         if request.finished:
             return []  # aborted, or stopped by its text, while this step was on its way
         take_prompt_scores(request, ran.output, row, work)
-        emitted = np.flatnonzero(tokens >= 0)
+        emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))
         for i in emitted:

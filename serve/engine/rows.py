@@ -13,7 +13,7 @@ def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
 
 
 def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
-    """A chunk in rows of at most so many tokens (2 or more).
+    """A chunk in rows of at most `tokens` tokens (2 or more).
 
     Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the
     next.
@@ -33,10 +33,18 @@ def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, lis
 def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
     """Work cut into what one call can take: rows of a shape that holds the longest of them."""
     groups: list[list[Work]] = []
+    longest, most = 0, 0  # tokens of a row of the last group, and rows that one of such rows may have
     for work in works:
-        longest = max(work.count, *(w.count for w in groups[-1])) if groups else work.count
-        if groups and any(s.rows > len(groups[-1]) and s.tokens >= longest for s in shapes):
+        if work.count > longest:
+            longest, most = work.count, most_rows(shapes, work.count)
+        if groups and len(groups[-1]) < most:
             groups[-1].append(work)
         else:
             groups.append([work])
+            longest, most = work.count, most_rows(shapes, work.count)
     return groups
+
+
+def most_rows(shapes: tuple[Shape, ...], tokens: int) -> int:
+    """Rows of so many tokens that one call can take."""
+    return max((s.rows for s in shapes if s.tokens >= tokens), default=0)

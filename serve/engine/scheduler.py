@@ -19,7 +19,7 @@ from .request import Request
 class Work:
     """A request's tokens [start, start + count) are computed in this step; the last of them may be guesses.
 
-    A guess below zero stands for one that the device makes.
+    ON_DEVICE among them stands for one that the device makes.
     """
 
     request: Request

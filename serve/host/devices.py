@@ -1,6 +1,10 @@
-"""Which device an engine runs on, on machines that can compile for accelerators which they do not have."""
+"""Which device an engine runs on, on machines that can compile for accelerators which they do not have; and
+what XLA is told before it looks for one."""
 
 import os
+import re
+from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,11 @@ from typing import Any
 import jax
 
 # Where a kernel shows the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
-DEVICE_FILES = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
+NVIDIA_FILES = ("nvidia[0-9]*", "dxg")
+DEVICE_FILES = (*NVIDIA_FILES, "accel[0-9]*", "vfio/[0-9]*", "kfd")
+# XLA's flags for NVIDIA GPUs that are not its defaults: what is captured in command buffers (CUDA graphs). A
+# loop that is not makes the host wait at each turn, and so does every conditional around it.
+GPU_FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
 
 # Of a GPU's memory that jax takes at the start, unless the user has said; jax's own default is 0.75. The rest
 # is the CUDA context's and its libraries'.
@@ -18,7 +26,7 @@ MEMORY_SETTINGS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION") 
 
 def default_device() -> Any:
     """The device that jax chooses; the CPU, without looking further, where only the plugins of
-    `duetto[targets]` are.
+    `duetto[targets]` are. With an NVIDIA GPU, XLA is told GPU_FLAGS first.
 
     Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at
     length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has
@@ -28,6 +36,8 @@ def default_device() -> Any:
         os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
+    if exists(NVIDIA_FILES):
+        set_gpu_flags()
     return jax.devices()[0]
 
 
@@ -37,7 +47,27 @@ def has_plugin() -> bool:
 
 
 def has_accelerator() -> bool:
-    return any(True for pattern in DEVICE_FILES for _ in Path("/dev").glob(pattern))
+    return exists(DEVICE_FILES)
+
+
+def exists(files: Iterable[str]) -> bool:
+    return any(True for pattern in files for _ in Path("/dev").glob(pattern))
+
+
+def set_gpu_flags() -> None:
+    """Add GPU_FLAGS to XLA_FLAGS, but none that the user has set; nothing once XLA has read them, which it
+    does when jax first looks for devices."""
+    if is_started():
+        return
+    given = os.environ.get("XLA_FLAGS", "")
+    ours = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if not re.search(rf"--{name}\b", given)]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *ours])
+
+
+def is_started() -> bool:
+    """Whether jax has looked for devices."""
+    bridge: Any = import_module("jax._src.xla_bridge")  # nothing public says so
+    return bridge.backends_are_initialized()
 
 
 def memory_limit(device: Any) -> int | None:

@@ -73,6 +73,11 @@ class EngineOptions:
     page_size: int = knob(64, "tokens of a page of the KV cache: a divisor or a multiple of 128")
     decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
     reproducible: bool = knob(True, "a request's bits depend on the request alone; False may narrow decode")
+    fixed_products: bool = knob(
+        False,
+        "products with the same tiles for every number of rows, so that narrow and wide steps have the same "
+        "bits: on one Hopper GPU and weights of 16 bits; elsewhere it changes nothing",
+    )
     enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
     speculative_config: Mapping[str, Any] | None = knob(
         None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'

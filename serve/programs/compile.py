@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from ...kvcache.pages import Batch, KVCache, empty_cache, pool_dtype
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.state import load_history
@@ -21,6 +22,7 @@ from . import kept
 from .phases import Phases
 from .shapes import Shape, Sizes
 from .step import Output, Seat, Slots, empty_slots, seat
+from .tuning import tuning
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Programs:
         started = time.perf_counter()
         self.config, self.sizes = phases.config, sizes
         arguments = arguments_like(phases.config, params, sizes)
+        self._devices = arguments.everywhere.device_set
         keys = {s: kept.key(phases, s.phase, operands(s, arguments, sizes)) for s in shapes}
         with ThreadPoolExecutor(2) as pool:
             self.steps = load_kept(pool, keys, arguments.everywhere)
@@ -132,6 +135,13 @@ class Programs:
         self.fresh = self._compile_fresh(arguments)
         self.count = len(self.steps) + 3
         self.seconds = time.perf_counter() - started
+
+    @cached_property
+    def products(self) -> str | None:
+        """How an accelerator's products were configured, as a hash; None on a host, whose are known by its
+        processor."""
+        (device, *_) = self._devices
+        return None if device.platform == "cpu" else tuning(self.steps.values())
 
     def empty(self, params: Params) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""
@@ -172,7 +182,7 @@ class Programs:
         tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
         return Batch(
-            np.full((B, T), -1, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+            np.full((B, T), ON_DEVICE, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
         )
 
 

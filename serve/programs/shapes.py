@@ -92,15 +92,16 @@ def doublings(first: int, last: int) -> list[int]:
 
 def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
     """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
-    contract decode may be narrow, and prefill on accelerators."""
+    contract decode may be narrow, and prefill on accelerators; under it too, where products are fixed."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     least = Canonical.on(platform, options, sizes)
-    narrowest = least.decode.rows if options.reproducible else 1
-    first = narrowest if options.reproducible else SMALLEST_WIDTH
-    widths = sorted({narrowest, *doublings(first, round_up(seats, SMALLEST_WIDTH))})
+    may_differ = options.reproducible and not options.fixed_products
+    fewest = least.decode.rows if may_differ else SMALLEST_WIDTH
+    narrowest = fewest if options.reproducible else 1
+    widths = sorted({narrowest, *doublings(fewest, round_up(seats, SMALLEST_WIDTH))})
     decode = [Shape("decode", width, n) for width in widths for n in steps]
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
-    chunk = least.prefill.tokens if options.reproducible else SMALLEST_CHUNK
+    chunk = least.prefill.tokens if may_differ else SMALLEST_CHUNK
     return prefills(options, sizes.max_model_len, shared, chunk) + decode + verify
 
 

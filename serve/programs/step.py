@@ -21,7 +21,7 @@ from ...model.tree import pytree
 from ...sampling.accept import NONE_KEPT, Guesses, Rule, coupled
 from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
-from ...sampling.sample import Sampled, Scores, sample, score
+from ...sampling.sample import Sampled, Scores, no_scores, sample, score
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
 
 SCORE_TILE = 16  # prompt positions whose logits exist at once
@@ -209,14 +209,16 @@ def score_prompt(
     """Log-probabilities of the token after each position, a tile of positions at a time."""
     B, T = hidden.shape[:2]
     tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
+    flat, targets = hidden.reshape(B * T, -1), following.reshape(B * T)
 
-    def tiles(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "tiles tile *rest"]:
-        return x.reshape(B * T // tile, tile, *x.shape[2:])
+    def one(i: Int[Array, ""], found: Scores) -> Scores:
+        # gather and scatter: for a slice at a loop's counter a GPU would return to the host
+        at = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        new = score(unembed(params, config, flat[at]), targets[at], n_top)
+        return jax.tree.map(lambda all, x: all.at[at].set(x, unique_indices=True), found, new)
 
-    scored = jax.lax.map(
-        lambda x: score(unembed(params, config, x[0]), x[1], n_top), (tiles(hidden), tiles(following))
-    )
-    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[2:]), scored)
+    scored = jax.lax.fori_loop(0, B * T // tile, one, no_scores(B * T, n_top))
+    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), scored)
 
 
 def prompt_scores(

@@ -11,6 +11,7 @@ import jax
 
 from .hlo import Instruction, Module, Pool, Run, Walk, buffers, here, label, nbytes, result
 from .products import Product, products
+from .thunks import Thunks
 
 BIG = 1 << 20  # bytes of a buffer whose copying is worth a line
 MOVING = re.compile(r"copy|transpose|slice|gather")
@@ -51,7 +52,8 @@ class Facts:
 
     `bytes` of main memory are touched by the branches that touch the fewest (greedy requests without
     log-probabilities), `most_bytes` by the dearest; loops count as often as they run, and so do
-    `collectives`, of the former. `moved` has every instruction of the text once.
+    `collectives`, of the former. `moved` has every instruction of the text once. `thunks` are known of
+    programs that were compiled for GPUs by `compile_thunks`.
     """
 
     arguments: int
@@ -63,6 +65,7 @@ class Facts:
     moved: tuple[Moved, ...]
     collectives: dict[str, Collective]
     products: tuple[Product, ...] = ()  # as XLA configured them, on GPUs
+    thunks: Thunks | None = None
 
 
 def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int = 1) -> Facts:

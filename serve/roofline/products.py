@@ -15,6 +15,10 @@ from .hlo import Instruction, Module, sizes_of
 FUSED = re.compile(r"gemm|dot")  # in the kind of a fusion that some backend compiles as one product
 BACKEND = "backend_config="
 LIBRARY = re.compile(r'custom_call_target="(__cublas\$[^"]*|__cudnn\$[^"]*)"')
+# a kernel of `model/weights`: its tiles stand in the name of what it computes
+KERNEL = re.compile(
+    r'custom_call_target="(mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)".*?op_name="[^"]*/(tiles_\w+)/'
+)
 
 
 class Product(NamedTuple):
@@ -34,6 +38,9 @@ def products(module: Module) -> tuple[Product, ...]:
 
 def product(x: Instruction) -> Product | None:
     """What an instruction multiplies, or None."""
+    if kernel := KERNEL.search(x.rest):
+        *parts, _, columns = sizes_of(x.kind)
+        return Product(columns, parts[0] if parts else 1, kernel[1], kernel[2])
     library = LIBRARY.search(x.rest)
     if not library and x.operation != "fusion":
         return None

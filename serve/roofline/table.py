@@ -60,3 +60,18 @@ def render_row(row: Cost) -> str:
 
 def or_dash(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
+
+
+def render_fact(f: Facts, link: float) -> str:
+    """What XLA made of a program; `link` are bytes/s between devices, 0 if unknown."""
+    lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
+    lines += [f"  {f.thunks}"] if f.thunks else []
+    lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]
+    lines += [
+        f"  {m.times} x {m.instruction} writes {m.buffer}, {m.bytes / 2**20:.1f} MiB" for m in f.moved[:8]
+    ]
+    for kind, c in f.collectives.items():
+        time = f", {c.sent / link * 1e3:.3f} ms at {link / 1e9:.0f} GB/s" if link else ""
+        sent = f"each device sends {c.sent / 2**20:.2f} MiB over its links{time}"
+        lines.append(f"  {c.calls} x {kind}, {c.bytes / 2**20:.2f} MiB in all: {sent}")
+    return "\n".join(lines)

@@ -17,7 +17,13 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ..host import clock
-from ..host.devices import MEMORY_FRACTION, default_device, has_accelerator, memory_limit
+from ..host.devices import (
+    MEMORY_FRACTION,
+    default_device,
+    has_accelerator,
+    memory_limit,
+    set_gpu_flags,
+)
 
 
 class TargetError(ValueError):
@@ -66,7 +72,8 @@ TPUS = {
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
 }
 SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4"}  # for example; 1x1 is one chip
-# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text).
+# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for
+# one that cannot capture conditionals, loops and library calls in command buffers.
 HOPPER = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -75,6 +82,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: {memory}
   cuda_compute_capability {{ major: 9 }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -97,9 +105,11 @@ def find_target(name: str) -> Target:
 
     Raises TargetError for a name that is none of these, and where the compiler for it is not installed.
     """
+    gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
+    if gpu and gpu[2] in GPUS:
+        set_gpu_flags()
     # jax looks for devices before it describes others, and must not look for those that are absent
     default_device()
-    gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
     if gpu and gpu[2] in GPUS:
         return gpu_target(name, gpu[2], int(gpu[1] or 1))
     kind = name.partition(":")[0]
@@ -119,11 +129,15 @@ def here(measure: bool = False) -> Target:
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
 
 
+def is_gpu(target: Target) -> bool:
+    return target.devices[0].platform == "gpu"
+
+
 def described(target: Target) -> AbstractContextManager[Any]:
     """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
     what it is."""
     device = target.devices[0]
-    if device.platform != "gpu" or device.device_kind:
+    if not is_gpu(target) or device.device_kind:
         return nullcontext()
     hopper = AbstractDevice("NVIDIA H200", device.core_count, "gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=hopper))

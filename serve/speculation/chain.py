@@ -3,7 +3,7 @@ in one pass."""
 
 from dataclasses import dataclass, replace
 
-from ...kvcache.pages import Batch, KVCache
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache
 from ...model.config import ModelConfig
 from ...model.pair import Pair, PairConfig
 from ...sampling.accept import RULES
@@ -14,7 +14,7 @@ from .guessers import Asked, Guesser
 
 @dataclass(frozen=True)
 class ChainPhases:
-    """Phases of a pair; a token below zero in a batch of `verify` is one to guess."""
+    """Phases of a pair; ON_DEVICE in a batch of `verify` is a token to guess."""
 
     config: PairConfig
     guesser: Guesser
@@ -27,7 +27,7 @@ class ChainPhases:
         return both(self.config, self.guesser, params, cache, slots, batch)
 
     def verify(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        target, open, batch = self.config.target, batch.tokens < 0, awake(slots, batch)
+        target, open, batch = self.config.target, batch.tokens == ON_DEVICE, awake(slots, batch)
         mine, rest = split(self.config, cache)
         rest, tokens, offers = self.guesser.chain(
             params, rest, slots, Asked(of_draft(self.config, batch), open)

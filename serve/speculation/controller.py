@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-HALF_LIFE = 256  # judged guesses of a place after which their weight is halved
+HALF_LIFE_GUESSES = 256  # judged guesses of a place after which their weight is halved
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0  # acceptance before anything is known, in judged guesses
-SMOOTHING = 0.05  # weight of the newest time of a shape
-OUTLIER = 2.0  # a time counts as at most so many times what was expected
-MARGIN = 0.005  # another k must promise so much more before it is taken
-SHARE = 0.004  # of all time may be spent on trying what does not look best
-PATIENCE = 20  # steps between two trials
-FADING = 0.02  # weight of the newest step among those that were asked
-QUICK = 0.4  # the same among those that had guesses
-LOOK = 0.007  # of the time may be lost by asking where it does not pay
-LONGEST = 75  # plain steps in a row
-NAP = 4  # plain steps in which their time is measured
+TIME_WEIGHT = 0.05  # weight of the newest time of a shape
+MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
+SWITCH_MARGIN = 0.005  # another k must promise so much more before it is taken
+TRIAL_SHARE = 0.004  # of all time may be spent on trying what does not look best
+STEPS_BETWEEN_TRIALS = 20  # steps between two trials
+FOUND_WEIGHT = 0.02  # weight of the newest step among those that were asked
+LOSS_WEIGHT = 0.4  # the same among those that had guesses
+ASKING_SHARE = 0.007  # of the time may be lost by asking where it does not pay
+MOST_PLAIN_STEPS = 75  # plain steps in a row
+MEASURED_PLAIN_STEPS = 4  # plain steps in which their time is measured
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Acceptance:
 
     def learn(self, offered: int, accepted: int) -> None:
         """One row's step: a guess is judged when all before it were right."""
-        keep = 0.5 ** (1 / HALF_LIFE)
+        keep = 0.5 ** (1 / HALF_LIFE_GUESSES)
         for i in range(min(accepted + 1, offered, len(self.judged))):
             self.judged[i] = self.judged[i] * keep + 1
             self.right[i] = self.right[i] * keep + (i < accepted)
@@ -65,8 +65,8 @@ class StepTime:
 
     def learn(self, seconds: float) -> None:
         self.measured, self.age = self.measured + 1, 0
-        weight = max(SMOOTHING, 1 / self.measured)
-        self.seconds += weight * (min(seconds, OUTLIER * self.seconds) - self.seconds)
+        weight = max(TIME_WEIGHT, 1 / self.measured)
+        self.seconds += weight * (min(seconds, MOST_TIMES_EXPECTED * self.seconds) - self.seconds)
 
 
 @dataclass
@@ -80,9 +80,9 @@ class Asking:
 
     def learn(self, found: bool, lost: float) -> None:
         self.asked += 1
-        self.found += max(FADING, 1 / self.asked) * (found - self.found)
+        self.found += max(FOUND_WEIGHT, 1 / self.asked) * (found - self.found)
         if found:
-            self.lost += QUICK * (lost - self.lost)
+            self.lost += LOSS_WEIGHT * (lost - self.lost)
 
     def mean(self, idle: float) -> float:
         """Seconds lost by a step that is asked, where one without guesses loses `idle`."""
@@ -118,9 +118,9 @@ class Controller:
         return cls(tuple(ks), {shape: StepTime(t) for shape, t in seconds.items()}, plain)
 
     def asks(self, rows: int) -> bool:
-        """Whether the next step of so many rows may verify guesses, and waits for the last tokens; otherwise
+        """Whether the next step of `rows` rows may verify guesses, and waits for the last tokens; otherwise
         it is plain."""
-        left = self.asleep.setdefault(rows, NAP)
+        left = self.asleep.setdefault(rows, MEASURED_PLAIN_STEPS)
         if not left:
             return True
         self.asleep[rows] = left - 1
@@ -131,7 +131,7 @@ class Controller:
         return False
 
     def choose(self, rows: int, offered: Sequence[int]) -> int:
-        """The most guesses a row may have in a step of a shape with so many rows that was asked.
+        """The most guesses a row may have in a step of a shape with `rows` rows that was asked.
 
         `offered` are the guesses that each of its requests has.
         """
@@ -163,7 +163,7 @@ class Controller:
     def _best(self, rows: int, rates: dict[int, float]) -> int:
         """The fastest, but the last one as long as it is about as fast."""
         best, last = max(rates, key=lambda k: rates[k]), self.chosen.get(rows, 0)
-        if last in rates and rates[best] <= rates[last] * (1 + MARGIN):
+        if last in rates and rates[best] <= rates[last] * (1 + SWITCH_MARGIN):
             return last
         self.chosen[rows] = best
         return best
@@ -173,7 +173,7 @@ class Controller:
         within the share."""
         self.since += 1
         others = [k for k in ks if k != best]
-        if self.since <= PATIENCE or not others:
+        if self.since <= STEPS_BETWEEN_TRIALS or not others:
             return best
         other = max(others, key=lambda k: costs[k].age)
         lost = max(0.0, costs[other].seconds - gains[other] / gains[best] * costs[best].seconds)
@@ -183,9 +183,9 @@ class Controller:
         return other
 
     def _rest(self, rows: int, found: bool, seconds: float, tokens: float) -> None:
-        """Plain steps to come after a step that was asked and is expected to give so many tokens a row.
+        """Plain steps to come after a step that was asked and is expected to yield `tokens` tokens a row.
 
-        Where asking does not pay, so many that it costs its share of the time at most; where it does, a few
+        Where asking does not pay, enough that it costs its share of the time at most; where it does, a few
         when it is long since one was measured.
         """
         plain = self.plain.get(rows) or self.times[rows, 0]
@@ -195,13 +195,13 @@ class Controller:
         mean = asking.mean(self.times[rows, 0].seconds - plain.seconds)
         plain.age += 1
         if lost > 0 and mean > 0:
-            self.asleep[rows] = min(LONGEST, math.ceil(mean / (LOOK * plain.seconds)))
-        elif plain.age > LONGEST and self._afford(NAP * max(0.0, -mean)):
-            self.asleep[rows] = NAP
+            self.asleep[rows] = min(MOST_PLAIN_STEPS, math.ceil(mean / (ASKING_SHARE * plain.seconds)))
+        elif plain.age > MOST_PLAIN_STEPS and self._afford(MEASURED_PLAIN_STEPS * max(0.0, -mean)):
+            self.asleep[rows] = MEASURED_PLAIN_STEPS
 
     def _afford(self, lost: float) -> bool:
-        """Whether a trial that loses so many seconds is within the share; if so it is taken."""
-        if self.spent + lost > SHARE * self.elapsed:
+        """Whether a trial that loses `lost` seconds is within the share; if so it is taken."""
+        if self.spent + lost > TRIAL_SHARE * self.elapsed:
             return False
         self.spent += lost
         return True

@@ -4,6 +4,7 @@ change a result."""
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
+from ...kvcache.pages import ON_DEVICE
 from ..options.speculation import SpeculativeConfig
 from .ngram import NgramDrafter
 from .suffix import SuffixDrafter
@@ -46,14 +47,14 @@ class NoDrafter:
 
 
 class DeviceDrafter:
-    """Says that the device will guess: so many tokens that only it knows."""
+    """Says that the device will guess: k tokens that only it knows."""
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
 
     def guess(self, request: Hashable, k: int) -> list[int]:
-        return [-1] * k
+        return [ON_DEVICE] * k
 
     def end(self, request: Hashable) -> None: ...
 

@@ -7,7 +7,7 @@ both.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ...sampling.accept import RULES, draw_guess, rejection, target_probs
 from ...sampling.guess_tree import guess_tree
 from ...sampling.sample import sample
 from ...sampling.search import largest
-from ...sampling.token_tree import TokenTree
+from ...sampling.token_tree import NO_NODE, TokenTree
 from ..programs.step import Slots, column, run
 
 
@@ -105,22 +105,22 @@ class DraftModel:
         """T steps of the draft: the last writes the keys of the last guess only, so that none is missing if
         it is right."""
         batch, open = asked
-        T = batch.tokens.shape[1]
+        B, T = batch.tokens.shape
 
-        def one(carry: tuple[Int[Array, " B"], KVCache], i: Int[Array, ""]) -> tuple[Any, Any]:
-            token, cache = carry
-            logits, cache, row = self._next(params, cache, slots, batch, token, i)
+        def one(i: Int[Array, ""], chain: Chain) -> Chain:
+            logits, cache, row = self._next(params, chain.cache, slots, batch, column(chain.tokens, i), i)
             guess, q = self._draw(logits, slots, row)
             after = jnp.minimum(i + 1, T - 1)
             guess = jnp.where(column(open, after), guess, column(batch.tokens, after))
-            return (guess, cache), (guess, q)
+            tokens, offers = chain.tokens.at[:, i + 1].set(guess, mode="drop"), chain.offers
+            if offers is not None:
+                offers = offers.at[:, i + 1].set(q, mode="drop")
+            return Chain(cache, tokens, offers)
 
-        first, at = batch.tokens[:, 0], jnp.arange(T, dtype=jnp.int32)
-        (_, cache), (tokens, offers) = jax.lax.scan(one, (first, cache), at)
-        tokens = jnp.concatenate([first[:, None], tokens[:-1].T], axis=1)
-        if offers is not None:
-            offers = jnp.roll(offers, 1, axis=0).swapaxes(0, 1)  # of the token that stands there
-        return Chain(cache, tokens, offers)
+        drawn = RULES[self.acceptance] is rejection
+        offers = jnp.zeros((B, T, self.draft.vocab_size), jnp.float32) if drawn else None
+        # as many steps as the longest row has tokens
+        return jax.lax.fori_loop(0, jnp.max(batch.count), one, Chain(cache, batch.tokens, offers))
 
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
@@ -129,7 +129,7 @@ class DraftModel:
         batch, node = asked.batch, 0
         tokens = jnp.zeros((len(batch.start), tree.nodes), jnp.int32).at[:, 0].set(batch.tokens[:, 0])
         for depth in range(tree.depth):
-            children = [int(child) for child in tree.children[node] if child >= 0]
+            children = [int(child) for child in tree.children[node] if child != NO_NODE]
             logits, cache, row = self._next(params, cache, slots, batch, tokens[:, node], depth)
             found = self._choices(logits, slots, row, len(children))
             given = ~asked.open[:, depth + 1, None]

@@ -26,8 +26,8 @@ Place = tuple[Hashable, int]  # a stored sequence, and the place in it after an 
 
 
 class SuffixIndex:
-    """Stored sequences by the runs of tokens in them; beyond `capacity` tokens the one that was of use least
-    lately goes."""
+    """Stored sequences by the runs of tokens in them; beyond `capacity` tokens the least recently used is
+    evicted."""
 
     def __init__(self, capacity: int, depth: int):
         self.capacity, self.depth, self.size = capacity, depth, 0

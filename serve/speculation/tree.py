@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...kvcache.branches import Branches, branches, branching, keep
-from ...kvcache.pages import Batch, KVCache, positions
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, positions
 from ...model.pair import Pair, PairConfig
 from ...model.transformer import forward, unembed
-from ...sampling.accept import RULES, Guesses
+from ...sampling.accept import NONE_KEPT, RULES, Guesses
+from ...sampling.params import NO_TOKEN
 from ...sampling.sample import Sampled
-from ...sampling.token_tree import TokenTree
+from ...sampling.token_tree import NO_NODE, TokenTree
 from ..programs.phases import Result
 from ..programs.step import Output, Slots, awake, emit, in_turn
 from .chain import both, of_draft, of_target, split, together
@@ -25,7 +26,7 @@ from .guessers import Asked, Guesser
 
 @dataclass(frozen=True)
 class TreePhases:
-    """Phases of a pair whose guesses are a tree; a token below zero in `verify`'s batch opens its depth."""
+    """Phases of a pair whose guesses are a tree; ON_DEVICE in `verify`'s batch opens its depth."""
 
     config: PairConfig
     guesser: Guesser
@@ -39,7 +40,7 @@ class TreePhases:
         return both(self.config, self.guesser, params, cache, slots, batch)
 
     def verify(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        target, open, batch = self.config.target, batch.tokens < 0, awake(slots, batch)
+        target, open, batch = self.config.target, batch.tokens == ON_DEVICE, awake(slots, batch)
         mine, rest = split(self.config, cache)
         asked = Asked(of_draft(self.config, batch), open)
         rest, tokens = self.guesser.nodes(params, rest, slots, asked, self.tree)
@@ -94,12 +95,12 @@ class TreePhases:
         def one(i: Int[Array, ""], state: Any) -> tuple[Any, Sampled]:
             slots, going, node, taken, steps = state
             kids, position = children[node], batch.start + i + 1
-            real = (kids >= 0) & (i + 1 < batch.count)[:, None]
+            real = (kids != NO_NODE) & (i + 1 < batch.count)[:, None]
             guesses = Guesses(jnp.take_along_axis(tokens, jnp.maximum(kids, 0), axis=1), real)
             drawn, which = rule(logits[rows, node], position, batch.slot, going, slots.sampling, guesses)
             slots, token = emit(slots, batch, drawn.token, hidden[rows, node], position, going)
             taken, steps = taken.at[:, i].set(node), steps + going.astype(jnp.int32)
-            going = going & (which >= 0) & (token >= 0) & slots.live[batch.slot]
+            going = going & (which != NONE_KEPT) & (token != NO_TOKEN) & slots.live[batch.slot]
             node = jnp.where(going, kids[rows, jnp.maximum(which, 0)], 0)
             return (slots, going, node, taken, steps), replace(drawn, token=token)
 

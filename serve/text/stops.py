@@ -50,6 +50,10 @@ class Detokenizer:
         """All text given out so far."""
         return "".join(self._pieces)
 
+    def after(self, pieces: int) -> tuple[str, int]:
+        """The text that was given out after so many pieces, and how many there are."""
+        return "".join(self._pieces[pieces:]), len(self._pieces)
+
     def push(self, ids: Iterable[int], below_min: int = 0) -> str:
         """Takes the next ids, up to the one that completes a stop string; returns the text that became
         certain.

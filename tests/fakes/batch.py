@@ -38,6 +38,7 @@ class FakeEngine:
     longest: int = 64
     die_after: int | None = None
     on_step: object = None
+    products: str | None = None  # as an accelerator's engine reports them
     steps: int = 0
     most: int = 0
     closed: bool = False
@@ -82,7 +83,7 @@ class FakeEngine:
         return found | {i: Logprob(-float(i), i, self.tokenizer.decode_token(i)) for i in range(1, top + 1)}
 
     def report(self, explained=False):
-        return {"steps": self.steps}
+        return {"steps": self.steps} | ({} if self.products is None else {"products": self.products})
 
     def close(self):
         self.closed = True

@@ -84,7 +84,7 @@ class Later:
 class FakePrograms:
     """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
 
-    count, seconds = 0, 0.0
+    count, seconds, products = 0, 0.0, None
 
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
         self.sizes, self.windows, self.boundary = sizes, windows, boundary

@@ -10,6 +10,7 @@ from duetto.sampling import sample as sampler
 from duetto.sampling.checks import MAX_LOGPROBS
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample, score
+from duetto.sampling.search import INFINITY, by_digits, by_halves
 from duetto.sampling.state import commit, empty_state
 
 pytestmark = pytest.mark.as_served
@@ -54,6 +55,22 @@ def test_neighbouring_floats_are_told_apart():
     row = np.concatenate([np.zeros(1, np.float32), x])
     for k in (1, 2, 30, 31, 63):
         assert narrowing(np.stack([row, row * 1e-20, row * 1e20]), "top_k", k).sum(axis=1).tolist() == [k] * 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_gpus_search_finds_what_a_cpus_finds(whole: bool):
+    """Goals that nothing, one token, some, all and not even all reach, among equal, infinite and absent
+    numbers."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(0, 3, (40, 777)).astype(np.float32).round(1)
+    x[:, :4] = np.inf, np.nan, 0.0, 1e-42
+    x[7], x[8], x[9] = np.inf, 0.0, np.arange(0x3F800000, 0x3F800000 + 777, dtype=np.int32).view(np.float32)
+    weight = rng.integers(0, 1 << 20, x.shape).astype(np.int32) if whole else np.ones_like(x)
+    goal = (weight.sum(axis=1) * rng.choice([0, 1e-9, 0.1, 0.5, 0.99, 1, 1.1], 40)).astype(weight.dtype)
+    arguments = jnp.abs(jnp.asarray(x)).view(jnp.int32), jnp.asarray(weight), jnp.asarray(goal)
+    halves, digits = (np.asarray(jax.jit(search)(*arguments)) for search in (by_halves, by_digits))
+    np.testing.assert_array_equal(digits, halves)
+    assert {0, INFINITY} < set(halves.tolist()) and len(set(halves.tolist())) > 8
 
 
 def test_ties_at_the_border_stay():

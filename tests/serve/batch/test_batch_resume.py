@@ -133,3 +133,19 @@ def test_an_interrupted_job_keeps_the_step_and_says_how_to_go_on(run, capsys, si
     assert "interrupted" in said and "lines are answered and kept in" in said and "same command again" in said
     again = run(LINES)
     assert again.code == 0 and len(again.engine.ran) == 12 - 6
+
+
+def test_answers_of_products_that_were_tuned_otherwise_are_not_continued(run, capsys):
+    """An accelerator's autotuning may choose other products elsewhere, whose sums have other bits."""
+    with pytest.raises(RuntimeError):
+        run(LINES, FakeEngine(die_after=2, products="one"), in_flight=4)
+    refused = run(LINES, FakeEngine(products="another"))
+    assert refused.code == 1
+    said = capsys.readouterr().err
+    assert "come of products one, this engine's are another" in said and "4 of 13 lines" in said
+    again = run(LINES, FakeEngine(products="one"))
+    assert again.code == 0 and len(again.engine.ran) == 8
+    assert {line.get("products") for line in report_of(again.out)["requests"]} == {
+        "one",
+        None,
+    }  # and the error

@@ -38,6 +38,12 @@ def test_without_the_contract_an_accelerator_has_narrow_ones_too():
     assert found["decode"][0] == (1, 1) and found["prefill"][0] == (1, 64)
 
 
+def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contract():
+    load = {"max_num_seqs": 64, "max_prefill_tokens": 512}
+    assert shapes("gpu", **load, fixed_products=True) == shapes("cpu", **load)
+    assert shapes("cpu", **load, fixed_products=True) == shapes("cpu", **load)
+
+
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
     guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 7}}
     found = shapes("gpu", max_num_seqs=64, **guesses)["verify"]

@@ -1,9 +1,13 @@
 """How products were configured is read from a module's text, and tells which shapes would have equal bits."""
 
+import dataclasses
+from collections import Counter
+
 import pytest
-from cases.targets import found_target, job_for
+from cases.targets import LAYERS, found_target, job_for
 
 from duetto.serve.commands.planning import abstract_arguments, make_row
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline.hlo import Module
 from duetto.serve.roofline.products import Product, alike, products
@@ -15,6 +19,11 @@ FUSION = (
 LIBRARY = (
     '%lt = bf16[8,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", '
     'backend_config={"gemm_backend_config":{"selected_algorithm":"3"}}'
+)
+KERNEL = (
+    '%mpmd_map.1 = bf16[8,128]{1,0} custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", '
+    'metadata={op_name="jit(decode)/jit(in_rows)/tiles_64x32x32x16/anonymous/mpmd_map"}, '
+    'backend_config={kernel_hash = "\\AD", module = "ML(\\EF"}'
 )
 OTHER = '%add = f32[8,64]{1,0} fusion(%x), kind=kLoop, calls=%inside, backend_config={"device_type":"X"}'
 
@@ -29,11 +38,13 @@ def fusion(kind: str, warps: int = 2) -> str:
 
 
 def test_products_are_read_with_their_parts():
-    found = products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY))
+    found = products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY, KERNEL))
     assert [(p.columns, p.parts, p.kind) for p in found] == [
         (256, 4, "__triton_nested_gemm_fusion"),
         (512, 1, "__cublas$lt$matmul"),
+        (128, 1, "mosaic_gpu_v2"),
     ]
+    assert found[2].config == "tiles_64x32x32x16"
     assert '"num_warps": "2"' in found[0].config and '"selected_algorithm": "3"' in found[1].config
 
 
@@ -57,3 +68,19 @@ def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
     assert all(len(p) >= 5 * len(plan.config.layers) for p in found.values())
     groups = alike(found, plan.config.vocab_size)
     assert groups == [["prefill[1,512]", "prefill[16,32]"], ["decode[8,1]"], ["decode[64,1]"]]
+
+
+@pytest.mark.extras
+def test_fixed_products_are_alike_at_every_number_of_rows():
+    plan = job_for(found_target("h200"), "8b")
+    plan = dataclasses.replace(plan, options=EngineOptions(fixed_products=True))
+    shapes = Shape("decode", 64, 1), Shape("decode", 128, 1), Shape("prefill", 1, 512)
+    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    found = {str(row.shape): row.facts.products for row in rows if row.facts}
+    assert alike(found, plan.config.vocab_size) == [[str(shape) for shape in shapes]]
+    narrow, wide = "tiles_64x32x32x16", "tiles_64x64x64x8"
+    expected = {(1024, narrow): 2, (4096, narrow): 3, (14336, wide): 2}
+    for own in found.values():
+        layers = [p for p in own if p.columns != plan.config.vocab_size]
+        assert all(p.kind.startswith("mosaic_gpu") for p in layers)
+        assert Counter((p.columns, p.config) for p in layers) == {k: LAYERS * n for k, n in expected.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from duetto.serve.speculation.controller import MARGIN, SHARE, Acceptance, Controller
+from duetto.serve.speculation.controller import SWITCH_MARGIN, TRIAL_SHARE, Acceptance, Controller
 
 KS = (0, 2, 4)
 STEPS = 3000  # of one row without guesses, in the time that a simulation lasts
@@ -156,7 +156,7 @@ def test_about_as_fast_is_no_reason_to_change():
     even = gain[first] / controller.times[1, first].seconds
     for k in KS:
         if k != first:
-            controller.times[1, k].seconds = gain[k] / (even * (1 + MARGIN / 2))
+            controller.times[1, k].seconds = gain[k] / (even * (1 + SWITCH_MARGIN / 2))
     assert controller.choose(1, [4]) == first
 
 
@@ -164,7 +164,7 @@ def test_trials_cost_no_more_than_their_share():
     controller = settled({(1, 0): 1.0, (1, 2): 3.0, (1, 4): 5.0}, 0.0)
     chosen = [controller.choose(1, [4]) for _ in range(20_000)]
     assert 0 < sum(k > 0 for k in chosen) < 0.005 * len(chosen)
-    assert controller.spent <= SHARE * controller.elapsed
+    assert controller.spent <= TRIAL_SHARE * controller.elapsed
 
 
 def test_the_same_story_gives_the_same_choices():

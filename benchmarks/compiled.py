@@ -1,0 +1,100 @@
+"""What XLA makes of whole models for a device that need not be here, as a Markdown table: `python -m
+benchmarks.compiled --target h200`.
+
+A model's layers repeat, so two programs of few layers are compiled and the rest follows: what one more period
+of layers adds. Times are estimates (bytes at the vendor's peak bandwidth), never measurements.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+
+from duetto.model.config import Dense, Experts, Latent, LayerKind, ModelConfig
+from duetto.model.pair import target_of
+from duetto.serve.commands.planning import EnginePlan, abstract_arguments, make_row
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.roofline.floor import demand
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import Target, find_target
+
+LITE = Latent(16, 512, 128, 64, 128)
+MODELS = {
+    "8B dense": (PRESETS["8b"], 0, 1),
+    "Qwen3-30B-A3B": (PRESETS["30b-a3b"], 0, 1),
+    "gpt-oss-20b in bfloat16": (PRESETS["gpt-oss-20b"], 0, 2),
+    "DeepSeek-V2-Lite": (
+        ModelConfig(
+            102400,
+            2048,
+            (LayerKind(LITE, Dense(10944)), *26 * (LayerKind(LITE, Experts(64, 6, 1408, shared=2816)),)),
+            16384,
+        ),
+        1,
+        1,
+    ),
+}  # each with the layers before those that repeat, and the layers of a period
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program's bytes, kernels and waits for the host."""
+
+    touched: float
+    kernels: float
+    buffers: int
+    read_backs: int
+
+
+def plan_of(config: ModelConfig, target: Target, rows: int, context: int) -> EnginePlan:
+    pages = tuple(max(2 * rows * context // 64, 64) for _ in config.windows)
+    sizes = Sizes(4 * context, rows, pages, 64)
+    return EnginePlan("", config, "bfloat16", EngineOptions(), target, sizes, context)
+
+
+def compiled(config: ModelConfig, target: Target, shape: Shape, context: int) -> Found:
+    plan = plan_of(config, target, shape.rows, context)
+    facts = make_row(plan, abstract_arguments(plan), shape).facts
+    assert facts is not None and facts.thunks is not None, "only GPUs' programs have thunks"
+    return Found(facts.bytes, facts.thunks.kernels, facts.thunks.buffers, facts.thunks.read_backs)
+
+
+def row(name: str, target: Target, shape: Shape, context: int) -> str:
+    """A line of the table: a model's decode, its periods counted out from two small programs."""
+    config, first, period = MODELS[name]
+    small = [
+        compiled(replace(config, layers=config.layers[: first + n * period]), target, shape, context)
+        for n in (1, 2)
+    ]
+    more = (len(config.layers) - first) / period - 1
+    touched = small[0].touched + more * (small[1].touched - small[0].touched)
+    kernels = (small[1].kernels - small[0].kernels) / period
+    whole = plan_of(config, target, shape.rows, context)
+    least = demand(shape, config, "bfloat16", context, target_of(abstract_arguments(whole).params)).bytes
+    assert target.peaks is not None
+    times = (x / target.peaks.bandwidth * 1e3 for x in (least, touched))
+    cells = (
+        f"{kernels:.0f}", f"{max(s.buffers for s in small)}", f"{max(s.read_backs for s in small)}",
+        f"{least / 1e9:.2f}", f"{touched / 1e9:.2f}", f"{touched / least:.2f}", *(f"{t:.1f}" for t in times),
+    )  # fmt: skip
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="h200")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
+    target = find_target(args.target)
+    heads = (
+        f"decode[{args.rows},1]", "kernels a layer", "command buffers", "read-backs", "least, GB",
+        "touched, GB", "ratio", "floor, ms", "touched at peak, ms (est.)",
+    )  # fmt: skip
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for name in args.models:
+        print(row(name, target, Shape("decode", args.rows, 1), args.context), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""The GPU that programs are compiled for."""
+
+import jax
+
+
+def gpu_name() -> str:
+    """The name of the GPU that programs are compiled for, this machine's or one that is described; empty
+    elsewhere."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return device.device_kind if device.platform in ("gpu", "cuda") else ""

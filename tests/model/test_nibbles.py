@@ -1,0 +1,168 @@
+"""Products with weights of four bits: the GPU's kernel, interpreted, against the widened weight, and what XLA
+makes of it for GPUs that are absent."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.targets import found_target, job_for
+from cases.weights import PRODUCTS, random
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from duetto.model.layers import einsum
+from duetto.model.sharding import fitted
+from duetto.model.weights import nibbles
+from duetto.model.weights.nibbles import Cut, cut_of
+from duetto.model.weights.quant import Quantised, by_kernel, quantised
+from duetto.serve.commands.planning import EnginePlan, abstract_arguments, make_row
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.shapes import Shape
+from duetto.serve.roofline.facts import facts
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import described
+
+# equation, inputs, x's last axes, the weight's, and its scales'
+WEIGHTS = {
+    "q": ("btd,dnh->btnh", 1, (256,), (256, 2, 64), (8, 2, 64)),
+    "o": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (4, 2, 64)),
+    "groups of 128": ("btd,df->btf", 1, (512,), (512, 64), (4, 64)),
+    "groups of 256": ("btd,df->btf", 1, (512,), (512, 64), (2, 64)),
+    "one scale a column": ("btd,df->btf", 1, (256,), (256, 192), (1, 192)),
+    "of several axes": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (1, 1, 64)),
+}
+
+
+def weight(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int, zeros: bool) -> Quantised:
+    rng = np.random.default_rng(1)
+    values = list(shape)
+    values[inputs - 1] //= 2
+    own = jnp.asarray(rng.integers(0, 16, scales), jnp.uint8) if zeros else None
+    return Quantised(
+        jnp.asarray(rng.integers(0, 256, values), jnp.uint8),
+        random(*scales).astype(jnp.bfloat16),
+        own,
+        "int4",
+        inputs - 1 - len(shape),
+    )
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nibbles, "multiply", partial(nibbles.multiply, interpret=True))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_kernel_multiplies_by_the_widened_weight(name: str, zeros: bool, interpreted: None):
+    equation, inputs, last, shape, scales = WEIGHTS[name]
+    w, x = weight(shape, scales, inputs, zeros), random(2, 3, *last, seed=2).astype(jnp.bfloat16)
+    assert w.shape == shape and w.has_kernel(x, inputs)
+    expected = einsum(equation, x, w.widened(x.dtype), jnp.float32)
+    found = by_kernel(x, w, inputs, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    half = by_kernel(x, w, inputs, jnp.bfloat16)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half, found.astype(jnp.bfloat16))
+
+
+def test_a_row_has_the_same_bits_beside_any_number_of_others(interpreted: None):
+    w, x = weight((512, 128), (16, 128), 1, zeros=False), random(130, 512).astype(jnp.bfloat16)
+    whole = np.asarray(by_kernel(x, w, 1, jnp.float32))
+    for rows in (1, 8, 64):
+        assert np.asarray(by_kernel(x[:rows], w, 1, jnp.float32)).tobytes() == whole[:rows].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "groups", "expected"),
+    [(4096, 14336, 128, Cut(128, 1, 16)), (14336, 4096, 448, Cut(128, 4, 16)),
+     (4096, 1024, 32, Cut(128, 8, 64)), (384, 64, 12, Cut(64, 1, 16)), (4096, 96, 128, None),
+     (192, 128, 6, None), (4096, 128, 4096, None)],
+)  # fmt: skip
+def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: Cut | None):
+    assert cut_of(inner, columns, groups) == expected
+
+
+def test_a_devices_part_without_a_cut_is_widened():
+    w, x = weight((96, 40), (3, 40), 1, zeros=True), random(5, 96).astype(jnp.bfloat16)
+    found = nibbles.multiply(x, nibbles.Codes(w.values, w.scales, w.zeros), jnp.float32)
+    expected = einsum("td,df->tf", x, w.widened(x.dtype), jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_other_weights_and_products_have_no_kernel():
+    w, x = weight((256, 128), (8, 128), 1, zeros=False), jnp.zeros((4, 256), jnp.bfloat16)
+    assert w.has_kernel(x, 1)
+    assert not w.has_kernel(x.astype(jnp.float32), 1)
+    assert not w.has_kernel(x, 0) and not w.has_kernel(x, 2)
+    assert not replace(w, scheme="fp4").has_kernel(x, 1)
+    assert not replace(w, packed=-1).has_kernel(x, 1)
+    assert not replace(w, scales=w.scales.astype(jnp.float8_e8m0fnu)).has_kernel(x, 1)
+    wide = weight((4, 64, 64), (1, 2, 64), 2, zeros=False)
+    assert not wide.has_kernel(jnp.zeros((2, 4, 64), jnp.bfloat16), 2)
+    eight = quantised(random(*PRODUCTS["q"][2]), (-3,), "int8")
+    assert not eight.has_kernel(jnp.zeros((2, 3, 64), jnp.bfloat16), 1)
+
+
+# ------------------------------------------------------------ compiled for GPUs that are absent
+
+
+def plan_of(form: str | None, layers: int) -> EnginePlan:
+    plan, config = job_for(found_target("h200"), "8b"), PRESETS["8b"]
+    return replace(
+        plan,
+        config=replace(config, layers=config.layers[:layers]),
+        options=EngineOptions(quantization=form),
+    )
+
+
+@pytest.fixture(scope="module")
+def touched() -> Any:
+    """Bytes of a whole model's decode of 64 rows: its layers are equal, so that the second shows what each
+    costs; the head counts once."""
+
+    def of(form: str | None) -> int:
+        plans = [plan_of(form, layers) for layers in (1, 2)]
+        rows = [make_row(plan, abstract_arguments(plan), Shape("decode", 64, 1)) for plan in plans]
+        one, two = (row.facts.bytes for row in rows if row.facts)
+        return one + (len(PRESETS["8b"].layers) - 1) * (two - one)
+
+    return of
+
+
+@pytest.mark.extras
+def test_decode_touches_fewer_bytes_of_quantised_weights(touched: Any):
+    whole = touched(None)
+    for form, most in {"int8": 0.80, "fp8": 0.80, "int4": 0.65}.items():
+        assert touched(form) <= most * whole, form
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("groups", [128, 1])
+@pytest.mark.parametrize(
+    ("split", "sums"), [((None, "tensor"), 0), (("tensor", None), 1)], ids=["columns", "inner"]
+)
+def test_devices_multiply_with_the_codes_that_they_hold(
+    split: tuple[str | None, ...], sums: int, groups: int
+):
+    target = found_target("2xh200")
+    mesh = Mesh(np.array(target.devices), ("tensor",))
+    own, whole = NamedSharding(mesh, PartitionSpec(*split)), NamedSharding(mesh, PartitionSpec())
+    w = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitted(own, x.shape)),
+        weight((4096, 1024), (groups, 1024), 1, zeros=True),
+    )
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16, sharding=whole)
+    with warnings.catch_warnings(), described(target):
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        compiled = jax.jit(lambda x, w: einsum("td,df->tf", x, w)).lower(x, w).compile()
+    found = facts(compiled)
+    assert {name: made.calls for name, made in found.collectives.items()} == (
+        {"all-reduce": 1} if sums else {}
+    )
+    assert not found.moved

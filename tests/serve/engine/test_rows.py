@@ -1,0 +1,42 @@
+"""Rows of work are cut into calls as full as a shape allows, in time that is linear in the rows."""
+
+from typing import Any, cast
+
+from duetto.serve.engine.rows import groups_of
+from duetto.serve.programs.shapes import Shape
+
+SHAPES = (Shape("prefill", 1, 64), Shape("prefill", 4, 16), Shape("prefill", 16, 2))
+
+
+class Row:
+    """A row of work that counts how often its tokens are asked for."""
+
+    asked = 0
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    @property
+    def count(self) -> int:
+        Row.asked += 1
+        return self.tokens
+
+
+def sizes(*tokens: int) -> list[list[int]]:
+    groups = groups_of(SHAPES, cast("list[Any]", [Row(n) for n in tokens]))
+    return [[row.tokens for row in cast("list[Any]", group)] for group in groups]
+
+
+def test_a_group_fits_a_shape_that_holds_its_longest_row():
+    assert sizes() == []
+    assert sizes(2, 2, 16, 2, 2) == [[2, 2, 16, 2], [2]]
+    assert sizes(2, 64, 2) == [[2], [64], [2]]
+    assert sizes(*[2] * 17) == [[2] * 16, [2]]
+    assert sizes(*[1] * 5, 16, 16) == [[1] * 5, [16, 16]]
+
+
+def test_groups_take_a_few_looks_at_each_row():
+    Row.asked = 0
+    wide = (Shape("decode", 512, 1),)
+    assert len(groups_of(wide, cast("list[Any]", [Row(1) for _ in range(512)]))) == 1
+    assert Row.asked < 4 * 512
