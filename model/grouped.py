@@ -10,7 +10,6 @@ The module is there in jax 0.10 to 0.12; where it is not, and on other devices, 
 way. `ragged_product` alone uses what is here.
 """
 
-import re
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,12 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .weights.gpus import on_hopper
+
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
 COLUMNS = (128, 192, 64)  # of a block, the first that divides a matrix's
 STAGES = 4  # steps that are loaded ahead
 KERNEL = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
-HOPPER = re.compile(r"\bG?H\d+")  # in the names of devices: H100, H200, GH200
 
 
 @cache
@@ -53,14 +53,6 @@ def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
 def on_one_device(tree: Any) -> bool:
     """Whether no array of a tree is split over devices, or may be."""
     return all(jax.typeof(x).sharding.mesh.size <= 1 for x in jax.tree.leaves(tree))  # 0 is no mesh
-
-
-def on_hopper() -> bool:
-    """Whether the device that is compiled for can be a Hopper: a program for a device that is not here may
-    describe it."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    device = described or jax.local_devices()[0]
-    return device.platform != "gpu" or HOPPER.search(device.device_kind) is not None
 
 
 def columns(F: int) -> int | None:

@@ -18,11 +18,10 @@ from jaxtyping import Array, Float, Int
 from ..layers import einsum, ragged_product
 from ..tree import pytree
 from .compress import CONTRACTED
-from .gpus import gpu_name
+from .gpus import on_hopper
 from .quant import leading
 
 T = TypeVar("T")
-HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
 ROWS, WARPGROUPS = 64, 2  # rows of a tile, and the warpgroups that share a block, side by side in its columns
 ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiprocessors
 
@@ -64,6 +63,11 @@ class Fixed:
 
     array: Any
 
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return (self.array.shape,)
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight; the array's own where it does not sum over the first axes, or is
         asked for in another dtype."""
@@ -83,11 +87,6 @@ class Fixed:
     ) -> Float[Array, "rows F"]:
         """Products of consecutive rows with one expert's weights each: the array's own."""
         return ragged_product(rows, self.array, sizes, owner)
-
-
-def on_hopper() -> bool:
-    """Whether programs are compiled for a Hopper GPU."""
-    return any(name in gpu_name() for name in HOPPER)
 
 
 @partial(jax.jit, static_argnames=("inputs", "tiles"))  # layers share one trace and one kernel
