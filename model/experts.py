@@ -8,7 +8,6 @@ on neither its neighbours nor their number: all tiles of a step have one size, a
 nothing of the others.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import Dense, Experts
 from .ffn import FFN, activate, feed_forward, ffn_spec
-from .grouped import ROWS, can_multiply, grouped_product
-from .layers import biased, einsum, ragged_product
+from .grouped import can_multiply, on_one_device
+from .layers import Weight, biased, einsum, ragged_product
 from .tree import Spec, is_spec, pytree
 
 TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
@@ -69,16 +68,25 @@ def each_expert(
     w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
 ) -> Float[Array, "tokens A D"]:
     """Each token through each of its experts, in the way of the device."""
-    f, ways = w.experts, {}
-    if can_multiply(x, f.gate, f.up, f.down):
-        ways["cuda"] = lambda x, chosen: by_grouped_products(w, c, x, chosen)
+
+    def products(x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]) -> Float[Array, "tokens A D"]:
+        return by_ragged_products(w, c, x, chosen)
+
     return jax.lax.platform_dependent(
         x,
         chosen,
-        tpu=lambda x, chosen: by_ragged_products(w, c, x, chosen),
+        tpu=products,
         default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
-        **ways,
+        **({"cuda": products} if has_kernel(w.experts, x.dtype) else {}),
     )
+
+
+def has_kernel(f: FFN, dtype: Any) -> bool:
+    """Whether a GPU multiplies rows of a type with these experts without going through tiles of them."""
+    weights = f.gate, f.up, f.down
+    shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
+    alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
+    return alike and can_multiply(dtype, *shapes) and on_one_device(weights)
 
 
 def route(
@@ -111,30 +119,19 @@ def by_ragged_products(
     w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
 ) -> Float[Array, "tokens A D"]:
     """Each token through each of its experts, as products of consecutive rows with one expert each."""
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    expert = chosen.reshape(-1)[order]
-    sizes = jnp.bincount(expert, length=c.count).astype(jnp.int32)
-
-    def product(rows: Float[Array, "rows _"], weights: Any) -> Float[Array, "rows outputs"]:
-        return ragged_product(rows, weights, sizes, expert)
-
-    out = through(w.experts, c, x[order // c.active], expert, product)
-    return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-
-
-def by_grouped_products(
-    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
-) -> Float[Array, "tokens A D"]:
-    """The same with the kernel for Hopper GPUs: whole blocks of rows, of which the last may have no owner."""
     order, sizes = sorted_by_expert(chosen, c.count)
-    filled = jnp.pad(order, (0, -order.size % ROWS))
+    expert, f = chosen.reshape(-1)[order], w.experts
 
-    def product(rows: Float[Array, "rows _"], weights: Any) -> Float[Array, "rows outputs"]:
-        return grouped_product(rows, weights, sizes)
+    def product(
+        rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
+    ) -> Float[Array, "rows outputs"]:
+        out = ragged_product(rows, weights, sizes, expert)
+        return out if bias is None else out + bias[expert]
 
-    out = through(w.experts, c, x[filled // c.active], chosen.reshape(-1)[filled], product)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
-    return out[place].reshape(*chosen.shape, -1)
+    rows = x[order // c.active]
+    gate, up = product(rows, f.gate, f.gate_bias), product(rows, f.up, f.up_bias)
+    out = product(activate(c.each, gate, up), f.down, f.down_bias)
+    return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
 
 
 def sorted_by_expert(chosen: Int[Array, "tokens A"], E: int) -> tuple[Int[Array, " rows"], Int[Array, " E"]]:
@@ -146,25 +143,6 @@ def sorted_by_expert(chosen: Int[Array, "tokens A"], E: int) -> tuple[Int[Array,
     keys = flat * flat.size + jnp.arange(flat.size, dtype=jnp.int32)
     sizes = (flat[:, None] == experts[None]).sum(0, dtype=jnp.int32)
     return jax.lax.rem(jnp.sort(keys, stable=False), jnp.int32(flat.size)), sizes
-
-
-def through(
-    f: FFN,
-    c: Experts,
-    rows: Float[Array, "rows D"],
-    owner: Int[Array, " rows"],
-    product: Callable[[Float[Array, "rows _"], Any], Float[Array, "rows _"]],
-) -> Float[Array, "rows D"]:
-    """Each row through its owner."""
-
-    def one(
-        rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
-    ) -> Float[Array, "rows outputs"]:
-        out = product(rows, weights)
-        return out if bias is None else out + bias[owner]
-
-    gate, up = one(rows, f.gate, f.gate_bias), one(rows, f.up, f.up_bias)
-    return one(activate(c.each, gate, up), f.down, f.down_bias)
 
 
 def by_tiles(

@@ -6,11 +6,10 @@ experts that share a block multiply it one after the other. Blocks have one size
 K in order, so its bits depend neither on the rows beside it nor on how many an expert has. All experts'
 weights are read, those without rows included.
 
-The module `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` is there in jax 0.10 to 0.12; where it is not,
-and on other devices, `model/experts.py` goes another way.
+The module is there in jax 0.10 to 0.12; where it is not, and on other devices, `experts.py` goes another
+way. `ragged_product` alone uses what is here.
 """
 
-import re
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .layers import Weight
+from .weights.gpus import on_hopper
 
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
 COLUMNS = (128, 192, 64)  # of a block, the first that divides a matrix's
 STAGES = 4  # steps that are loaded ahead
 KERNEL = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
-HOPPER = re.compile(r"\bG?H\d+")  # in the names of devices: H100, H200, GH200
 
 
 @cache
@@ -41,29 +39,20 @@ def kernel() -> Any:
         return None
 
 
-def can_multiply(x: Float[Array, "tokens D"], *weights: Float[Array, "E _ _"] | Weight) -> bool:
-    """Whether the kernel multiplies rows of x's type with these weights: arrays of the same 16-bit type on
-    one device, in sizes that blocks divide."""
-    return kernel() is not None and on_hopper() and all(fits(x, w) for w in weights)
-
-
-def fits(x: Float[Array, "tokens D"], w: Float[Array, "E _ _"] | Weight) -> bool:
+def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
+    """Whether the kernel multiplies rows with experts' matrices [E,D,F] of these shapes, on one device and
+    all of this type."""
     return (
-        not isinstance(w, Weight)
-        and x.dtype == w.dtype
-        and w.dtype in (jnp.bfloat16, jnp.float16)
-        and w.shape[1] % INNER == 0
-        and columns(w.shape[2]) is not None
-        and jax.typeof(w).sharding.mesh.size <= 1  # 0 is no mesh
+        kernel() is not None
+        and on_hopper()
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and all(D % INNER == 0 and columns(F) is not None for _, D, F in shapes)
     )
 
 
-def on_hopper() -> bool:
-    """Whether the device that is compiled for can be a Hopper: a program for a device that is not here may
-    describe it."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    device = described or jax.local_devices()[0]
-    return device.platform != "gpu" or HOPPER.search(device.device_kind) is not None
+def on_one_device(tree: Any) -> bool:
+    """Whether no array of a tree is split over devices, or may be."""
+    return all(jax.typeof(x).sharding.mesh.size <= 1 for x in jax.tree.leaves(tree))  # 0 is no mesh
 
 
 def columns(F: int) -> int | None:
@@ -75,10 +64,11 @@ def columns(F: int) -> int | None:
 def grouped_product(
     rows: Float[Array, "rows D"], w: Float[Array, "E D F"], sizes: Int[Array, " E"]
 ) -> Float[Array, "rows F"]:
-    """Products of consecutive rows, a multiple of ROWS, with one expert's matrix each: expert e owns the next
-    sizes[e] rows. Rows that none owns have no meaning."""
-    return kernel().ragged_dot(
-        rows,
+    """Products of consecutive rows with one expert's matrix each: expert e owns the next sizes[e] rows. Rows
+    that none owns have no meaning."""
+    filled = jnp.pad(rows, ((0, -rows.shape[0] % ROWS), (0, 0)))
+    out = kernel().ragged_dot(
+        filled,
         w,
         group_sizes=sizes,
         block_m=ROWS,
@@ -87,3 +77,4 @@ def grouped_product(
         max_concurrent_steps=STAGES,
         grid_block_n=1,
     )
+    return out[: rows.shape[0]]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .config import NormKind
+from .grouped import can_multiply, grouped_product
 from .tree import Spec, pytree
 
 
@@ -33,6 +34,11 @@ class Weight(Protocol):
     def ragged(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]: ...
+
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        ...
 
 
 def einsum(
@@ -99,7 +105,10 @@ def ragged_product(
     if isinstance(w, Weight):
         return w.ragged(rows, sizes, owner)
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    return jax.lax.ragged_dot(rows, w, sizes, precision=precision)
+    plainly = partial(jax.lax.ragged_dot, precision=precision)
+    if rows.dtype != w.dtype or not can_multiply(w.dtype, w.shape):
+        return plainly(rows, w, sizes)
+    return jax.lax.platform_dependent(rows, w, sizes, cuda=grouped_product, default=plainly)
 
 
 def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], kind: NormKind) -> Float[Array, "*rows D"]:

@@ -2,8 +2,8 @@
 bytes that a program touches at this device's measured bandwidth."""
 
 import gc
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,14 @@ from duetto.serve.roofline.presets import PRESETS
 LAYERS = 4
 # presets, and the forms of weights that each is measured in; "fixed" are products of one configuration
 FORMS = {"8b": (None, "fixed", "int8", "fp8", "int4"), "30b-a3b": (None,), "gpt-oss-20b": (None,)}
-LOAD = {"max_num_seqs": 256, "max_prefill_tokens": 2048, "max_model_len": 4096, "page_size": PAGE}
+LOAD = EngineOptions(
+    max_num_seqs=256,
+    max_prefill_tokens=2048,
+    max_model_len=4096,
+    page_size=PAGE,
+    max_batched_token_mem=1 << 15,
+)
+TINY = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, max_model_len=256, page_size=PAGE)
 
 
 def model_of(run: Run, name: str, form: str | None) -> Model:
@@ -46,7 +53,7 @@ def bench_estimates(run: Run) -> Iterator[Row]:
     yield from classes(run)
 
 
-def timed(run: Run, model: Model, shape: Shape):
+def timed(run: Run, model: Model, shape: Shape) -> tuple[Callable[[], float], str, float]:
     """How to measure a program, the unit, and the estimate from the bytes that it touches."""
     bench = Bench(model, shape, run.context)
     read = pools(shape, model.config.layers, bench.state.cache, run.context)
@@ -59,13 +66,9 @@ def classes(run: Run) -> Iterator[Row]:
     configuration."""
     config = replace(PRESETS[run.shape], layers=PRESETS[run.shape].layers[: run.layers or LAYERS])
     params = init(jax.random.key(0), form_spec(config, None), jnp.dtype(run.dtype))
-    load = LOAD | ({"max_num_seqs": 8, "max_prefill_tokens": 128, "max_model_len": 256} if run.dry else {})
     for fixed_products in (False, True):
-        options = load | {
-            "fixed_products": fixed_products,
-            "max_batched_token_mem": load["max_model_len"] * 8,
-        }
-        with LLM.from_params(config, params, **options) as llm:
+        options = replace(TINY if run.dry else LOAD, fixed_products=fixed_products)
+        with LLM.from_params(config, params, compilation_cache=None, **asdict(options)) as llm:
             found, every = llm.engine.classes, list(llm.engine.programs.steps)
         what = "fixed products" if fixed_products else "XLA's products"
         same = len(found.prefill) + len(found.decode)

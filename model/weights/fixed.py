@@ -19,11 +19,10 @@ from jaxtyping import Array, Float, Int
 from ..layers import einsum, ragged_product
 from ..tree import pytree
 from .compress import CONTRACTED
-from .gpus import gpu_name
+from .gpus import on_hopper
 from .quant import leading
 
 T = TypeVar("T")
-HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
 LOGITS = "...d,vd->...v"  # the product with an output matrix
 ROWS, WARPGROUPS = 64, 2  # rows of a tile, and the warpgroups that share a block, side by side in its columns
 ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiprocessors
@@ -67,6 +66,11 @@ class Fixed:
 
     array: Any
 
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return (self.array.shape,)
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight; the array's own where it is none of rows with first axes, or of
         rows with a matrix's last axis in float32, as logits are."""
@@ -93,11 +97,6 @@ def kernel_for(
     is_head = equation == LOGITS and dtype == jnp.float32
     fits = w.shape[0] % (WARPGROUPS * ROWS) == 0 == w.shape[-1] % TALL.depth
     return in_columns if is_head and fits else None
-
-
-def on_hopper() -> bool:
-    """Whether programs are compiled for a Hopper GPU."""
-    return any(name in gpu_name() for name in HOPPER)
 
 
 @partial(jax.jit, static_argnames=("inputs", "tiles"))  # layers share one trace and one kernel

@@ -17,6 +17,11 @@ class LowRank:
     a: Any
     b: Any
 
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return self.a.shape, self.b.shape
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """Two products of x, the first with the factor whose letters it sums over; "Z" is the rank."""
         operands, out = equation.split("->")

@@ -53,6 +53,11 @@ class Quantised:
             shape[self.packed] *= 2
         return tuple(shape)
 
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return (self.shape,)
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x and this weight, in x's dtype or another."""
         dtype, inputs = dtype or x.dtype, leading(equation)

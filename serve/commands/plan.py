@@ -96,6 +96,7 @@ def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
             "dtype": plan.dtype,
             "target": plan.target.name,
             "devices": len(plan.target.devices),
+            "xla_flags": os.environ.get("XLA_FLAGS"),
             "context": plan.context,
             "sizes": asdict(plan.sizes),
             "memory": asdict(memory),

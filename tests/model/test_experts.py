@@ -1,6 +1,9 @@
 """Experts' products on Hopper GPUs: the order of rows, what the kernel is given, and, interpreted, what it
 returns."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -10,9 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from duetto.model import experts, grouped
+from duetto.model import grouped
 from duetto.model.config import Experts
-from duetto.model.experts import MoE, by_grouped_products, by_ragged_products, experts_spec, sorted_by_expert
+from duetto.model.experts import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
+from duetto.model.ffn import FFN
+from duetto.model.layers import Weight
 from duetto.model.tree import init
 from duetto.model.weights.compress import compressed
 
@@ -40,6 +45,25 @@ def choices(c: Experts, count: int, among: int) -> jax.Array:
     return jnp.asarray(np.stack(drawn), jnp.int32)
 
 
+@pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])
+def test_choices_are_sorted_by_expert_then_by_token(count: int, E: int, active: int):
+    chosen = choices(Experts(E, active, 64), count, E)
+    order, sizes = sorted_by_expert(chosen, E)
+    flat = np.asarray(chosen).reshape(-1)
+    np.testing.assert_array_equal(order, np.argsort(flat, stable=True))
+    np.testing.assert_array_equal(sizes, np.bincount(flat, minlength=E))
+
+
+@pytest.mark.parametrize("c, count, among", [(PLAIN, 40, 4), (PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 3)])
+def test_products_of_sorted_rows_are_those_of_tiles(c: Experts, count: int, among: int):
+    """Also where experts have no tokens."""
+    w, x, chosen = weights(c), tokens(count), choices(c, count, among)
+    found, expected = by_ragged_products(w, c, x, chosen), by_tiles(w, c, x, chosen, 8)
+    assert found.shape == expected.shape == (count, c.active, D) and found.dtype == jnp.bfloat16
+    a, b = (np.asarray(y, np.float32) for y in (found, expected))
+    np.testing.assert_allclose(a, b, atol=0.02 * float(np.abs(b).max()))
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs here, as two processors would run it; jax's interpreter for GPUs is not public in all
@@ -54,86 +78,71 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module.plgpu, "kernel", kernel)
     monkeypatch.setattr(grouped, "kernel", lambda: module)
-    uncached: Any = grouped.grouped_product
-    monkeypatch.setattr(experts, "grouped_product", uncached.__wrapped__)
-
-
-@pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])
-def test_choices_are_sorted_by_expert_then_by_token(count: int, E: int, active: int):
-    chosen = choices(Experts(E, active, 64), count, E)
-    order, sizes = sorted_by_expert(chosen, E)
-    flat = np.asarray(chosen).reshape(-1)
-    np.testing.assert_array_equal(order, np.argsort(flat, stable=True))
-    np.testing.assert_array_equal(sizes, np.bincount(flat, minlength=E))
-
-
-@pytest.mark.parametrize("c, count, among", [(PLAIN, 40, 4), (PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 5)])
-def test_the_way_for_hoppers_returns_what_ragged_products_do(
-    monkeypatch: pytest.MonkeyPatch, c: Experts, count: int, among: int
-):
-    """With experts without tokens, and rows that have no owner and hence no meaning."""
-
-    def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        assert rows.shape[0] % grouped.ROWS == 0 and int(sizes.sum()) == count * c.active
-        unowned = jnp.arange(rows.shape[0])[:, None] >= sizes.sum()
-        return jnp.where(unowned, jnp.nan, jax.lax.ragged_dot(rows, w, sizes))
-
-    monkeypatch.setattr(experts, "grouped_product", product)
-    w, x, chosen = weights(c), tokens(count), choices(c, count, among)
-    found = by_grouped_products(w, c, x, chosen)
-    expected = by_ragged_products(w, c, x, chosen)
-    assert found.shape == expected.shape == (count, c.active, D) and found.dtype == jnp.bfloat16
-    a, b = (np.asarray(y, np.float32) for y in (found, expected))
-    np.testing.assert_allclose(a, b, atol=0.01 * float(np.abs(b).max()))
 
 
 def product_of(rows: jax.Array, w: jax.Array, sizes: list[int]) -> np.ndarray:
-    found = experts.grouped_product(rows, w, jnp.asarray(sizes, jnp.int32))
+    uncached: Any = grouped.grouped_product
+    found = uncached.__wrapped__(rows, w, jnp.asarray(sizes, jnp.int32))
+    assert found.shape == (rows.shape[0], w.shape[2])
     return np.asarray(found, np.float32)[: sum(sizes)]
 
 
 def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
     """Neither on the rows beside it, nor on its place in a block or in two, nor on how many its expert has;
     and they are those of the product."""
-    rows, w = tokens(128), jax.random.normal(jax.random.key(3), (4, D, 64), jnp.bfloat16)
+    rows, w = tokens(101), jax.random.normal(jax.random.key(3), (4, D, 64), jnp.bfloat16)
     found = product_of(rows, w, [0, 60, 9, 31])
     expected = jax.lax.ragged_dot(rows[:100], w, jnp.asarray([0, 60, 9, 31]))
     np.testing.assert_allclose(found, np.asarray(expected, np.float32), atol=0.1)
     assert np.abs(found).max() > 10
-    few = product_of(jnp.concatenate([rows[66:69], tokens(61, seed=4)]), w, [0, 0, 3, 0])
+    few = product_of(rows[66:69], w, [0, 0, 3, 0])
     np.testing.assert_array_equal(few, found[66:69])
 
 
+def on(kind: str) -> AbstractContextManager[Any]:
+    """Programs are for such a GPU."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu")))
+
+
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """jax is taken to have the kernel."""
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """jax is taken to have the kernel, and a GPU for it."""
     monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+    with on("NVIDIA H200"):
+        yield
 
 
-def matrix(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jnp.zeros(shape, dtype)
+def matrices(D: int, F: int, dtype: Any = jnp.bfloat16) -> FFN:
+    """Two experts'."""
+    wide, tall = jnp.zeros((2, D, F), dtype), jnp.zeros((2, F, D), dtype)
+    return FFN(wide, wide, tall, jnp.zeros((2, F), dtype))
 
 
-def test_the_kernel_takes_arrays_that_blocks_divide(there: None):
-    x = matrix(3, 64)
-    can = grouped.can_multiply
-    assert can(x, matrix(2, 64, 192), matrix(2, 64, 192), matrix(2, 192, 64))
-    assert can(x.astype(jnp.float16), matrix(2, 64, 64, dtype=jnp.float16))
-    assert not can(x, matrix(2, 64, 192), matrix(2, 64, 96))
-    assert not can(x, matrix(2, 96, 64))
-    assert not can(x.astype(jnp.float32), matrix(2, 64, 64))
-    assert not can(x.astype(jnp.float32), matrix(2, 64, 64, dtype=jnp.float32))
-    for how in ("int8", "fp4", 0.5):
-        assert not can(x, compressed(matrix(2, 64, 64), (-2,), how))
+def test_the_kernel_takes_types_and_sizes_that_blocks_divide(there: None):
+    assert has_kernel(matrices(64, 192), jnp.bfloat16)
+    assert has_kernel(matrices(64, 192, jnp.float16), jnp.float16)
+    assert not has_kernel(matrices(64, 96), jnp.bfloat16)
+    assert not has_kernel(matrices(96, 64), jnp.bfloat16)
+    assert not has_kernel(matrices(64, 64), jnp.float32)
+    assert not has_kernel(matrices(64, 64, jnp.float32), jnp.float32)
+
+
+@pytest.mark.parametrize("how, possible", [("int8", True), ("fp4", True), (1.0, False)])
+def test_the_kernel_takes_the_arrays_that_records_stand_for(there: None, how: Any, possible: bool):
+    """Two factors of a size that is no multiple of a block's are none of them."""
+    f = matrices(128, 192)
+    down = compressed(f.down, (-2,), how)
+    assert isinstance(down, Weight)
+    assert has_kernel(replace(f, down=down), jnp.bfloat16) == possible
 
 
 def test_the_kernel_takes_weights_on_one_device(there: None):
     def possible(devices: int) -> bool:
         mesh = AbstractMesh((devices,), ("tensor",))
-        where = NamedSharding(mesh, PartitionSpec(None, None, "tensor"))
-        w = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16, sharding=where)
+        where = NamedSharding(mesh, PartitionSpec())
+        f = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), matrices(64, 128))
         found = []
-        jax.eval_shape(lambda w: found.append(grouped.can_multiply(matrix(3, 64), w)), w)
+        jax.eval_shape(lambda f: found.append(has_kernel(f, jnp.bfloat16)), f)
         return found[0]
 
     assert possible(1) and not possible(2)
@@ -151,5 +160,5 @@ def test_the_kernel_takes_weights_on_one_device(there: None):
     ],
 )
 def test_the_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu"))):
-        assert grouped.can_multiply(matrix(3, 64), matrix(2, 64, 64)) == possible
+    with on(kind):
+        assert has_kernel(matrices(64, 64), jnp.bfloat16) == possible
