@@ -222,8 +222,8 @@ def most_tiles(pages: Pages, reading: Reading) -> int:
 def division(K: int, G: int, reading: Reading) -> tuple[int, int, partial[Any]]:
     """How many blocks read a part, how many query heads each has, and how a row's keys are split."""
     rows = min(MOST_ROWS, max(SMALL, pl.next_power_of_2(G)))
-    heads = K * pl.cdiv(G, rows)
-    most, least = max(1, blocks_of(rows, reading) // heads), least_part(rows, reading)
+    heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
+    most = max(1, min(2 * PROCESSORS, blocks_of(rows, reading)) // heads)  # a long row alone fills a GPU
     return heads, rows, partial(parts_of, size=tile_of(reading), most=most, least=least)
 
 
