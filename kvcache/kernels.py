@@ -2,9 +2,10 @@
 
 A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135); the query heads of
 a key head are rows of one product. A single query's keys are split into parts that a second kernel adds up
-(flash-decoding, Dao et al., 2023); several queries go in tiles of their own. Tiles of keys begin at multiples
-of TILE and a row's parts follow from its own length, so bits depend neither on neighbours, nor on the page
-size, nor on the widths of table and chunk.
+(flash-decoding, Dao et al., 2023); a fixed number of blocks deals the parts of all rows out among itself, so
+that work follows the rows' lengths (as in Stream-K, Osama et al., arXiv 2301.03598). Several queries go in
+tiles of their own. Tiles of keys begin at multiples of their size and a row's parts follow from its own
+length, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk.
 
 The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pages` alone.
 """
@@ -20,18 +21,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
-from .tiles import TILE, Pages, Queries, added, no_keys, of_members, over_keys, queries_of, quotient, store
+from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
-HEAD_SIZES = (32, 64, 128, 256)
+HEAD_SIZES = range(16, 257, 16)  # of keys and values
+LATENTS = range(16, 513, 16)
+TURNED = range(16, 129, 16)  # of latent rows
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_GROUPED = 32  # query heads of a key head
-PART = 4  # tiles of a part at least
-PARTS = 32  # parts of a row at most
+MOST_LATENT = 128  # query heads of a latent layer
+PROCESSORS = 132  # of an H100 or an H200
 SMALL = 16  # rows of a tensor core's product at least
+MOST_ROWS = 64  # of a single token's product
+ADDED = 32  # parts that are added at once at most
+SUMMED = 8192  # their numbers
 Given = Array | jax.ShapeDtypeStruct  # arrays or shapes
+Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `parts_of`
 
 
 @cache
@@ -47,15 +54,15 @@ def supported(
     reading: Reading,
 ) -> bool:
     """Whether the kernels read these queries and pools."""
-    return (
-        v is not None
-        and reading.expand is None
-        and q.shape[-1] == k.shape[-1] == v.shape[-1]
-        and q.shape[-1] in HEAD_SIZES
-        and q.shape[2] // k.shape[0] <= MOST_GROUPED
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype.name in DTYPES
-    )
+    (_, T, N, H), K = q.shape, k.shape[0]
+    same = q.shape[-1] == k.shape[-1] and q.dtype == k.dtype and q.dtype.name in DTYPES
+    if reading.rank is not None:
+        sizes = reading.rank in LATENTS and H - reading.rank in TURNED
+        return same and sizes and T == K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
+    if v is None or reading.expand is not None:
+        return False
+    same = same and v.shape == k.shape and v.dtype == k.dtype
+    return same and H in HEAD_SIZES and N // K <= MOST_GROUPED
 
 
 def attend_with(
@@ -77,13 +84,14 @@ def attend_with(
 
 def attend_pages(
     q: Float[Array, "B T N H"], pages: Pages, reading: Reading, interpret: bool = False
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N U"]:
     """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
     B, T, N, H = q.shape
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
-    plain = Reading(reading.scale, reading.window, reading.softcap)
-    return grouped_attention(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret).reshape(q.shape)
+    plain = Reading(reading.scale, reading.window, reading.softcap, rank=reading.rank)
+    out = grouped_attention(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
+    return out.reshape(B, T, N, -1)
 
 
 @partial(custom_partitioning, static_argnums=(3, 4))
@@ -93,36 +101,49 @@ def partitioned_attention(
     sinks: Float[Array, "K G"] | None,
     reading: Reading,
     interpret: bool,
-) -> Float[Array, "B T K G H"]:
+) -> Float[Array, "B T K G U"]:
     return (many_queries if q.shape[1] > 1 else one_query)(q, pages, sinks, reading, interpret)
 
 
 def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
-    """Every device of a mesh reads the key heads whose pools it holds."""
-    spec = shapes[1].k.sharding.spec
-    axis = spec[0] if len(spec) else None
-    pool, heads, whole = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((axis,), (None, None, axis), ()))
-    own = None if shapes[1].own is None else (heads, heads, whole)
-    places = heads, Pages(pool, pool, whole, whole, whole, own), None if shapes[2] is None else pool
+    """Every device of a mesh reads the key heads whose pools it holds, or its query heads of latent rows,
+    which all hold."""
+    q, pages, sinks = shapes[:3]
+    axis, group = axis_of(pages.k, 0), None if reading.rank is None else axis_of(q, 3)
+    specs = (axis,), (None, None, axis, group), (None, None, axis), ()
+    pool, queries, heads, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+    values = None if pages.v is None else pool
+    own = None if pages.own is None else (heads, values and heads, whole)
+    places = queries, Pages(pool, values, whole, whole, whole, own), None if sinks is None else pool
     local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
-    return mesh, local, heads, places
+    return mesh, local, queries, places
+
+
+def axis_of(x: Any, i: int) -> Any:
+    """The axis of a mesh over which axis i of an array is split."""
+    spec = x.sharding.spec
+    return spec[i] if len(spec) > i else None
 
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
     """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
-    own = ["b n k h", "b n k h", "b"] if len(values) > 8 else []
-    sinks = ["k g"] if len(values) % 3 == 1 else []
-    return ", ".join(["b t k g h", "k p w h", "k p w h", "b m", "b", "b", *own, *sinks]) + " -> b t k g h"
+    pools = 2 if reading.rank is None else 1
+    optional = len(values) - pools - 4  # behind q, pools and three of rows: own ones and their root, sinks
+    own = [*["b n k h"] * pools, "b"] if optional > pools else []
+    sinks = ["k g"] if optional > len(own) else []
+    before = ["b t k g h", *["k p w h"] * pools, "b m", "b", "b"]
+    return ", ".join([*before, *own, *sinks]) + f" -> b t k g {'h' if pools == 2 else 'u'}"
 
 
 partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
 grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # layers share one trace
 
 
-def settings(q: Float[Array, "B T K G H"], rows: int, interpret: bool) -> dict[str, Any]:
+def settings(q: Float[Array, "B T K G H"], rows: int, reading: Reading, interpret: bool) -> dict[str, Any]:
     """How a kernel with products of `rows` rows is compiled. Wide heads leave room for fewer stages."""
-    stages = 3 if q.shape[-1] * q.dtype.itemsize <= 256 else 2
-    params = triton.CompilerParams(num_warps=8 if rows > 64 else 4, num_stages=stages)
+    stages = 3 if pl.next_power_of_2(q.shape[-1]) * q.dtype.itemsize <= 256 else 2
+    many = rows > 64 if reading.rank is None else rows > 16
+    params = triton.CompilerParams(num_warps=8 if many else 4, num_stages=stages)
     return {"compiler_params": params, "interpret": interpret}
 
 
@@ -138,20 +159,20 @@ def many_queries(
 ) -> Float[Array, "B T K G H"]:
     """Tiles of queries, each by itself, the last ones first: they read the most."""
     B, T, K, G, H = q.shape
-    rows = max(SMALL, pl.next_power_of_2(G), 256 // q.dtype.itemsize // max(1, H // 128))
+    rows = max(SMALL, pl.next_power_of_2(G), 256 // q.dtype.itemsize // max(1, pl.next_power_of_2(H) // 128))
     return pl.pallas_call(
         partial(chunk_kernel, rows=rows, reading=reading),
         grid=(pl.cdiv(T, rows // pl.next_power_of_2(G)), K, B),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         cost_estimate=cost(q, pages, T / 2, reading),
         name="attend_chunk",
-        **settings(q, rows, interpret),
+        **settings(q, rows, reading, interpret),
     )(q, pages, sinks)
 
 
 def chunk_kernel(q: Any, pages: Pages, sinks: Any, out: Any, *, rows: int, reading: Reading):
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
-    at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile), reading.window)
+    at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile, 0), reading.window)
     before = no_keys(at, sinks, q.shape[-1])
     _, total, found = over_keys(q, pages, at, (at.low // TILE, pl.cdiv(at.end, TILE)), before, reading)
     store(out, at.row, at.token, at.head, at.member, value=quotient(found, total), mask=at.real)
@@ -166,75 +187,132 @@ def one_query(
     sinks: Float[Array, "K G"] | None,
     reading: Reading,
     interpret: bool,
-) -> Float[Array, "B 1 K G H"]:
-    """Parts of the keys, then their sum."""
-    B, _, K, G, H = q.shape
-    parts = min(PARTS, pl.cdiv(most_tiles(pages, reading), PART))
-    sums = [jax.ShapeDtypeStruct((B, K, parts, G, *last), jnp.float32) for last in ((), (), (H,))]
-    rows = max(SMALL, pl.next_power_of_2(G))
+) -> Float[Array, "B 1 K G U"]:
+    """Parts of the keys, which so many blocks as fill a GPU share; then their sum."""
+    (B, _, K, G, _), U = q.shape, value_size(q, reading)
+    heads, rows, split = division(K, G, reading)
+    blocks = blocks_of(rows, reading)
+    parts = min(split.keywords["most"], pl.cdiv(most_tiles(pages, reading), split.keywords["least"]))
+    sums = [jax.ShapeDtypeStruct((B, K, parts, G, *last), jnp.float32) for last in ((), (), (U,))]
     found = pl.pallas_call(
-        partial(part_kernel, rows=rows, reading=reading),
-        grid=(B, K, parts),
+        partial(part_kernel, rows=rows, split=split, reading=reading),
+        grid=(min(blocks, B * heads * parts),),
         out_shape=sums,
         cost_estimate=cost(q, pages, 0, reading),
         name="attend_part",
-        **settings(q, rows, interpret),
-    )(q, pages)
+        **settings(q, rows, reading, interpret),
+    )(q, pages, shares(pages, split, reading))
+    few = min(pl.next_power_of_2(G), max(1, SUMMED // ADDED // pl.next_power_of_2(U)))
     return pl.pallas_call(
-        partial(sum_kernel, rows=pl.next_power_of_2(G), window=reading.window),
-        grid=(B, K),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        partial(sum_kernel, rows=few, split=split, window=reading.window),
+        grid=(B, K, pl.cdiv(G, few)),
+        out_shape=jax.ShapeDtypeStruct((B, 1, K, G, U), q.dtype),
         name="attend_sum",
-        **settings(q, rows, interpret),
+        **settings(q, few, reading, interpret),
     )(Pages(None, None, None, pages.start, pages.count), sinks, *found)
 
 
 def most_tiles(pages: Pages, reading: Reading) -> int:
     """Tiles that one query sees at most."""
-    held = pl.cdiv(pages.table.shape[1] * pages.k.shape[2], TILE)
-    return held if reading.window is None else min(held, pl.cdiv(reading.window - 1, TILE) + 1)
+    size = tile_of(reading)
+    held = pl.cdiv(pages.table.shape[1] * pages.k.shape[2], size)
+    return held if reading.window is None else min(held, pl.cdiv(reading.window - 1, size) + 1)
 
 
-def parts_of(at: Queries) -> tuple[Any, Any, Any]:
-    """First tile of a single query, its number of tiles, and that of one part."""
-    first = at.low // TILE
-    tiles = jnp.maximum(pl.cdiv(at.end, TILE) - first, 0)
-    return first, tiles, jnp.maximum(pl.cdiv(tiles, PARTS), PART)
+def division(K: int, G: int, reading: Reading) -> tuple[int, int, partial[Any]]:
+    """How many blocks read a part, how many query heads each has, and how a row's keys are split."""
+    rows = min(MOST_ROWS, max(SMALL, pl.next_power_of_2(G)))
+    heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
+    most = max(1, min(2 * PROCESSORS, blocks_of(rows, reading)) // heads)  # a long row alone fills a GPU
+    return heads, rows, partial(parts_of, size=tile_of(reading), most=most, least=least)
 
 
-def part_kernel(q: Any, pages: Pages, *sums: Any, rows: int, reading: Reading):
-    row, head, part = (pl.program_id(axis) for axis in range(3))
-    at = queries_of(q, pages, rows, (row, head, 0), reading.window)
-    first, tiles, size = parts_of(at)
+def blocks_of(rows: int, reading: Reading) -> int:
+    """Blocks that a GPU runs at once, as far as registers and shared memory go."""
+    each = 4 if reading.rank is None else 2 if rows == SMALL else 1
+    return each * PROCESSORS
+
+
+def least_part(rows: int, reading: Reading) -> int:
+    """Tiles of a part at least; the sums of a latent's many heads cost as much as many keys."""
+    return 4 if reading.rank is None else max(8, rows // 4)
+
+
+def parts_of(low: Any, end: Any, size: int, most: int, least: int) -> tuple[Any, Any, Any]:
+    """Of single queries that read keys in [low, end): the first tile, the number of tiles, and that of one
+    part, of which there are `most` at most."""
+    first = low // size
+    tiles = jnp.maximum(pl.cdiv(end, size) - first, 0)
+    return first, tiles, jnp.maximum(pl.cdiv(tiles, most), least)
+
+
+def shares(pages: Pages, split: Split, reading: Reading) -> Int[Array, " places"]:
+    """The number of parts before each row's own and, from place B on, of all; the places are a power of
+    two."""
+    _, tiles, size = split(*seen(pages.start, pages.count, pages.start, 1, reading.window))
+    B, parts = tiles.shape[0], pl.cdiv(tiles, size)
+    place = jnp.arange(pl.next_power_of_2(B + 1), dtype=jnp.int32)
+    return jnp.where(jnp.arange(B)[None] < place[:, None], parts[None], 0).sum(-1, dtype=jnp.int32)
+
+
+def part_kernel(q: Any, pages: Pages, before: Any, *sums: Any, rows: int, split: Split, reading: Reading):
+    """Every so many-th part of all rows' parts: how they are dealt out changes no part."""
+    B, _, K, G, _ = q.shape
+    groups = pl.cdiv(G, rows)
+    heads, blocks, block = K * groups, pl.num_programs(0), pl.program_id(0)
+    places, total = before[...], before[B] * heads
+
+    def work(i: Any, _: Any) -> None:
+        at = block + i * blocks
+        index, head, group = at // heads, at % heads // groups, at % groups
+        row = (places <= index).astype(jnp.int32).sum() - 1
+        one_part(q, pages, sums, (row, head, group, index - before[row]), rows, split, reading)
+
+    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(total - block, 0), blocks), work, None)
+
+
+def one_part(
+    q: Any, pages: Pages, sums: Any, place: tuple[Any, ...], rows: int, split: Split, reading: Reading
+):
+    """The running softmax over a part of a row's keys, for some query heads of a key head."""
+    row, head, group, part = place
+    at = queries_of(q, pages, rows, (row, head, 0, group), reading.window)
+    first, tiles, size = split(at.low, at.end)
     begin, end = part * size, jnp.minimum((part + 1) * size, tiles)
-
-    @pl.when(begin < end)
-    def _():
-        before = no_keys(at, None, q.shape[-1])
-        found = over_keys(q, pages, at, (first + begin, first + end), before, reading)
-        for ref, value in zip(sums, found, strict=True):
-            store(ref, row, head, part, at.member, value=value, mask=at.real)
+    nothing = no_keys(at, None, sums[2].shape[-1])
+    found = over_keys(q, pages, at, (first + begin, first + end), nothing, reading)
+    for ref, value in zip(sums, found, strict=True):
+        store(ref, row, head, part, at.member, value=value, mask=at.real)
 
 
-def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, window: int | None):
+def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, split: Split, window: int | None):
+    """The parts of a row in order, some at a time."""
     *sums, out = refs
-    at = queries_of(out, pages, rows, (pl.program_id(0), pl.program_id(1), 0), window)
-    _, tiles, size = parts_of(at)
+    row, head, group = (pl.program_id(axis) for axis in range(3))
+    at = queries_of(out, pages, rows, (row, head, 0, group), window)
+    _, tiles, size = split(at.low, at.end)
+    parts, each = pl.cdiv(tiles, size), min(ADDED, SUMMED // (rows * pl.next_power_of_2(out.shape[-1])))
 
-    def add(part: Any, state: Any) -> Any:
-        return added(state, [of_members(ref, at, at.row, at.head, part) for ref in sums])
+    def add(i: Any, state: Any) -> Any:
+        return add_parts(state, sums, at, i * each + jnp.arange(each, dtype=jnp.int32), parts)
 
     before = no_keys(at, sinks, out.shape[-1])
-    _, total, found = jax.lax.fori_loop(0, pl.cdiv(tiles, size), add, before)
-    store(out, at.row, at.token, at.head, at.member, value=quotient(found, total), mask=at.real)
+    _, total, found = jax.lax.fori_loop(0, pl.cdiv(parts, each), add, before)
+    store(out, row, at.token, head, at.member, value=quotient(found, total), mask=at.real)
+
+
+def value_size(q: Float[Array, "B T K G H"], reading: Reading) -> int:
+    return q.shape[-1] if reading.rank is None else reading.rank
 
 
 def cost(q: Float[Array, "B T K G H"], pages: Pages, new: float, reading: Reading) -> pl.CostEstimate:
     """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known."""
     B, T, K, G, H = q.shape
-    seen = most_tiles(pages, reading) * TILE + (new if reading.window else -new)
-    pairs = int(B * T * K * G * max(seen, 1))
-    moved = 2 * B * K * seen * H + 2 * q.size
+    keys = most_tiles(pages, reading) * tile_of(reading) + (new if reading.window else -new)
+    pairs = int(B * T * K * G * max(keys, 1))
+    moved = (1 if pages.v is None else 2) * B * K * keys * H + 2 * q.size
     return pl.CostEstimate(
-        flops=4 * H * pairs, transcendentals=pairs, bytes_accessed=int(moved) * q.dtype.itemsize
+        flops=2 * (H + value_size(q, reading)) * pairs,
+        transcendentals=pairs,
+        bytes_accessed=int(moved) * q.dtype.itemsize,
     )

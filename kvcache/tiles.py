@@ -14,13 +14,15 @@ from ..model.attention import UNSEEN, Reading
 from ..model.layers import einsum
 
 TILE = 64  # keys of one product
+LATENT_TILE = 32  # of latent rows, which are wide
 # of each query: its highest score, its total, and its weighted values
-Running = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows H"]]
+Running = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows U"]]
+Piece = tuple[int, int]  # of a head: its first number, and how many there are
 
 
 class Pages(NamedTuple):
     """A layer's pools [K,P,W,H], the rows' pages [B,M], where their T tokens begin [B], and how many are real
-    [B].
+    [B]. A latent layer has no values: they are a part of its rows.
 
     `own` is for single tokens: keys and values [B,n,K,H] that stand for the last of a row's, from a position
     [B] on.
@@ -47,17 +49,32 @@ class Queries(NamedTuple):
     end: Any
 
 
-def queries_of(q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any], window: int | None) -> Queries:
-    """The queries of a row of the batch, a key head, and a tile of tokens."""
-    (_, T, _, G, _), (row, head, tile) = q.shape, place
-    group = pl.next_power_of_2(G)
-    member = jnp.arange(rows, dtype=jnp.int32)
-    token, member = tile * (rows // group) + member // group, member % group
-    start, count = pages.start[row], pages.count[row]
-    first = start + tile * (rows // group)
+def tile_of(reading: Reading) -> int:
+    return TILE if reading.rank is None else LATENT_TILE
+
+
+def pieces(reading: Reading, H: int) -> tuple[Piece, ...]:
+    """The parts of a head that are multiplied one by one: all of it, or a latent and its turned key."""
+    return ((0, H),) if reading.rank is None else ((0, reading.rank), (reading.rank, H - reading.rank))
+
+
+def seen(start: Any, count: Any, first: Any, tokens: int, window: int | None) -> tuple[Any, Any]:
+    """The range of keys that so many tokens from a position on read; none where no token is real."""
     low = 0 * first if window is None else jnp.maximum(first - (window - 1), 0)
-    # no key is read for a tile without tokens
-    end = jnp.where(first < start + count, jnp.minimum(start + count, first + rows // group), 0)
+    return low, jnp.where(first < start + count, jnp.minimum(start + count, first + tokens), 0)
+
+
+def queries_of(
+    q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any, Any], window: int | None
+) -> Queries:
+    """The queries of a row of the batch, a key head, a tile of tokens, and one of the key head's query
+    heads."""
+    (_, T, _, G, _), (row, head, tile, members) = q.shape, place
+    group = min(rows, pl.next_power_of_2(G))
+    member = jnp.arange(rows, dtype=jnp.int32)
+    token, member = tile * (rows // group) + member // group, members * group + member % group
+    start, count = pages.start[row], pages.count[row]
+    low, end = seen(start, count, start + tile * (rows // group), rows // group, window)
     real = (token < T) & (member < G)
     return Queries(row, head, token, jnp.where(real, member, G), real, start + token, low, end)
 
@@ -66,76 +83,104 @@ def over_keys(
     q: Any, pages: Pages, at: Queries, tiles: tuple[Any, Any], before: Any, reading: Reading
 ) -> Running:
     """The running softmax of the queries over some tiles of keys."""
-    rows = q[
-        at.row, jnp.minimum(at.token, q.shape[1] - 1), at.head, jnp.minimum(at.member, q.shape[3] - 1), :
-    ]
+    place = at.row, jnp.minimum(at.token, q.shape[1] - 1), at.head, jnp.minimum(at.member, q.shape[3] - 1)
+    parts, size = pieces(reading, q.shape[-1]), tile_of(reading)
+    rows = [load(q, *place, piece=piece) for piece in parts]
 
     def tile(j: Any, state: Any) -> Any:
-        keys = j * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        k, v = load_keys(pages, at, keys)
-        scores = reading.scores(einsum("qh,sh->qs", rows, k, jnp.float32))
-        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), scores, UNSEEN)
+        keys = j * size + jnp.arange(size, dtype=jnp.int32)
+        k, v = load_keys(pages, at, keys, parts)
+        products = [einsum("qh,sh->qs", x, y, jnp.float32) for x, y in zip(rows, k, strict=True)]
+        scores = products[0] if len(products) == 1 else products[0] + products[1]
+        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), reading.scores(scores), UNSEEN)
         top, total, out = state
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
-        add = einsum("qs,sh->qh", weights.astype(v.dtype), v, jnp.float32)
+        add = einsum("qs,su->qu", weights.astype(v.dtype), v, jnp.float32)
         return new_top, total * fade + weights.sum(-1), out * fade[:, None] + add
 
     return jax.lax.fori_loop(*tiles, tile, before)
 
 
 def load_keys(
-    pages: Pages, at: Queries, keys: Int[Array, " S"]
-) -> tuple[Float[Array, "S H"], Float[Array, "S H"]]:
-    """Keys and values of positions, or of the nearest ones that are seen: others may hold anything."""
+    pages: Pages, at: Queries, keys: Int[Array, " S"], parts: Sequence[Piece]
+) -> tuple[list[Float[Array, "S _"]], Float[Array, "S _"]]:
+    """The pieces of keys, and the values, of positions, or of the nearest ones that are seen: others may hold
+    anything. A latent layer's values are its keys' first piece."""
     W, keys = pages.k.shape[2], jnp.clip(keys, at.low, at.end - 1)
-    if pages.own is None:
-        page = pages.table[at.row, keys // W]
-        return pages.k[at.head, page, keys % W, :], pages.v[at.head, page, keys % W, :]
-    *own, root = pages.own
-    place = keys - root[at.row]
-    old = jnp.maximum(jnp.minimum(keys, root[at.row] - 1), 0)
-    page, late = pages.table[at.row, old // W], (place >= 0)[:, None]
-    place = jnp.maximum(place, 0)
-    k, v = (
-        jnp.where(late, new[at.row, place, at.head, :], pool[at.head, page, old % W, :])
-        for new, pool in zip(own, pages[:2], strict=True)
-    )
-    return k, v
+    *own, root = (None, None, at.end) if pages.own is None else (*pages.own[:2], pages.own[2][at.row])
+    old = keys if pages.own is None else jnp.maximum(jnp.minimum(keys, root - 1), 0)
+    page = pages.table[at.row, old // W]
+
+    def read(i: int, piece: Piece) -> Float[Array, "S _"]:
+        found = load(pages[i], at.head, page, old % W, piece=piece)
+        if pages.own is None:
+            return found
+        new = load(own[i], at.row, jnp.maximum(keys - root, 0), at.head, piece=piece)
+        return jnp.where((keys >= root)[:, None], new, found)
+
+    k = [read(0, piece) for piece in parts]
+    return k, k[0] if pages.v is None else read(1, parts[0])
 
 
-def no_keys(at: Queries, sinks: Any, H: int) -> Running:
+def load(
+    ref: Any, *place: Any, piece: Piece, mask: Bool[Array, "*rows"] | None = None
+) -> Float[Array, "*rows size"]:
+    """A piece of the heads at vectors of places, zeros where the mask is false. Sizes in a kernel are powers
+    of two: zeros follow a piece."""
+    first, size = piece
+    width = pl.next_power_of_2(size)
+    if mask is None and size == width == ref.shape[-1]:
+        return ref[(*place, slice(None))]
+    at = jnp.arange(width, dtype=jnp.int32)
+    index = (*(i[..., None] if jnp.ndim(i) else i for i in place), first + at)
+    shape = jnp.broadcast_shapes(*map(jnp.shape, index))
+    index = tuple(jnp.broadcast_to(i, shape) if jnp.ndim(i) else i for i in index)
+    here = None if width == size else jnp.broadcast_to(at < size, shape)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[..., None], shape)
+        here = mask if here is None else here & mask
+    return triton.load(ref.at[index], mask=here, other=None if here is None else 0.0)
+
+
+def no_keys(at: Queries, sinks: Any, U: int) -> Running:
     """The running softmax before any key: nothing, or the sinks."""
     rows = at.token.shape[0]
-    out = jnp.zeros((rows, H), jnp.float32)
+    out = jnp.zeros((rows, pl.next_power_of_2(U)), jnp.float32)
     if sinks is None:
         return jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32), out
-    return of_members(sinks, at, at.head), jnp.ones(rows, jnp.float32), out
+    member = jnp.minimum(at.member, sinks.shape[1] - 1)
+    return sinks[at.head, member], jnp.ones(rows, jnp.float32), out
 
 
-def of_members(ref: Any, at: Queries, *place: Any) -> Float[Array, "rows ..."]:
-    """What a reference [..., G] or [..., G, H] has at a place for each query."""
-    group = ref.shape[len(place)]
-    return ref[(*place, jnp.minimum(at.member, group - 1), *(slice(None),) * (ref.ndim - len(place) - 1))]
+def add_parts(
+    one: Running, sums: Sequence[Any], at: Queries, part: Int[Array, " parts"], end: Any
+) -> Running:
+    """The running softmax over the keys of another and of parts of a row before `end`; the others are not
+    read."""
+    shape = (len(part), len(at.member))
+    member = jnp.minimum(at.member, sums[0].shape[3] - 1)
+    place = at.row, at.head, jnp.broadcast_to(part[:, None], shape), jnp.broadcast_to(member[None], shape)
+    here = jnp.broadcast_to((part < end)[:, None], shape)
+    tops, totals = (
+        triton.load(ref.at[place], mask=here, other=nothing)
+        for ref, nothing in zip(sums, (UNSEEN, 0.0), strict=False)
+    )
+    found = load(sums[2], *place, piece=(0, sums[2].shape[-1]), mask=here)
+    top = jnp.maximum(one[0], tops.max(0))
+    fade, weights = jnp.exp(one[0] - top), jnp.exp(tops - top[None])
+    out = one[2] * fade[:, None] + (weights[..., None] * found).sum(0)
+    return top, one[1] * fade + (weights * totals).sum(0), out
 
 
-def added(one: Running, other: Sequence[Float[Array, "rows ..."]]) -> Running:
-    """The running softmax over the keys of two."""
-    top = jnp.maximum(one[0], other[0])
-    a, b = jnp.exp(one[0] - top), jnp.exp(other[0] - top)
-    return top, one[1] * a + other[1] * b, one[2] * a[:, None] + other[2] * b[:, None]
-
-
-def quotient(out: Float[Array, "rows H"], total: Float[Array, " rows"]) -> Float[Array, "rows H"]:
+def quotient(out: Float[Array, "rows U"], total: Float[Array, " rows"]) -> Float[Array, "rows U"]:
     return out / jnp.maximum(total, 1e-30)[:, None]
 
 
 def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
-    """Write numbers or heads of rows at vectors of indices, where the mask is true."""
+    """Write numbers or heads of rows at vectors of indices, where the mask is true and a head has numbers."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
-        index = (
-            *(i[:, None] if jnp.ndim(i) else i for i in index),
-            jnp.arange(value.shape[1], dtype=jnp.int32)[None],
-        )
-        mask = jnp.broadcast_to(mask[:, None], value.shape)
+        at = jnp.arange(value.shape[1], dtype=jnp.int32)[None]
+        index = (*(i[:, None] if jnp.ndim(i) else i for i in index), at)
+        mask = jnp.broadcast_to(mask[:, None] & (at < ref.shape[-1]), value.shape)
     triton.store(ref.at[index], value.astype(ref.dtype), mask=mask)

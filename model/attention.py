@@ -41,7 +41,7 @@ class Reading:
     """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
 
     `sinks` are scores of seeing nothing. `expand` makes keys and values where a layer caches one kind of row
-    only.
+    only; `rank` says that they are the rows as they are, and their first so many numbers.
     """
 
     scale: float
@@ -49,6 +49,7 @@ class Reading:
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
     expand: Callable[[LatentRows], Made] | None = None
+    rank: int | None = None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""

@@ -99,7 +99,7 @@ def mix_latent(
         state, out = attend(state, i, q, row, None, Reading(scale, expand=expand))
     else:
         q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), turned], axis=-1)
-        read = Reading(scale, expand=lambda rows: (rows, rows[..., : c.rank]))
+        read = Reading(scale, expand=lambda rows: (rows, rows[..., : c.rank]), rank=c.rank)
         state, out = attend(state, i, q, row, None, read)
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)

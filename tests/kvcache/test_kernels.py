@@ -18,7 +18,8 @@ from duetto.model.attention import Reading
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of T tokens, of which `count` are real, after `start` others; and how they are read."""
+    """Rows of T tokens, of which `count` are real, after `start` others; and how they are read. Latent rows
+    have a rank: so many of their H numbers are their values."""
 
     start: tuple[int, ...]
     count: tuple[int, ...]
@@ -32,6 +33,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    rank: int | None = None
 
 
 CASES = {
@@ -39,8 +41,19 @@ CASES = {
     "token, window, cap, sinks": Case((0, 70, 255), (1, 1, 1), window=50, softcap=5.0, sinks=True),
     "token, several parts": Case((700, 255, 900), (1, 1, 1), G=4, K=1, W=128, M=8),
     "token, bfloat16": Case((5, 300), (1, 1), K=1, G=8, H=128, W=64, M=6, dtype=jnp.bfloat16),
+    "token, heads of 80": Case((0, 63, 250), (1, 0, 1), H=80),
+    "token, heads of 96, window, cap, sinks": Case(
+        (0, 255), (1, 1), H=96, window=50, softcap=5.0, sinks=True
+    ),
+    "token, heads of 192, bfloat16": Case((5, 200), (1, 1), G=1, H=192, dtype=jnp.bfloat16),
+    "token, latent": Case((0, 700, 63, 300), (1, 1, 0, 1), K=1, G=20, H=80, W=64, M=12, rank=64),
+    "token, latent of 48": Case((130, 2), (1, 1), K=1, G=3, H=64, rank=48),
+    "token, latent of many heads": Case((900, 40), (1, 1), K=1, G=80, H=48, W=128, M=8, rank=32),
+    "token, latent, bfloat16": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
     "chunk": Case((0, 130, 9), (50, 33, 0), T=50, W=8, M=32),
     "chunk, window, cap, sinks": Case((0, 150), (70, 33), T=70, G=1, window=40, softcap=5.0, sinks=True),
+    "chunk, heads of 112": Case((0, 30), (40, 17), T=40, H=112),
+    "chunk, heads of 160, window, sinks": Case((0, 90), (20, 7), T=20, G=1, H=160, window=40, sinks=True),
     "chunk, bfloat16": Case((64, 0), (40, 1), T=40, K=1, G=4, H=256, W=64, M=4, dtype=jnp.bfloat16),
 }
 
@@ -62,7 +75,15 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
     rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
     sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
     reading = Reading(case.H**-0.5, case.window, case.softcap, sinks)
+    if case.rank is not None:
+        expand = partial(first_numbers, case.rank)
+        reading = replace(reading, expand=expand, rank=case.rank)
+        return q, Pages(jnp.asarray(k, case.dtype), None, *rows), reading
     return q, Pages(jnp.asarray(k, case.dtype), jnp.asarray(v, case.dtype), *rows), reading
+
+
+def first_numbers(rank: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rows, rows[..., :rank]
 
 
 def reference(q: jax.Array, pages: Pages, reading: Reading) -> jax.Array:
@@ -82,9 +103,9 @@ interpreted = partial(attend_pages, interpret=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_kernels_equal_the_reference(case: Case):
     q, pages, reading = inputs(case)
-    assert supported(q, pages.k, pages.v, reading)
+    assert supported(q, pages.k, pages.v, reading) == (case.rank is None or case.dtype == jnp.bfloat16)
     found, wanted = interpreted(q, pages, reading), reference(q, pages, reading)
-    assert found.shape == q.shape and found.dtype == q.dtype
+    assert found.shape == (*q.shape[:3], case.rank or case.H) and found.dtype == q.dtype
     tolerance = 1e-5 if case.dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(real(found, case.count), real(wanted, case.count), atol=tolerance)
     empty = np.asarray(case.count) == 0
@@ -97,15 +118,24 @@ def small_pages(pages: Pages, W: int) -> Pages:
     n = whole // W
     order = np.random.default_rng(5).permutation(P * n)  # where each small page goes
 
-    def cut(pool: jax.Array) -> jax.Array:
-        return jnp.asarray(pool).reshape(K, P * n, W, H)[:, np.argsort(order)]
+    def cut(pool: jax.Array | None) -> jax.Array | None:
+        return None if pool is None else jnp.asarray(pool).reshape(K, P * n, W, H)[:, np.argsort(order)]
 
     small = order[(np.asarray(pages.table)[..., None] * n + np.arange(n)).reshape(len(pages.table), -1)]
     table = np.pad(small, ((0, 0), (0, 2 * small.shape[1])), constant_values=10**6)
     return pages._replace(k=cut(pages.k), v=cut(pages.v), table=jnp.asarray(table, jnp.int32))
 
 
-@pytest.mark.parametrize("name", ["token, several parts", "chunk, window, cap, sinks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token, several parts",
+        "token, heads of 80",
+        "token, latent",
+        "chunk, window, cap, sinks",
+        "chunk, heads of 112",
+    ],
+)
 def test_bits_follow_from_the_row_alone(name: str):
     case = replace(CASES[name], dtype=jnp.bfloat16)
     q, pages, reading = inputs(case)
@@ -130,41 +160,79 @@ def test_bits_do_not_depend_on_the_chunk():
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
 
 
-def test_a_long_row_has_parts_at_most(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "PARTS", 2)
-    case = Case((1000, 3), (1, 1), K=1, G=2, W=128, M=9)
+@pytest.mark.parametrize("rank, processors", [(None, 2), (32, 4)])
+def test_few_blocks_share_the_parts_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, processors: int
+):
+    """More parts than blocks, of rows long, short and empty: the same bits beside neighbours and alone."""
+    monkeypatch.setattr(kernels, "PROCESSORS", processors)
+    K, G = (2, 2) if rank is None else (1, 70)
+    case = Case((0, 1000, 3, 700), (0, 1, 1, 1), K=K, G=G, H=48, W=128, M=9, rank=rank)
     q, pages, reading = inputs(case)
     found = interpreted(q, pages, reading)
-    np.testing.assert_allclose(found, reference(q, pages, reading), atol=1e-5)
+    np.testing.assert_allclose(found[1:], reference(q, pages, reading)[1:], atol=1e-5)
+    assert not found[0].any()
+    own = pages._replace(**{f: getattr(pages, f)[3:] for f in ("table", "start", "count")})
+    np.testing.assert_array_equal(found[3:], interpreted(q[3:], own, reading))
 
 
-def test_keys_of_a_path_count_like_written_ones():
+@pytest.mark.parametrize(
+    "K, G, rank", [(1, 8, None), (2, 6, None), (8, 4, None), (32, 1, None), (1, 16, 512), (1, 128, 512)]
+)
+def test_a_long_row_fills_a_gpu(K: int, G: int, rank: int | None):
+    """40960 keys of one row are parts for every multiprocessor; 1024 of 64 rows too, and no more of them than
+    blocks by far."""
+    reading = Reading(1.0, rank=rank)
+
+    def parts(rows: int, length: int) -> int:
+        start, count = jnp.full(rows, length - 1), jnp.ones(rows, jnp.int32)
+        pages = Pages(None, None, None, start, count)
+        heads, _, split = kernels.division(K, G, reading)
+        return heads * int(kernels.shares(pages, split, reading)[rows])
+
+    assert 0.9 * kernels.PROCESSORS <= parts(1, 40960) <= 2 * kernels.PROCESSORS
+    assert kernels.PROCESSORS <= parts(64, 1024) <= 64 * K * 16
+
+
+@pytest.mark.parametrize("H, rank", [(64, None), (80, None), (48, 32)])
+def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None):
     """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses, leave the bits
     as they are."""
-    case = Case((70, 1, 0), (1, 1, 1), window=60, sinks=True)
+    case = Case((70, 1, 0), (1, 1, 1), K=2 if rank is None else 1, H=H, window=60, sinks=True, rank=rank)
     q, pages, reading = inputs(case)
     root = jnp.asarray([67, 0, 0], jnp.int32)
 
-    def newest(pool: jax.Array) -> jax.Array:
+    def newest(pool: jax.Array | None) -> jax.Array | None:
+        if pool is None:
+            return None
         at = np.minimum(np.asarray(root)[:, None] + np.arange(5), case.M * case.W - 1)
         page = np.take_along_axis(np.asarray(pages.table), at // case.W, axis=1)
         return jnp.asarray(np.asarray(pool)[:, page, at % case.W].transpose(1, 2, 0, 3))
 
-    hidden = [np.array(pool) for pool in pages[:2]]
+    hidden = [None if pool is None else np.array(pool) for pool in pages[:2]]
     for row, (first, last) in enumerate(zip(np.asarray(root), case.start, strict=True)):
         for at in range(first, last + 1):
-            for pool in hidden:
+            for pool in hidden[: 1 if rank else 2]:
                 pool[:, pages.table[row, at // case.W], at % case.W] = np.nan
     own = newest(pages.k), newest(pages.v), root
-    found = interpreted(
-        q, pages._replace(k=jnp.asarray(hidden[0]), v=jnp.asarray(hidden[1]), own=own), reading
-    )
+    k, v = (None if pool is None else jnp.asarray(pool) for pool in hidden)
+    found = interpreted(q, pages._replace(k=k, v=v, own=own), reading)
     np.testing.assert_array_equal(found, interpreted(q, pages, reading))
 
 
 def test_what_the_kernels_do_not_read():
     q, pages, reading = inputs(Case((0,), (1,)))
     assert not supported(q, pages.k, None, replace(reading, expand=lambda rows: (rows, rows)))
-    assert not supported(q[..., :48], pages.k[..., :48], pages.v[..., :48], reading)
+    assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
     assert not supported(q.astype(jnp.bfloat16), pages.k, pages.v, reading)
     assert not supported(jnp.zeros((1, 1, 80, 64)), pages.k, pages.v, reading)
+
+
+def test_latent_rows_that_the_kernels_do_not_read():
+    q, pages, reading = inputs(Case((0,), (1,), K=1, G=4, rank=48, dtype=jnp.bfloat16))
+    assert supported(q, pages.k, None, reading)
+    assert not supported(jnp.zeros((1, 1, 129, 64), q.dtype), pages.k, None, reading)
+    assert not supported(jnp.zeros((1, 2, 4, 64), q.dtype), pages.k, None, reading)
+    assert not supported(q, pages.k, None, replace(reading, rank=40))
+    assert not supported(q, pages.k, None, replace(reading, rank=None))
+    assert not supported(q.astype(jnp.float32), pages.k.astype(jnp.float32), None, reading)

@@ -24,7 +24,7 @@ from duetto.model.pair import Pair, PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
 from duetto.serve.cli import main
-from duetto.serve.commands.plan import abstract_params
+from duetto.serve.commands.planning import abstract_params
 from duetto.serve.programs.compile import arguments_like, lower
 from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape, Sizes
