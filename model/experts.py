@@ -158,7 +158,9 @@ def by_tiles(
     before = jnp.cumsum(count) - count  # rows of the experts before each one
     row = (ends - tiles)[expert] * tile + jnp.arange(expert.size, dtype=jnp.int32) - before[expert]
     most = expert.size // tile + min(c.count, expert.size)
-    rows = jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active])
+    rows = (
+        jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active], unique_indices=True)
+    )
     owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right", method="compare_all")
 
     def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:

@@ -8,7 +8,8 @@ bit for bit.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,7 +90,7 @@ def kernel_for(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
 ) -> Callable[..., Float[Array, "..."]] | None:
     """What multiplies x and w on the GPU that is compiled for; None where that has no kernel."""
-    if x.dtype != w.dtype or not on_hopper():
+    if x.dtype != w.dtype or not on_hopper() or kernel() is None:
         return None
     if (inputs := leading(equation)) and dtype == x.dtype:
         tiles = tiles_of(prod(w.shape[:inputs]), prod(w.shape[inputs:]))
@@ -125,13 +126,21 @@ def multiply(
     a: Float[Array, "rows D"], b: Float[Array, "D F"], tiles: Tiles, out: Float[Array, "rows F"] | None = None
 ) -> Float[Array, "rows F"]:
     """jax's kernel with these tiles, whose product is added to `out` in its dtype."""
-    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as kernel  # needs absl, and a GPU
-
-    side = kernel.MatmulDimension.M if tiles == TALL else kernel.MatmulDimension.N
-    config = kernel.TuningConfig(
+    module = kernel()
+    side = module.MatmulDimension.M if tiles == TALL else module.MatmulDimension.N
+    config = module.TuningConfig(
         ROWS, tiles.columns, tiles.depth, tiles.stages, epi_tile_n=tiles.columns, wg_dimension=side
     )
-    return kernel.matmul(a, b, out, config)
+    return module.matmul(a, b, out, config)
+
+
+@cache
+def kernel() -> Any:
+    """jax's module of the kernel; None where it, or absl, which it imports, is not installed."""
+    try:
+        return import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
+    except ImportError:
+        return None
 
 
 def fixed(params: T) -> T:

@@ -3,6 +3,7 @@ dispatch, commit."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +77,10 @@ class Engine:
         self.speculation = speculation
         self.meter, self._compilations = Meter(), Compilations()
 
+    @cached_property
+    def _products(self) -> str | None:
+        return self.programs.products(self.classes.shapes)
+
     @property
     def params(self) -> Decoder:
         return target_of(self._state.params)
@@ -128,14 +133,12 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, which
-        must be none."""
+        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, none."""
         guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
-        products = self.programs.products
         return (
             self.meter.report()
             | guesses
-            | ({} if products is None else {"products": products})
+            | ({"products": self._products} if self._products else {})
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
@@ -291,7 +294,8 @@ class Engine:
             self.meter.took()
             for row, work in enumerate(ran.rows):
                 found = self._take(work, ran, row, tokens[row])
-                taken.append(Taken(work, found, ran.shape.phase == "prefill"))
+                sampled = int(np.count_nonzero(tokens[row] != NO_TOKEN))
+                taken.append(Taken(work, sampled, found, ran.shape.phase == "prefill"))
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:

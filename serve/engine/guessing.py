@@ -12,9 +12,11 @@ from .scheduler import Guess, Work
 
 
 class Taken(NamedTuple):
-    """A row of a step, and the tokens that its request got from it; `prompt` where it computed a prompt."""
+    """A row of a step: how many tokens it sampled, those that its request took of them (fewer where it ends
+    among them), and whether it computed a prompt."""
 
     work: Work
+    sampled: int
     tokens: list[int]
     prompt: bool
 
@@ -56,7 +58,7 @@ class Speculation:
         return [g[:k] for g in guesses]
 
     def _guess(self, work: Work) -> list[int]:
-        """None for a row that feeds what it had generated before a preemption."""
+        """Nothing for a row that feeds what it had generated before a preemption."""
         request = work.request
         if work.start + 1 < len(request.tokens):
             return []
@@ -92,12 +94,12 @@ class Speculation:
             self.drafter.end(request)
 
     def _learn(self, row: Taken) -> None:
-        request, guesses, emitted = row.work.request, row.work.guesses, len(row.tokens)
+        request, guesses = row.work.request, row.work.guesses
         if request in self.following:
             self.drafter.extend(request, row.tokens)
-        request.passes.append(Pass(guesses, emitted))
+        request.passes.append(Pass(guesses, len(row.tokens)))
         if not row.prompt:
-            self._judge(len(guesses), emitted)
+            self._judge(len(guesses), row.sampled)
 
     def _judge(self, guesses: int, emitted: int) -> None:
         accepted = emitted - 1

@@ -32,12 +32,11 @@ def default_device() -> Any:
     length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has
     asked jax for a device before, a GPU's memory is taken as duetto asks.
     """
-    if not any(name in os.environ for name in MEMORY_SETTINGS):
-        os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     if exists(NVIDIA_FILES):
         set_gpu_flags()
+        set_memory_fraction()
     return jax.devices()[0]
 
 
@@ -57,11 +56,18 @@ def exists(files: Iterable[str]) -> bool:
 def set_gpu_flags() -> None:
     """Add GPU_FLAGS to XLA_FLAGS, but none that the user has set; nothing once XLA has read them, which it
     does when jax first looks for devices."""
-    if is_started():
-        return
     given = os.environ.get("XLA_FLAGS", "")
+    names_a_file = bool(given) and not given.lstrip().startswith("-")
+    if is_started() or names_a_file:
+        return
     ours = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if not re.search(rf"--{name}\b", given)]
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *ours])
+
+
+def set_memory_fraction() -> None:
+    """Let jax take MEMORY_FRACTION of a GPU's memory, unless the user has said, or jax has taken it."""
+    if not is_started() and not any(name in os.environ for name in MEMORY_SETTINGS):
+        os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
 
 
 def is_started() -> bool:

@@ -34,9 +34,9 @@ class Load(NamedTuple):
 
 
 HOST = Load(32, 512)
-# By bytes of an accelerator's memory: where weights leave room for the keys of many requests, many are served
-# in the time of one.
-ACCELERATORS = {60 << 30: Load(256, 2048), 30 << 30: Load(128, 1024), 0: Load(64, 512)}
+# By bytes that jax takes of an accelerator's memory (of 80 GiB 59, if it is not told more): where
+# weights leave room for the keys of many requests, many are served in the time of one.
+ACCELERATORS = {50 << 30: Load(256, 2048), 25 << 30: Load(128, 1024), 0: Load(64, 512)}
 
 
 @dataclass(frozen=True)

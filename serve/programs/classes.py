@@ -38,6 +38,10 @@ class Classes:
     same_bits: bool
     verify: tuple[Shape, ...] = ()
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (*self.prefill, *self.decode, *self.verify)
+
 
 class Written(NamedTuple):
     """A digest of a sequence's keys and values, and samples' log-probabilities by the tokens before them."""

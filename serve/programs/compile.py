@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -129,19 +128,26 @@ class Programs:
                 jobs = (lower(phases, s, arguments, sizes) for s in missing)
                 compiled = pool.map(lambda s, job: done(kept.compile(keys[s], job)), missing, jobs)
                 self.steps |= zip(missing, compiled, strict=True)
-        self.key, self.loaded = kept.combined(keys.values()), not missing
+        self.key, self.loaded, self._keys = kept.combined(keys.values()), not missing, keys
         self.seat = self._compile_seat(arguments)
         self.load_history = self._compile_history(arguments, sizes.max_model_len)
         self.fresh = self._compile_fresh(arguments)
         self.count = len(self.steps) + 3
         self.seconds = time.perf_counter() - started
 
-    @cached_property
-    def products(self) -> str | None:
-        """How an accelerator's products were configured, as a hash; None on a host, whose are known by its
-        processor."""
+    def products(self, shapes: Iterable[Shape]) -> str | None:
+        """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;
+        None on a host, whose are known by its processor."""
         (device, *_) = self._devices
-        return None if device.platform == "cpu" else tuning(self.steps.values())
+        if device.platform == "cpu":
+            return None
+        chosen = sorted(shapes)
+        own = kept.combined([self._keys[shape] for shape in chosen], "products")
+        found = kept.read(own, str) if self.loaded else None
+        if found is None:
+            found = tuning(self.steps[shape] for shape in chosen)
+            kept.write(own, found)
+        return found
 
     def empty(self, params: Params) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""

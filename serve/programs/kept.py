@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, TypeVar
@@ -54,7 +55,8 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
         return None
     (device,) = devices
     shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
-    versions = jax.__version__, version("jaxlib"), device.client.platform_version
+    kernels = find_spec("absl") is not None  # which some of jax's kernels need
+    versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
     facts = source(), versions, machine, settings, phase, repr(phases), str(structure), shapes

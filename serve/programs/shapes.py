@@ -56,10 +56,10 @@ class Canonical(NamedTuple):
     @classmethod
     def on(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "Canonical":
         """A CPU's are narrow: its time grows with rows from the first one on."""
-        last, seats = last_edge(options, sizes.max_model_len), round_up(sizes.max_num_seqs, SMALLEST_WIDTH)
         if platform == "cpu":
             return cls(Shape("prefill", 1, SMALLEST_CHUNK), Shape("decode", SMALLEST_WIDTH, 1))
-        return cls(Shape("prefill", 1, min(WIDE_PREFILL, last)), Shape("decode", min(WIDE_DECODE, seats), 1))
+        chunk = min(WIDE_PREFILL, last_edge(options, sizes.max_model_len))
+        return cls(Shape("prefill", 1, chunk), Shape("decode", WIDE_DECODE, 1))
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,18 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
     contract decode may be narrow, and prefill on accelerators; under it too, where products are fixed."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
-    least = Canonical.on(platform, options, sizes)
+    canonical = Canonical.on(platform, options, sizes)
     may_differ = options.reproducible and not options.fixed_products
-    fewest = least.decode.rows if may_differ else SMALLEST_WIDTH
+    fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
+    if may_differ:
+        fewest, chunk = canonical.decode.rows, canonical.prefill.tokens
     narrowest = fewest if options.reproducible else 1
-    widths = sorted({narrowest, *doublings(fewest, round_up(seats, SMALLEST_WIDTH))})
-    decode = [Shape("decode", width, n) for width in widths for n in steps]
+    widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
+    decode = {Shape("decode", width, n) for width in widths for n in steps}
+    prefill = prefills(options, sizes.max_model_len, shared, chunk)
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
-    chunk = least.prefill.tokens if may_differ else SMALLEST_CHUNK
-    return prefills(options, sizes.max_model_len, shared, chunk) + decode + verify
+    must = set(canonical) if options.reproducible else set()
+    return sorted({*prefill, *decode, *verify, *must})
 
 
 def last_edge(options: EngineOptions, most: int) -> int:

@@ -59,8 +59,9 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     are some; a prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
     own = np.arange(shape.rows) * shape.sequences // shape.rows  # whose each row is
-    batch.tokens[:], batch.count[:] = 1, shape.tokens
-    batch.start[:], batch.slot[:] = starts(shape, context), own % sizes.max_num_seqs
+    seated = own < sizes.max_num_seqs  # rows beyond the seats are empty
+    batch.tokens[:], batch.count[:] = 1, np.where(seated, shape.tokens, 0)
+    batch.start[:], batch.slot[:] = starts(shape, context), np.where(seated, own, sizes.max_num_seqs)
     pages = -(-(int(batch.start[-1]) + shape.tokens) // sizes.page_size)
     for table, count in zip(batch.page_tables, sizes.pages, strict=True):
         width = min(pages, table.shape[1])

@@ -2,7 +2,7 @@
 history."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -84,7 +84,10 @@ class Later:
 class FakePrograms:
     """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
 
-    count, seconds, products = 0, 0.0, None
+    count, seconds = 0, 0.0
+
+    def products(self, shapes: Iterable[Shape]) -> None:
+        """Those of a host."""
 
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
         self.sizes, self.windows, self.boundary = sizes, windows, boundary

@@ -1,5 +1,8 @@
 """The table of shapes, and what is chosen about the load, follow the device."""
 
+from dataclasses import replace
+from itertools import product
+
 import jax.numpy as jnp
 import pytest
 
@@ -9,7 +12,7 @@ from duetto.model.pair import PairConfig
 from duetto.serve.commands.planning import abstract_params
 from duetto.serve.host.devices import MEMORY_FRACTION
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Canonical, Sizes, table
+from duetto.serve.programs.shapes import Canonical, Sizes, last_edge, table
 from duetto.serve.programs.sizing import choose_sizes, group_pages
 from duetto.serve.roofline.targets import here
 
@@ -54,9 +57,12 @@ def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
 def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
     options = EngineOptions(max_num_seqs=seats, max_prefill_tokens=prefill)
     sizes = Sizes(4096, seats, (64,), 64)
-    for platform in ("cpu", "gpu", "tpu"):
-        canonical = Canonical.on(platform, options, sizes)
-        assert set(canonical) <= set(table(options, sizes, True, platform))
+    buckets = tuple(sorted({64, last_edge(options, 4096)}))
+    others = replace(options, prefill_buckets=buckets), replace(options, fixed_products=True)
+    both = replace(options, prefill_buckets=buckets, fixed_products=True)
+    for platform, chosen in product(("cpu", "gpu", "tpu"), (options, *others, both)):
+        canonical = Canonical.on(platform, chosen, sizes)
+        assert set(canonical) <= set(table(chosen, sizes, True, platform))
         assert canonical.decode.tokens == canonical.prefill.rows == 1
 
 

@@ -13,7 +13,8 @@ from cases.targets import LAYERS, found_target, job_for
 from duetto.model.pair import target_of
 from duetto.model.tree import nbytes
 from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
-from duetto.serve.host.devices import MEMORY_SETTINGS, default_device
+from duetto.serve.host import devices
+from duetto.serve.host.devices import MEMORY_SETTINGS
 from duetto.serve.programs.compile import Arguments, lower
 from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape
@@ -158,12 +159,28 @@ def test_an_absent_compiler_is_said_with_the_remedy(name: str, package: str, mon
 
 
 def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch):
+    monkeypatch.setattr(devices, "is_started", lambda: False)
     for said in MEMORY_SETTINGS:
         for name in MEMORY_SETTINGS:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(said, "0.5")
-        default_device()
+        devices.set_memory_fraction()
         assert {os.environ.get(name) for name in MEMORY_SETTINGS} == {"0.5", None}
     monkeypatch.delenv(MEMORY_SETTINGS[1])
-    default_device()
+    devices.set_memory_fraction()
     assert os.environ[MEMORY_SETTINGS[0]] == "0.95" and MEMORY_SETTINGS[1] not in os.environ
+
+
+def test_nothing_is_said_to_a_jax_that_has_looked_for_devices(monkeypatch):
+    for name in (*MEMORY_SETTINGS, "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "exists", lambda files: True)
+    devices.default_device()
+    assert not {*MEMORY_SETTINGS, "XLA_FLAGS"} & set(os.environ)
+
+
+def test_a_file_of_flags_stays_the_users(monkeypatch):
+    monkeypatch.setattr(devices, "is_started", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "/home/me/flags.txt")
+    devices.set_gpu_flags()
+    assert os.environ["XLA_FLAGS"] == "/home/me/flags.txt"
