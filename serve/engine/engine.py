@@ -133,7 +133,7 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """The meter's counts, the scheduler's, and what was compiled: `compilations` after the warm-up, none."""
+        """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
         guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
         return (
             self.meter.report()

@@ -58,7 +58,7 @@ class EngineOptions:
     prefill_buckets: tuple[int, ...] | None = knob(
         None,
         "lengths that a prompt's chunk is padded to where it is alone, such as 64,192,512; "
-        "default: powers of two from 64 on",
+        "default: powers of two from 64 on, on accelerators under the contract from 512",
     )
     max_batched_token_mem: int | None = knob(
         None, "tokens that the KV cache holds; default: what the memory allows"
@@ -76,7 +76,7 @@ class EngineOptions:
     fixed_products: bool = knob(
         False,
         "products with the same tiles for every number of rows, so that narrow and wide steps have the same "
-        "bits: on one Hopper GPU and weights of 16 bits; elsewhere it changes nothing",
+        "bits: on one Hopper GPU and weights of 16 bits; on a CPU it changes nothing",
     )
     enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
     speculative_config: Mapping[str, Any] | None = knob(

@@ -11,8 +11,8 @@ from duetto.model.config import ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.serve.commands.planning import abstract_params
 from duetto.serve.host.devices import MEMORY_FRACTION
-from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Canonical, Sizes, last_edge, table
+from duetto.serve.options.engine import EngineOptions, round_up
+from duetto.serve.programs.shapes import Canonical, Sizes, table
 from duetto.serve.programs.sizing import choose_sizes, group_pages
 from duetto.serve.roofline.targets import here
 
@@ -57,7 +57,7 @@ def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
 def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
     options = EngineOptions(max_num_seqs=seats, max_prefill_tokens=prefill)
     sizes = Sizes(4096, seats, (64,), 64)
-    buckets = tuple(sorted({64, last_edge(options, 4096)}))
+    buckets = tuple(sorted({64, round_up(prefill, 64)}))
     others = replace(options, prefill_buckets=buckets), replace(options, fixed_products=True)
     both = replace(options, prefill_buckets=buckets, fixed_products=True)
     for platform, chosen in product(("cpu", "gpu", "tpu"), (options, *others, both)):
