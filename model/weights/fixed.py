@@ -167,7 +167,9 @@ def can_be_fixed(name: str, weight: Any) -> bool:
 
 
 def unfixed(params: T) -> T:
-    """The tree with arrays in place of `Fixed`: the same ones, without a copy."""
+    """The tree with arrays in place of `Fixed`: the same ones, without a copy; itself where it has none."""
+    if not is_fixed(params):
+        return params
     return jax.tree.map(lambda x: x.array if is_record(x) else x, params, is_leaf=is_record)
 
 

@@ -3,7 +3,7 @@ piece of work."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ...kvcache.pages import BLOCK
 from ...model.config import LayerKind
@@ -20,6 +20,7 @@ SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely ta
 WIDEST = 4  # tokens of a verification for each seat
 
 Phase = Literal["prefill", "decode", "verify"]
+PHASES = get_args(Phase)
 
 
 class Shape(NamedTuple):
@@ -105,7 +106,7 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     prefill = prefills(options, sizes.max_model_len, shared, chunk)
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
     must = set(canonical) if options.reproducible else set()
-    return sorted({*prefill, *decode, *verify, *must})
+    return sorted({*prefill, *decode, *verify, *must}, key=lambda s: (PHASES.index(s.phase), *s))
 
 
 def last_edge(options: EngineOptions, most: int) -> int:

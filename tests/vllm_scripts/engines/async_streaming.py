@@ -15,8 +15,6 @@ async def stream(engine: AsyncLLM, prompt: str, request_id: str) -> str:
     text = ""
     async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=params):
         text += output.outputs[0].text
-        if output.finished:
-            print(request_id, "finished:", repr(text))
     return text
 
 
@@ -39,6 +37,8 @@ async def main():
         prompts = ["def f(", "class A:", "import "]
         streams = [stream(engine, prompt, f"stream-{i}") for i, prompt in enumerate(prompts)]
         *together, _ = await asyncio.gather(*streams, pause(engine))
+        for i, text in enumerate(together):
+            print(f"stream-{i} finished:", repr(text))
         print("as if alone:", together[1] == await stream(engine, prompts[1], "again"))
     finally:
         engine.shutdown()
