@@ -11,8 +11,7 @@ The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pag
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
+from ..model.gpus import compiles_for_gpus
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -39,12 +39,6 @@ ADDED = 32  # parts that are added at once at most
 SUMMED = 8192  # their numbers
 Given = Array | jax.ShapeDtypeStruct  # arrays or shapes
 Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `parts_of`
-
-
-@cache
-def compiles_for_gpus() -> bool:
-    """Whether jax has a compiler for NVIDIA GPUs; without one the kernels need not even be traced."""
-    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def supported(

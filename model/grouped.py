@@ -10,33 +10,23 @@ The module is there in jax 0.10 to 0.12; where it is not, and on other devices, 
 way. `ragged_product` alone uses what is here.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .weights.gpus import on_hopper
+from .gpus import on_hopper, shipped
 
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
 COLUMNS = (128, 192, 64)  # of a block, the first that divides a matrix's
 STAGES = 4  # steps that are loaded ahead
-KERNEL = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
 
 
-@cache
 def kernel() -> Any:
-    """The module of the kernel, or None where jax has no compiler for NVIDIA GPUs or not this module."""
-    if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        return None
-    try:
-        return import_module(KERNEL)
-    except ImportError:
-        return None
+    """The module of the kernel, or None where there is none."""
+    return shipped("ragged_dot_mgpu")
 
 
 def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:

@@ -8,8 +8,7 @@ bit for bit.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..gpus import on_hopper, shipped
 from ..layers import einsum, ragged_product
 from ..tree import pytree
 from .compress import CONTRACTED
-from .gpus import on_hopper
 from .quant import leading
 
 T = TypeVar("T")
+KERNEL = "hopper_matmul_mgpu"
 LOGITS = "...d,vd->...v"  # the product with an output matrix
 ROWS, WARPGROUPS = 64, 2  # rows of a tile, and the warpgroups that share a block, side by side in its columns
 ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiprocessors
@@ -90,7 +90,7 @@ def kernel_for(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
 ) -> Callable[..., Float[Array, "..."]] | None:
     """What multiplies x and w on the GPU that is compiled for; None where that has no kernel."""
-    if x.dtype != w.dtype or not on_hopper() or kernel() is None:
+    if x.dtype != w.dtype or not on_hopper() or shipped(KERNEL) is None:
         return None
     if (inputs := leading(equation)) and dtype == x.dtype:
         tiles = tiles_of(prod(w.shape[:inputs]), prod(w.shape[inputs:]))
@@ -126,21 +126,12 @@ def multiply(
     a: Float[Array, "rows D"], b: Float[Array, "D F"], tiles: Tiles, out: Float[Array, "rows F"] | None = None
 ) -> Float[Array, "rows F"]:
     """jax's kernel with these tiles, whose product is added to `out` in its dtype."""
-    module = kernel()
+    module = shipped(KERNEL)
     side = module.MatmulDimension.M if tiles == TALL else module.MatmulDimension.N
     config = module.TuningConfig(
         ROWS, tiles.columns, tiles.depth, tiles.stages, epi_tile_n=tiles.columns, wg_dimension=side
     )
     return module.matmul(a, b, out, config)
-
-
-@cache
-def kernel() -> Any:
-    """jax's module of the kernel; None where it, or absl, which it imports, is not installed."""
-    try:
-        return import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
-    except ImportError:
-        return None
 
 
 def fixed(params: T) -> T:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, UInt8
 
+from ..gpus import gpu_name
 from ..layers import einsum, ragged_product
 from . import nibbles
-from .gpus import gpu_name
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
 # numbers along the packed axis that share a four-bit scale: the largest that divides

@@ -293,9 +293,7 @@ class Engine:
             tokens = np.asarray(ran.output.sampled.token)
             self.meter.took()
             for row, work in enumerate(ran.rows):
-                found = self._take(work, ran, row, tokens[row])
-                sampled = int(np.count_nonzero(tokens[row] != NO_TOKEN))
-                taken.append(Taken(work, sampled, found, ran.shape.phase == "prefill"))
+                taken.append(self._take(work, ran, row, tokens[row]))
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:
@@ -303,11 +301,13 @@ class Engine:
                 self._conclude(row.work.request, len(row.tokens))
         return [row.work.request for row in taken if row.tokens]
 
-    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> list[int]:
-        """Append a row's sampled tokens to its request, and return them."""
-        request, known = work.request, len(work.request.tokens)
+    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> Taken:
+        """Append a row's sampled tokens to its request."""
+        request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
         if request.finished:
-            return []  # aborted, or stopped by its text, while this step was on its way
+            return Taken(
+                work, 0, [], prompt
+            )  # aborted, or stopped by its text, while this step was on its way
         take_prompt_scores(request, ran.output, row, work)
         emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
@@ -318,7 +318,7 @@ class Engine:
             request.append(int(tokens[i]))
             if request.finished:
                 break
-        return request.tokens[known:]
+        return Taken(work, len(emitted), request.tokens[known:], prompt)
 
     def _conclude(self, request: Request, new: int) -> None:
         """A request has got its new tokens from a step: its full pages are named, and it gives up its seat

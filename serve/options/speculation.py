@@ -104,10 +104,9 @@ class SpeculativeConfig:
 
 def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
     """Both ends where one or none is given: as in vLLM one stands for the other."""
-    if shortest is None and longest is None:
-        shortest, longest = 1, 3
-    longest = shortest if longest is None else longest
-    return {"prompt_lookup_min": longest if shortest is None else shortest, "prompt_lookup_max": longest}  # type: ignore[dict-item]
+    if shortest is None:
+        shortest, longest = (1, 3) if longest is None else (longest, longest)
+    return {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest if longest is None else longest}
 
 
 def require(ok: bool, key: str, value: Any, allowed: str) -> None:

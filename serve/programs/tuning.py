@@ -19,12 +19,15 @@ def tuning(programs: Iterable[Any]) -> str:
 
 def settings(text: str) -> Iterable[str]:
     """The settings of each instruction of a module that has some."""
-    decoder = json.JSONDecoder()
-    for line in text.splitlines():
-        at = line.find(BACKEND + "{")
-        if at >= 0:
-            try:
-                _, end = decoder.raw_decode(line, at + len(BACKEND))
-            except ValueError:  # a kernel's own code
-                continue
-            yield line[at + len(BACKEND) : end]
+    return (json.dumps(found, sort_keys=True) for line in text.splitlines() if (found := noted(line)))
+
+
+def noted(instruction: str) -> dict[str, Any]:
+    """What a backend noted in the text of an instruction, a kernel's own code apart."""
+    at = instruction.find(BACKEND + "{")
+    if at < 0:
+        return {}
+    try:
+        return json.JSONDecoder().raw_decode(instruction, at + len(BACKEND))[0]
+    except ValueError:  # a kernel's code is no JSON
+        return {}

@@ -8,12 +8,12 @@ classes that serve are found by comparing bits (`programs/classes.py`).
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..programs.tuning import noted
 from .hlo import Instruction, Module, sizes_of
 
 FUSED = re.compile(r"gemm|dot")  # in the kind of a fusion that some backend compiles as one product
-BACKEND = "backend_config="
 LIBRARY = re.compile(r'custom_call_target="(__cublas\$[^"]*|__cudnn\$[^"]*)"')
 # a kernel of `model/weights`: its tiles stand in the name of what it computes, and whether
 # its columns are x's rows
@@ -45,7 +45,7 @@ def product(x: Instruction) -> Product | None:
     library = LIBRARY.search(x.rest)
     if not library and x.operation != "fusion":
         return None
-    config = config_of(x)
+    config = noted(x.rest)
     own = config.get("fusion_backend_config", config)
     kind = library[1] if library else own.get("kind", "")
     if not library and not FUSED.search(kind):
@@ -53,12 +53,6 @@ def product(x: Instruction) -> Product | None:
     *parts, _, columns = sizes_of(x.kind)
     settings = {name: value for name, value in own.items() if name != "kind"}
     return Product(columns, parts[0] if parts else 1, kind, json.dumps(settings, sort_keys=True))
-
-
-def config_of(x: Instruction) -> Mapping[str, Any]:
-    """What a backend notes of a fusion or a call of a library."""
-    at = x.rest.find(BACKEND)
-    return {} if at < 0 else json.JSONDecoder().raw_decode(x.rest, at + len(BACKEND))[0]
 
 
 def alike(programs: Mapping[str, Iterable[Product]], vocabulary: int) -> list[list[str]]:

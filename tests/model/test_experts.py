@@ -17,6 +17,7 @@ from duetto.model import grouped
 from duetto.model.config import Experts
 from duetto.model.experts import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
 from duetto.model.ffn import FFN
+from duetto.model.gpus import KERNELS
 from duetto.model.layers import Weight
 from duetto.model.tree import init
 from duetto.model.weights.compress import compressed
@@ -69,7 +70,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel runs here, as two processors would run it; jax's interpreter for GPUs is not public in all
     versions."""
     pytest.importorskip("absl")
-    module = import_module(grouped.KERNEL)
+    module = import_module(f"{KERNELS}.ragged_dot_mgpu")
     settings = import_module("jax._src.pallas.mosaic_gpu.interpret.params").InterpretGPUParams()
     real = module.plgpu.kernel
 
