@@ -116,6 +116,17 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
+@pytest.mark.usefixtures("early")
+def test_cold_equals_alone(model, serve, expected):
+    """Whatever is compiled by then, and while shapes join between the steps."""
+    texts, rounds = prompts(model.config.vocab_size), 0
+    with serve() as llm:
+        while rounds < 2 or llm.engine.warmup is not None:
+            rounds += llm.engine.warmup is None
+            llm.engine.tables.forget()
+            assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
+
+
 def test_any_order_of_arrival(model, base, expected):
     texts, order = prompts(model.config.vocab_size), [4, 0, 6, 2, 5, 1, 3]
     for place, i in enumerate(order):

@@ -2,10 +2,12 @@
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ..engine.engine import Engine
 from ..host.signals import uninterrupted
@@ -30,6 +32,13 @@ class Session:
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
+        if engine.warmup is not None:
+            engine.warmup.begin(partial(warm_idle, weakref.ref(self)))
+
+    def warm(self) -> bool:
+        """Let an idle engine's warm-up advance by a run; says whether it may go on so."""
+        with self.turn():
+            return self._engine is not None and self._engine.warm()
 
     @property
     def engine(self) -> Engine:
@@ -220,5 +229,16 @@ class Session:
 
     def close(self) -> None:
         with self.turn():
+            if self._engine is not None and self._engine.warmup is not None:
+                self._engine.warmup.stop()
             self.drop([ticket for ticket in self.tickets.values() if ticket is not None])
             self._engine = None
+
+
+def warm_idle(session: "weakref.ref[Session]") -> bool:
+    """Let a session's engine warm up as long as nobody wants it for something else; false once the session is
+    gone."""
+    while (found := session()) is not None and found.warm():
+        del found
+        time.sleep(0.001)  # whoever waits for a turn has it now
+    return session() is not None

@@ -1,7 +1,7 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
 dispatch, commit."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,23 +14,28 @@ from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.tree import paths
 from ...model.weights.fixed import fixed, is_fixed
-from ...sampling.params import NO_TOKEN, knobs_row
-from ...sampling.state import dense_bias, needs_history
+from ...sampling.params import NO_TOKEN
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
-from ..programs.shapes import Shape
-from ..programs.step import Output, Seat
+from ..programs.shapes import Shape, least_row
+from ..programs.step import Output
+from ..programs.warmup import Warmup
 from .guessing import Speculation, Taken
 from .meter import Compilations, Meter
+from .params import require_alike
 from .request import Request
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
 from .scores import score_fields, take_prompt_scores
-from .sleep import Sleep, on_device, on_host, shapes_of
+from .seats import seated
+from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
+
+
+# of the classes and the times of their steps
+Speculate = Callable[[Classes, Mapping[tuple[int, int], float] | None], Speculation | None]
 
 
 class Ran(NamedTuple):
@@ -46,8 +51,9 @@ class Engine:
 
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read,
     since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
-    callers take turns. `limits` are such that one of `classes` holds every row of decode and verification;
-    prompts are cut to fit.
+    callers take turns. `limits` are such that one of the last `classes` holds every row of decode and
+    verification; prompts are cut to fit. With a `warmup` classes grow while it serves, and speculation begins
+    at its end, as `speculate` makes it.
     """
 
     def __init__(
@@ -58,8 +64,10 @@ class Engine:
         limits: Limits,
         prefix_caching: bool,
         speculation: Speculation | None = None,
+        warmup: Warmup | None = None,
+        speculate: Speculate | None = None,
     ):
-        self.programs, self.classes, self._state = programs, classes, state
+        self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         sizes, work = self.sizes, limits.most_tokens
         self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, work)
@@ -74,8 +82,10 @@ class Engine:
         self._flight: list[Ran] = []
         self._failures = 0
         self._sleep = Sleep()
-        self.speculation = speculation
         self.meter, self._compilations = Meter(), Compilations()
+        self.speculation, self._speculate, self.warmup = speculation, speculate, warmup
+        self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
+        self._serve_with(classes)
 
     @cached_property
     def _products(self) -> str | None:
@@ -142,6 +152,8 @@ class Engine:
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
+                "compiled_at": {str(s): round(t, 3) for s, t in sorted(self.programs.ready.items())},
+                "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
                 "compilations": self._compilations.count,
                 "preemptions": self.scheduler.preemptions,
                 "cache_pages": sum(self.sizes.pages),
@@ -159,13 +171,9 @@ class Engine:
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
         params = fixed(params) if is_fixed(self.params) else params
-        old, new = paths(self.params), paths(params)
-        for path in old | new:
-            a, b = old.get(path), new.get(path)
-            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-                raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
-            if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
-                raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
+        require_alike(self.params, params)
+        if self.warmup is not None:
+            self.warmup.replaced(self.tables)
         self.tables.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
@@ -176,6 +184,8 @@ class Engine:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
         self._flight = []
         self.meter.lost()
+        if self.warmup is not None:
+            self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
                 self.scheduler.release(request)
@@ -195,24 +205,50 @@ class Engine:
         if level == 0:
             return self._sleep.pause()
         self.vacate()
-        params = self._state.params if self._sleep.params is None else self._sleep.params
-        if level == 2:
-            params = with_target(params, shapes_of(self.params))
-        self._sleep.begin(on_host(params), discarded=self._sleep.discarded or level == 2)
-        everything = self._state.params, self._state.cache, self._state.slots
-        self._state = Arguments(*shapes_of(everything))
+        self._state = self._sleep.begin(self._state, discard=level == 2)
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
-        for tag in self._sleep.asked(tags):
-            if tag == "weights":
-                params = on_device(self._sleep.params, self._state.params)
-                self._state = replace(self._state, params=params)
-            elif tag == "kv_cache":
-                self._state = self.programs.empty(self._state.params)
-            self._sleep.woke(tag)
+        self._state = self._sleep.end(self._state, tags, self.programs.empty)
+
+    # ------------------------------------------------------------ shapes that come later
+
+    def warm(self) -> bool:
+        """Let the warm-up advance by a run where there is nothing to serve; says whether it may go on so."""
+        if self.warmup is None or self.has_work or self.is_sleeping:
+            return False
+        try:
+            self._warm(self.warmup)
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+        return self.warmup is not None and self.warmup.busy
+
+    def _warm(self, warmup: Warmup) -> None:
+        limits = self.scheduler.limits
+        pages = 1 + max(limits.decode_steps, limits.guesses) // self.sizes.page_size
+        cache = warmup.advance(self._state, self.tables, pages * len(self.scheduler.running))
+        self._state = replace(self._state, cache=cache)
+        if warmup.classes != self.classes:
+            self._serve_with(warmup.classes)
+        if warmup.done:
+            self.warmup = None
+            if self._speculate is not None:
+                self.speculation = self._speculate(self.classes, warmup.seconds)
+
+    def _serve_with(self, classes: Classes) -> None:
+        self.classes, age = classes, self.programs.age
+        self.since = dict.fromkeys(classes.shapes, age) | self.since
+        steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
+        self.scheduler.limits = self._limits._replace(row=least_row(classes.prefill), decode_steps=steps)
+        self.scheduler.recompute_outputs = classes.same_bits
+
+    # ------------------------------------------------------------ a step
 
     def _advance(self) -> list[Request]:
+        if self.warmup is not None:
+            self._warm(self.warmup)
         touched, guess = [], None
         if self.speculation is not None:
             guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flight)
@@ -259,26 +295,7 @@ class Engine:
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
-        """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back
-        on."""
-        assert request.slot is not None
-        prompt_len, slot = len(request.prompt), np.int32(request.slot)
-        knobs = knobs_row(
-            request.params,
-            seed=request.seed,
-            stop_ids=request.stop_ids,
-            prompt_len=prompt_len,
-            bad_words=request.bad_words,
-        )
-        scored = np.bool_(request.params.prompt_logprobs is not None)
-        new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored, knobs)
-        slots = self.programs.seat(self._state.slots, slot, new)
-        if needs_history(request.params):
-            tokens = np.zeros(self.sizes.max_model_len, np.int32)
-            tokens[: len(request.tokens)] = request.tokens
-            bias = dense_bias(request.params, self.config.target.vocab_size, request.bad_words)
-            lengths = np.int32(prompt_len), np.int32(len(request.tokens))
-            slots = self.programs.load_history(slots, slot, tokens, *lengths, bias)
+        slots = seated(self.programs, self._state.slots, request)
         self._state = replace(self._state, slots=slots)
         self.meter.admitted(request)
 
@@ -344,7 +361,3 @@ class Engine:
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
-
-
-def describe(x: jax.Array | None) -> str:
-    return "missing" if x is None else f"{x.dtype}{list(x.shape)}"

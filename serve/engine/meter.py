@@ -1,6 +1,7 @@
 """What an engine did: counts and times, as a report for people and for machines."""
 
 import statistics
+import threading
 import time
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ import numpy as np
 
 from ...kvcache.tables import PageTables
 from ..programs.shapes import Shape
+from ..programs.warmup import THREADS
 from .distributions import Finished
 from .request import Request
 
@@ -152,7 +154,8 @@ class Meter:
 
 
 class Compilations:
-    """Counts what XLA compiles in this process from now on, by jax's own monitoring events."""
+    """Counts what XLA compiles in this process from now on, by jax's own monitoring events; not what a
+    warm-up compiles, which nobody waits for."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -166,7 +169,8 @@ def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
 
     def heard(event: str, duration: float, **_: Any) -> None:
         alive = counter()
-        if alive is not None and event == Compilations.EVENT:
+        waited = not threading.current_thread().name.startswith(THREADS)
+        if alive is not None and event == Compilations.EVENT and waited:
             alive.count += 1
 
     return heard

@@ -107,6 +107,11 @@ class EngineOptions:
         None, "where start_profile writes: its torch_profiler_dir", flag=False
     )
     seed: int = knob(0, "seed of requests that bring none")
+    serve_while_compiling: bool = knob(
+        True,
+        "on one device: answer with the first compiled programs while the others are compiled; "
+        "False waits for all of them",
+    )
     use_tqdm_on_load: bool = knob(True, "say on standard error what a start is doing", flag=False)
 
     def __post_init__(self):

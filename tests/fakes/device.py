@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -84,7 +84,8 @@ class Later:
 class FakePrograms:
     """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
 
-    count, seconds = 0, 0.0
+    count, seconds, age = 0, 0.0, 0.0
+    ready: ClassVar[dict[Shape, float]] = {}
 
     def products(self, shapes: Iterable[Shape]) -> None:
         """Those of a host."""
