@@ -23,6 +23,7 @@ class Ours:
     def __init__(self, folder: Path, dtype: str, setting: Setting):
         sizes = {"max_num_seqs": setting.seats, "max_model_len": setting.longest}
         options = {"max_batched_token_mem": setting.seats * setting.longest, **sizes, **setting.options}
+        options["serve_while_compiling"] = False  # what is timed is to be the same each time
         self.llm = LLM(folder, dtype=dtype, **options)
         self.longest, self.draw = setting.longest, np.random.default_rng(2)
         self.decoding: tuple[int, int] | None = None

@@ -181,8 +181,9 @@ def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[L
     chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
     options = replace(
-        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False
-    )
+        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
+        serve_while_compiling=False,
+    )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
     with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
         for row in range(width):
@@ -206,8 +207,8 @@ def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
 
 
 def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what
-    that left."""
+    """From parameters in memory to a first token, and to a warm engine: with an empty directory of compiled
+    programs, and with what that left."""
     with tempfile.TemporaryDirectory() as folder:
         keep_compiled(folder)
         for what in ("cold", "warm"):
@@ -216,7 +217,12 @@ def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
             with LLM.from_params(
                 model.config, model.params, compilation_cache=None, **asdict(model.options)
             ) as llm:
+                llm.generate([[1]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+                first = time.perf_counter() - begin
+                while llm.engine.warmup is not None:
+                    time.sleep(0.05)
                 seconds, programs = time.perf_counter() - begin, llm.report()["programs"]
+            yield Figure("startup", f"{what}, first token", 0, first, 0.0)
             yield Figure("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
         jax.config.update("jax_compilation_cache_dir", None)
 

@@ -148,7 +148,7 @@ class Engine:
         return (
             self.meter.report()
             | guesses
-            | ({"products": self._products} if self._products else {})
+            | ({} if self.warmup or self._products is None else {"products": self._products})
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,

@@ -1,6 +1,7 @@
 """From parameters at hand to a warm engine."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,10 +82,12 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
 
 
 def may_serve_early(options: EngineOptions, params: Params) -> bool:
-    """Whether an engine may serve before all of its programs are there. The others are lowered in threads,
-    where settings do not hold that the user has made for a block of code only."""
-    plain = all(getattr(jax.config, name, value) == value for name, value in jax.config.values.items())
-    return options.serve_while_compiling and plain and len(everywhere(params).device_set) == 1
+    """Whether an engine may serve before all of its programs are there: on one device, and where the threads
+    that lower the others see jax's settings as they are here, and not only in a block of code."""
+    if not options.serve_while_compiling or len(everywhere(params).device_set) > 1:
+        return False
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: jax.config.values).result() == jax.config.values
 
 
 def timed_guesses(options: EngineOptions) -> int:

@@ -58,8 +58,7 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
     kernels = find_spec("absl") is not None  # which some of jax's kernels need
     versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
-    values = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
-    settings = sorted((name, str(value)) for name, value in values.items() if "cache" not in name)
+    settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
     facts = source(), versions, machine, settings, phase, repr(phases), str(structure), shapes
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -4,7 +4,6 @@ import io
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs
 from duetto.serve.programs.compile import Arguments
 from duetto.serve.programs.phases import Alone
-from duetto.serve.programs.probe import Probe
+from duetto.serve.programs.probe import Runs
 from duetto.serve.programs.shapes import Canonical, Shape, Sizes
 
 
@@ -165,26 +164,22 @@ def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
     assert tuple(made.steps) == SHAPES == tuple(made.ready)
 
 
-class Silent(Probe):
+def runs(found: Any) -> Runs[Any]:
+    yield
+    return found
+
+
+def silent(*_: Any) -> SimpleNamespace:
     """A probe without programs, whose shapes all agree."""
-
-    def __init__(self, *_: Any):
-        self.needed, self.capacity = 1, 2
-
-    def take(self, params: Any, cache: Any) -> None: ...
-    def give(self) -> None: ...
-
-    def agrees(self, shape: Shape) -> Iterator[None]:
-        yield
-        return True
-
-    def same_bits(self) -> Iterator[None]:
-        yield
-        return True
-
-    def seconds(self, shape: Shape) -> Iterator[None]:
-        yield
-        return 1.0
+    return SimpleNamespace(
+        needed=1,
+        capacity=2,
+        take=lambda params, cache: None,
+        give=lambda: None,
+        agrees=lambda shape: runs(True),
+        same_bits=lambda: runs(True),
+        seconds=lambda shape: runs(1.0),
+    )
 
 
 FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
@@ -192,7 +187,7 @@ FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_probing_is_told(monkeypatch, capfd):
-    monkeypatch.setattr(classes, "Probe", Silent)
+    monkeypatch.setattr(classes, "Probe", silent)
     found, _ = classes.find_classes(FAKE, Arguments(None, None, None), CANONICAL)
     assert found == classes.Classes.of(SHAPES, same_bits=True)
     line = "duetto: probing which programs give the same bits: "
@@ -208,7 +203,7 @@ def test_only_what_is_kept_is_said_to_be(folder):
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_measuring_steps_is_told(monkeypatch, capfd):
-    monkeypatch.setattr(classes, "Probe", Silent)
+    monkeypatch.setattr(classes, "Probe", silent)
     found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
     seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, 3)
     assert seconds == {(rows, k): 1.0 for rows in (1, 2) for k in (0, 3)}
