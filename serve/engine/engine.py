@@ -27,7 +27,7 @@ from .meter import Compilations, Meter
 from .request import Request
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
-from .scores import score_fields, take_prompt_scores
+from .scores import score_fields, scored_from, take_prompt_scores, tell_following
 from .sleep import Sleep, on_device, on_host, shapes_of
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -166,7 +166,7 @@ class Engine:
                 raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
             if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
                 raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
-        self.tables.forget()
+        self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
 
@@ -253,6 +253,7 @@ class Engine:
             known = request.tokens[work.start : work.start + work.count]
             fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
             batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
+            tell_following(batch, row, work)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
@@ -270,8 +271,7 @@ class Engine:
             prompt_len=prompt_len,
             bad_words=request.bad_words,
         )
-        scored = np.bool_(request.params.prompt_logprobs is not None)
-        new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored, knobs)
+        new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored_from(request), knobs)
         slots = self.programs.seat(self._state.slots, slot, new)
         if needs_history(request.params):
             tokens = np.zeros(self.sizes.max_model_len, np.int32)
@@ -308,7 +308,7 @@ class Engine:
             return Taken(
                 work, 0, [], prompt
             )  # aborted, or stopped by its text, while this step was on its way
-        take_prompt_scores(request, ran.output, row, work)
+        take_prompt_scores(request, ran.output, row, work, self.scheduler.scores)
         emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))

@@ -21,7 +21,7 @@ from ..host import clock, progress
 from . import kept
 from .compile import Arguments, Programs, fill
 from .shapes import Canonical, Shape, doublings, smallest
-from .step import Output, Seat
+from .step import NEVER, Output, Seat
 
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
@@ -67,7 +67,7 @@ class Probe:
     def _seat(self, slot: int) -> None:
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
-        new = Seat(np.int32(0), np.int32(2**31 - 1), np.bool_(False), knobs)
+        new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs)
         slots = self.programs.seat(self.arguments.slots, np.int32(slot), new)
         self.arguments = replace(self.arguments, slots=slots)
 

@@ -24,7 +24,9 @@ from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, no_scores, sample, score
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
 
-SCORE_TILE = 16  # prompt positions whose logits exist at once
+SCORE_TILES = (8, 16, 32, 64)  # prompt positions whose logits exist at once: as many as take at most
+SCORE_BYTES = 64 << 20  # bytes in float32
+NEVER = 2**31 - 1  # the position from which on a prompt is scored that is not
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
 
 
@@ -37,7 +39,7 @@ class Slots:
     live: Any  # bool [C], False once a stop token or the end was reached
     known: Any  # int32 [C], tokens that the host gave: samples for earlier positions are dropped
     end: Any  # int32 [C], tokens that the request may have at most
-    scored: Any  # bool [C], whether log-probabilities of the prompt are wanted
+    scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
     sampling: SamplingState
     hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
 
@@ -74,7 +76,7 @@ def empty_slots(
         live=zeros(bool),
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
-        scored=zeros(bool),
+        scored=zeros(jnp.int32) + NEVER,
         sampling=empty_state(capacity, V, n_top),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
@@ -204,32 +206,61 @@ def score_prompt(
     config: ModelConfig,
     hidden: Float[Array, "B T D"],
     following: Int[Array, "B T"],
+    wanted: Bool[Array, "B T"],
     n_top: int = MAX_LOGPROBS,
 ) -> Scores:
-    """Log-probabilities of the token after each position, a tile of positions at a time."""
+    """Log-probabilities of the token after each wanted position, a tile of positions at a time; of others
+    any.
+
+    All shapes of an engine have one tile: products of another number of rows have other bits.
+    """
     B, T = hidden.shape[:2]
-    tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
-    flat, targets = hidden.reshape(B * T, -1), following.reshape(B * T)
+    rows, tile = B * T, score_tile(config.vocab_size)
+    flat, targets = hidden.reshape(rows, -1), following.reshape(rows)
+    all_turns = -(-rows // tile)
+    beyond = jnp.arange(rows, all_turns * tile, dtype=jnp.int32)
 
-    def one(i: Int[Array, ""], found: Scores) -> Scores:
+    def one(i: Int[Array, ""], found: Scores, order: Int[Array, " padded"]) -> Scores:
         # gather and scatter: for a slice at a loop's counter a GPU would return to the host
-        at = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        new = score(unembed(params, config, flat[at]), targets[at], n_top)
-        return jax.tree.map(lambda all, x: all.at[at].set(x, unique_indices=True), found, new)
+        at = order[i * tile + jnp.arange(tile, dtype=jnp.int32)]
+        own = jnp.minimum(at, rows - 1)
+        new = score(unembed(params, config, flat[own]), targets[own], n_top)
+        return jax.tree.map(lambda all, x: all.at[at].set(x, mode="drop", unique_indices=True), found, new)
 
-    scored = jax.lax.fori_loop(0, B * T // tile, one, no_scores(B * T, n_top))
+    def turned(wanted: Bool[Array, " rows"], turns: Any, order: Int[Array, " rows"]) -> Scores:
+        order = jnp.concatenate([order, beyond])
+        return jax.lax.fori_loop(0, turns, partial(one, order=order), no_scores(rows, n_top))
+
+    def those(wanted: Bool[Array, " rows"]) -> Scores:
+        """Wanted positions first, and no turn for tiles without any."""
+        turns = -(-jnp.sum(wanted, dtype=jnp.int32) // tile)
+        return turned(wanted, turns, jnp.argsort(~wanted, stable=True).astype(jnp.int32))
+
+    def every(wanted: Bool[Array, " rows"]) -> Scores:
+        """An accelerator is to know the number of turns."""
+        return turned(wanted, all_turns, jnp.arange(rows, dtype=jnp.int32))
+
+    scored = jax.lax.platform_dependent(wanted.reshape(rows), cpu=those, default=every)
     return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), scored)
+
+
+def score_tile(V: int) -> int:
+    """Positions of a prompt whose logits exist at once, for a vocabulary of V."""
+    return max(tile for tile in SCORE_TILES if tile == SCORE_TILES[0] or 4 * tile * V <= SCORE_BYTES)
 
 
 def prompt_scores(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> Scores:
-    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row
-    wants them."""
-    following = jnp.roll(batch.tokens, -1, axis=1)
-    work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
+    """Scores of the tokens behind those of a chunk, [B,T] (column i is token i+1); zeros unless a row wants
+    them."""
+    at, count = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None], batch.count[:, None]
+    following = jnp.where(at == count - 1, batch.after[:, None], jnp.roll(batch.tokens, -1, axis=1))
+    there = (at < count) & (following >= 0)
+    wanted = there & (positions(batch) + 1 >= slots.scored[batch.slot][:, None])
+    work = partial(score_prompt, params, config, hidden, following, wanted, slots.sampling.n_top)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
-    return jax.lax.cond(jnp.any(slots.scored[batch.slot] & (batch.count > 0)), work, lambda: zeros)
+    return jax.lax.cond(jnp.any(wanted), work, lambda: zeros)
 
 
 def run(
@@ -247,8 +278,7 @@ def step(
     """Run the tokens of every row, write their keys, and sample after the last of them."""
     batch = awake(slots, batch)
     hidden, cache = run(params, cache, slots, batch, config)
-    several = batch.tokens.shape[1] > 1
-    prompt = prompt_scores(params, config, slots, batch, hidden) if several else None
+    prompt = None if batch.after is None else prompt_scores(params, config, slots, batch, hidden)
     slots, sampled = sample_last(params, config, slots, batch, hidden)
     return cache, slots, Output(sampled, prompt)
 
