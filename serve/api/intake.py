@@ -64,7 +64,8 @@ class Intake:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
-        from position `score_from` on. The parameters are copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        from position `score_from` on. The parameters are copied: changing them later has no effect. Raises
+        ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")

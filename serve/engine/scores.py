@@ -5,7 +5,8 @@ import numpy as np
 
 from ...kvcache.pages import Batch
 from ...sampling.sample import Sampled, Scores
-from ..programs.step import NEVER, Output
+from ..programs.scoring import NEVER
+from ..programs.step import Output
 from .page_scores import PageScores
 from .request import Request
 from .scheduler import Work

@@ -20,8 +20,9 @@ from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock, progress
 from . import kept
 from .compile import Arguments, Programs, fill
+from .scoring import NEVER
 from .shapes import Canonical, Shape, doublings, smallest
-from .step import NEVER, Output, Seat
+from .step import Output, Seat
 
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most

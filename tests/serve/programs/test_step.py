@@ -11,7 +11,8 @@ import pytest
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import knobs_row
-from duetto.serve.programs.step import NEVER, Seat, decode, empty_slots, prefill, seat, verify
+from duetto.serve.programs.scoring import NEVER
+from duetto.serve.programs.step import Seat, decode, empty_slots, prefill, seat, verify
 
 pytestmark = pytest.mark.as_served
 

@@ -20,7 +20,8 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
-from duetto.serve.programs.step import NEVER, Seat, empty_slots, seat
+from duetto.serve.programs.scoring import NEVER
+from duetto.serve.programs.step import Seat, empty_slots, seat
 from duetto.serve.speculation.chain import ChainPhases
 from duetto.serve.speculation.guessers import DraftModel, HeadGuesser
 from duetto.serve.speculation.tree import TreePhases
