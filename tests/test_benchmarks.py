@@ -64,7 +64,6 @@ def test_scores_of_documents_and_choices_are_timed(bench: Bench, monkeypatch: py
         monkeypatch.setattr(scoring, name, lengths)
     rows = list(scoring.scoring(bench))
     assert [row.unit for row in rows] == ["tokens/s", "tokens/s"] and all(row.median > 0 for row in rows)
-    assert bench.worker(OURS).engine.llm.report()["cached_tokens"] == 0  # contexts below a page
     assert rows[1].what.startswith("4 questions of 4 choices, ")
 
 
