@@ -63,6 +63,16 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [rng.integers(3, vocab_size, n).tolist() for n in LENGTHS]
 
 
+Scores = tuple[tuple[int, float, int | None], ...]  # of a token and those likeliest beside it
+
+
+def prompt_bits(output: RequestOutput) -> list[Scores]:
+    """Scores of a prompt's tokens after its first."""
+    entries = output.prompt_logprobs
+    assert entries is not None and entries[0] is None and len(entries) == len(output.prompt_token_ids)
+    return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
+
+
 def bits(output: RequestOutput) -> list[tuple[int, bytes, tuple[int, ...]]]:
     """A request's tokens with the bits of every log-probability that it reports."""
     completion = output.outputs[0]
@@ -192,14 +202,35 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     text = prompts(model.config.vocab_size)[-1]
 
-    def scores(llm: LLM, neighbours: int = 0) -> list[tuple]:
+    def scores(llm: LLM, neighbours: int = 0, cached: int = 0) -> list[Scores]:
         texts = [text[:n] for n in (5, 70)[:neighbours]]
-        entries = llm.generate([*texts, text], params, use_tqdm=False)[-1].prompt_logprobs
-        assert entries is not None and entries[0] is None and len(entries) == len(text)
-        return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
+        output = llm.generate([*texts, text], params, use_tqdm=False)[-1]
+        assert output.num_cached_tokens == cached
+        return prompt_bits(output)
 
+    base.engine.scheduler.forget()
+    alone = scores(base)
+    assert scores(base, cached=192) == alone
+    base.engine.scheduler.forget()
+    assert scores(base, neighbours=2, cached=64) == alone
+    (end,) = base.log_likelihood(text[:100], text[100:])
+    assert end.logprobs == [entry[0][1] for entry in alone[99:]]
     with serve(**CHUNKS) as small:
-        assert scores(base) == scores(small) == scores(base, neighbours=2)
+        assert scores(small) == alone
+
+
+@pytest.mark.parametrize("model", ["tiny", "bfloat16"], indirect=True, scope="session")
+def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
+    """So few pages that requests are preempted while they decode, and find their pages and scores again."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=2)
+    texts = prompts(model.config.vocab_size)
+    base.engine.scheduler.forget()
+    wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
+    with serve(**next(iter(VARIANTS.values()))) as llm:
+        for _ in range(2):
+            found = llm.generate(texts, params, use_tqdm=False)
+            assert [prompt_bits(o) for o in found] == wanted
+        assert llm.report()["preemptions"] > 0
 
 
 def test_samples_of_one_prompt_share_its_pages(model, base):

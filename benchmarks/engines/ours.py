@@ -69,6 +69,14 @@ class Ours:
         self.llm.generate({"prompt_token_ids": prompt}, greedy(1), use_tqdm=False)
         return time.perf_counter() - begin
 
+    def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
+        self._idle()
+        self.llm.update_params(self.llm.params)
+        begin = time.perf_counter()
+        contexts, ends = [ids[:first] for ids, first in texts], [ids[first:] for ids, first in texts]
+        self.llm.log_likelihood(contexts, ends)
+        return time.perf_counter() - begin
+
     def _prompt(self, length: int) -> list[int]:
         return self.draw.integers(RESERVED, self.llm.config.vocab_size, length).tolist()
 

@@ -27,7 +27,7 @@ from .params import require_alike
 from .request import Request
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
-from .scores import score_fields, take_prompt_scores
+from .scores import score_fields, take_prompt_scores, tell_following
 from .seats import seated
 from .sleep import Sleep
 
@@ -174,7 +174,7 @@ class Engine:
         require_alike(self.params, params)
         if self.warmup is not None:
             self.warmup.replaced(self.tables)
-        self.tables.forget()
+        self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
 
@@ -289,6 +289,7 @@ class Engine:
             known = request.tokens[work.start : work.start + work.count]
             fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
             batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
+            tell_following(batch, row, work)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
@@ -325,7 +326,7 @@ class Engine:
             return Taken(
                 work, 0, [], prompt
             )  # aborted, or stopped by its text, while this step was on its way
-        take_prompt_scores(request, ran.output, row, work)
+        take_prompt_scores(request, ran.output, row, work, self.scheduler.scores)
         emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
 from ..options.engine import most_tokens, round_up
+from .page_scores import PageScores
 from .request import Request
 
 
@@ -86,6 +87,7 @@ class Scheduler:
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
         self.free_slots = list(range(limits.max_num_seqs))
+        self.scores = PageScores(self.page_size)
         self.preemptions = 0
         self.aborted = 0  # while they waited, since the queue was last rid of such
 
@@ -172,6 +174,11 @@ class Scheduler:
         while self.waiting and self.waiting[0][1].finished:
             heapq.heappop(self.waiting)
 
+    def forget(self) -> None:
+        """The pages belong to other weights, and so do their scores."""
+        self.tables.forget()
+        self.scores.forget()
+
     def preempt(self, request: Request) -> None:
         """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
         name."""
@@ -202,6 +209,7 @@ class Scheduler:
             self._drop_finished()
             request.pages = self.tables.admit(found, len(request.tokens), request.end)
             request.computed = len(found[0]) * self.page_size
+            self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
             request.slot = heapq.heappop(self.free_slots)
@@ -214,46 +222,49 @@ class Scheduler:
         """The pages found for the request that is next in line, or None where it cannot be admitted now.
 
         It needs a slot, and the pages of its known tokens beside one spare page for each running request. It
-        waits for a page of its prompt that a running request is about to write, rather than compute the same
-        again.
+        waits for a page of its prompt, or the scores of one, that a running request is about to make, rather
+        than compute the same again.
         """
         if not self.waiting or not self.free_slots:
             return None
         request = self.waiting[0][1]
         found = self._find(request)
-        if self._is_coming(request.names[len(found[0]) : len(found[0]) + 1]):
+        if self._is_coming(request, len(found[0])):
             return None
         fits = self.tables.fits(found, len(request.tokens), request.end, spare=len(self.running))
         return found if fits else None
 
-    def _is_coming(self, names: list[bytes]) -> bool:
-        """Whether one of the names is that of a page which a running request's prefill has yet to write."""
-        prefilling = [r for r in self.running.values() if self._prompt_left(r)]
-        return any(name in r.names[r.computed // self.page_size :] for name in names for r in prefilling)
+    def _is_coming(self, request: Request, page: int) -> bool:
+        """Whether a request's page, the first that was not found, has yet to be written by a running
+        request's prefill, or to be scored where its scores are wanted too."""
+        running = self.running.values()
+        if page >= len(request.names):
+            return False
+        if self.scores.are_wanted(request, page):
+            return any(self.scores.are_coming(request, page, r) for r in running)
+        name, prefilling = request.names[page], [r for r in running if self._prompt_left(r)]
+        return any(name in r.names[r.computed // self.page_size :] for r in prefilling)
 
     def _find(self, request: Request) -> Tables:
         """Pages of the request's prompt that are already written; at least one token is left to compute."""
-        if self.root is None or request.params.prompt_logprobs is not None:
+        if self.root is None:
             return self.tables.find([])
         usable = self._prefill_end(request) if request.generated else len(request.prompt) - 1
         full = usable // self.page_size
         self._extend_names(request, full)
-        return self.tables.find(request.names[:full])
+        return self.tables.find(request.names[: self.scores.known(request, full)])
 
     def _chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count
         as full."""
         budget = self.limits.max_prefill_tokens
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            scored = request.params.prompt_logprobs is not None
-            # the score of a chunk's first token needs the hidden state before it
-            again = int(scored and 0 < request.computed < len(request.prompt))
-            new = min(self._prompt_left(request), max(budget - again, 1))
-            if new > 0 and budget > 0:
-                work = Work(request, request.computed - again, new + again)
+            new = min(self._prompt_left(request), budget)
+            if new > 0:
+                work = Work(request, request.computed, new)
                 self.tables.advance(request.pages, work.start, work.start + work.count)
                 yield work
-                budget -= round_up(new + again, self.limits.row)
+                budget -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
         """A row for every request whose prompt is computed; None where one lacks a page and nobody may be

@@ -7,6 +7,7 @@ from ...sampling.state import dense_bias, needs_history
 from ..programs.compile import Programs
 from ..programs.step import Seat, Slots
 from .request import Request
+from .scores import scored_from
 
 
 def seated(programs: Programs, slots: Slots, request: Request) -> Slots:
@@ -21,8 +22,7 @@ def seated(programs: Programs, slots: Slots, request: Request) -> Slots:
         prompt_len=prompt_len,
         bad_words=request.bad_words,
     )
-    scored = np.bool_(request.params.prompt_logprobs is not None)
-    new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored, knobs)
+    new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored_from(request), knobs)
     slots = programs.seat(slots, slot, new)
     if not needs_history(request.params):
         return slots

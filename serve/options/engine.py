@@ -217,5 +217,5 @@ class EngineOptions:
 
 
 def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:
-    """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
-    return max(max_prefill_tokens, decode_steps, guesses) + 1
+    """Tokens of one sequence that a step computes at most."""
+    return max(max_prefill_tokens, decode_steps, guesses + 1)

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
 from ...model.pair import PairConfig, Params, target_of
+from ...sampling.params import NO_TOKEN
 from ...sampling.state import load_history
 from ..host import progress
 from . import kept
@@ -79,7 +80,8 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
 
     B, T = shape.rows, shape.tokens
     tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
-    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B))
+    after = ints(B) if shape.phase == "prefill" else None
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after)
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
@@ -208,7 +210,7 @@ class Programs:
         slots, whole = self.like.slots, self.like.everywhere
         knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
         one = jax.ShapeDtypeStruct((), jnp.int32)
-        new = Seat(one, one, jax.ShapeDtypeStruct((), bool), knobs)
+        new = Seat(one, one, one, knobs)
         return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new)
 
     def _lower_history(self) -> jax.stages.Lowered:
@@ -233,9 +235,13 @@ class Programs:
         B, T = shape.rows, shape.tokens
         tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
-        return Batch(
-            np.full((B, T), ON_DEVICE, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+        tokens, start, count = (
+            np.full((B, T), ON_DEVICE, np.int32),
+            np.zeros(B, np.int32),
+            np.zeros(B, np.int32),
         )
+        after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
+        return Batch(tokens, start, count, tables, slot, after)
 
 
 def fill(

@@ -19,6 +19,7 @@ from ...model.pair import Params
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock
 from .compile import Arguments, Programs, fill
+from .scoring import NEVER
 from .shapes import Canonical, Shape
 from .step import Output, Seat, Slots
 
@@ -111,7 +112,7 @@ class Probe:
         """Slots with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
-        new = Seat(np.int32(0), np.int32(2**31 - 1), np.bool_(False), knobs)
+        new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs)
         slots = self.programs.fresh_slots()
         for slot in range(self.capacity):
             slots = self.programs.seat(slots, np.int32(slot), new)
