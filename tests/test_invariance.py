@@ -134,6 +134,18 @@ def test_streamed_equals_batch(model, base, expected):
         assert pieces[-1].finish_reason == "length"
 
 
+def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, serve, expected):
+    """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
+    texts = prompts(model.config.vocab_size) * 3
+    with serve(max_num_seqs=4, enable_prefix_caching=False) as llm:
+        seconds = {"prefill": 1.0, "decode": 1e-9}
+        llm.engine.scheduler.gathering._seconds = lambda shape: shape.area * seconds[shape.phase]
+        found = [bits(o) for o in llm.generate(texts, PARAMS * 3, use_tqdm=False)]
+        gathered, shared = llm.report()["gathering"], any(s.rows > 1 for s in llm.engine.classes.prefill)
+    assert found == expected * 3
+    assert (gathered["prompts"] > 0) == shared
+
+
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_any_engine_gives_the_same_bits(model, serve, expected, options):
     report = assert_same_bits(model, serve, expected, options)

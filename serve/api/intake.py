@@ -53,11 +53,18 @@ class Intake:
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
     def ticket(
-        self, id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, written: int = 0
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        written: int = 0,
+        awaited: bool = True,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
-        The last `written` ids are output, which max_input_length does not limit. The parameters are copied:
+        The last `written` ids are output, which max_input_length does not limit; `awaited` says that somebody
+        waits for the first token. The parameters are copied:
         changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
@@ -84,6 +91,7 @@ class Intake:
                 text=self._detokenizer(params, tokens),
                 priority=priority,
                 arrival=next(self._arrivals),
+                patience=self.options.patience(awaited),
             )
             for i in range(params.n)
         ]

@@ -1,6 +1,7 @@
 """`duetto batch`: a file of prompts answered; a killed job goes on where it stopped."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from ...sampling.params import SamplingParams
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     return run_batch(
-        lambda: start(args, options),
+        lambda: start(args, replace(options, prompt_hold=options.patience(awaited=False))),
         args.input,
         args.output,
         job,

@@ -1,7 +1,8 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
 dispatch, commit."""
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.tree import paths
 from ...model.weights.fixed import fixed, is_fixed
 from ...sampling.params import NO_TOKEN, knobs_row
 from ...sampling.state import dense_bias, needs_history
@@ -22,13 +22,14 @@ from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape
 from ..programs.step import Output, Seat
+from .gathering import Gathering
 from .guessing import Speculation, Taken
 from .meter import Compilations, Meter
 from .request import Request
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
 from .scores import score_fields, take_prompt_scores
-from .sleep import Sleep, on_device, on_host, shapes_of
+from .sleep import Sleep, on_device, on_host, require_like, shapes_of
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
@@ -61,8 +62,10 @@ class Engine:
     ):
         self.programs, self.classes, self._state = programs, classes, state
         self.config, self.sizes = programs.config, programs.sizes
-        sizes, work = self.sizes, limits.most_tokens
-        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, work)
+        self.meter, self._compilations = Meter(), Compilations()
+        sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, limits.most_tokens)
+        self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         salt = str(self.config), str(jax.tree.map(lambda x: x.dtype, state.params))
         self.scheduler = Scheduler(
             limits,
@@ -70,12 +73,13 @@ class Engine:
             root(*salt) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
+            gathering=self._gathering,
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self._sleep = Sleep()
         self.speculation = speculation
-        self.meter, self._compilations = Meter(), Compilations()
 
     @cached_property
     def _products(self) -> str | None:
@@ -134,19 +138,19 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-        guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        own: dict[str, Any] = {"gathering": self._gathering.report()}
+        own |= {} if self.speculation is None else {"speculation": self.speculation.report()}
         return (
             self.meter.report()
-            | guesses
+            | own
             | ({"products": self._products} if self._products else {})
             | {
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
                 "compilations": self._compilations.count,
                 "preemptions": self.scheduler.preemptions,
-                "cache_pages": sum(self.sizes.pages),
-                "page_size": self.sizes.page_size,
             }
+            | {"cache_pages": sum(self.sizes.pages), "page_size": self.sizes.page_size}
         )
 
     def update_params(self, params: Decoder) -> None:
@@ -159,13 +163,7 @@ class Engine:
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
         params = fixed(params) if is_fixed(self.params) else params
-        old, new = paths(self.params), paths(params)
-        for path in old | new:
-            a, b = old.get(path), new.get(path)
-            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-                raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
-            if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
-                raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
+        require_like(self.params, params)
         self.tables.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
@@ -178,7 +176,7 @@ class Engine:
         self.meter.lost()
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self.scheduler.release(request)
+                self._conclude(request, new=0)
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
@@ -290,7 +288,7 @@ class Engine:
         """
         taken = []
         for ran in flight:
-            tokens = np.asarray(ran.output.sampled.token)
+            tokens = np.asarray(ran.output.sampled.token).tolist()
             self.meter.took()
             for row, work in enumerate(ran.rows):
                 taken.append(self._take(work, ran, row, tokens[row]))
@@ -301,21 +299,19 @@ class Engine:
                 self._conclude(row.work.request, len(row.tokens))
         return [row.work.request for row in taken if row.tokens]
 
-    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> Taken:
+    def _take(self, work: Work, ran: Ran, row: int, tokens: list[int]) -> Taken:
         """Append a row's sampled tokens to its request."""
         request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
-        if request.finished:
-            return Taken(
-                work, 0, [], prompt
-            )  # aborted, or stopped by its text, while this step was on its way
+        if request.finished:  # aborted, or stopped by its text, while this step was on its way
+            return Taken(work, 0, [], prompt)
         take_prompt_scores(request, ran.output, row, work)
-        emitted = np.flatnonzero(tokens != NO_TOKEN)
+        emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
         if ran.shape.phase == "verify":
             request.computed = work.start + max(1, len(emitted))
         for i in emitted:
             if request.params.logprobs is not None:
                 request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
-            request.append(int(tokens[i]))
+            request.append(tokens[i])
             if request.finished:
                 break
         return Taken(work, len(emitted), request.tokens[known:], prompt)
@@ -336,6 +332,8 @@ class Engine:
         self.meter.finished(request)
         if self.speculation is not None:
             self.speculation.ended(request)
+        if self.on_end is not None:
+            self.on_end(request)
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any
@@ -344,7 +342,3 @@ class Engine:
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
-
-
-def describe(x: jax.Array | None) -> str:
-    return "missing" if x is None else f"{x.dtype}{list(x.shape)}"

@@ -57,6 +57,7 @@ class Request:
     text: Detokenizer | None = None
     priority: int = 0
     arrival: int = 0
+    patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0

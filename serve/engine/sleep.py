@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from ...model.pair import with_target
+from ...model.transformer import Decoder
+from ...model.tree import paths
 
 TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
 
@@ -76,3 +78,18 @@ def on_device(params: Any, shapes: Any) -> Any:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)
 
     return jax.block_until_ready(jax.tree.map(placed, params, shapes))
+
+
+def require_like(own: Decoder, given: Decoder) -> None:
+    """Raise ValueError where parameters differ in a shape, dtype or sharding from those that are served."""
+    old, new = paths(own), paths(given)
+    for path in old | new:
+        a, b = old.get(path), new.get(path)
+        if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
+        if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
+            raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
+
+
+def describe(x: jax.Array | None) -> str:
+    return "missing" if x is None else f"{x.dtype}{list(x.shape)}"
