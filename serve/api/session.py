@@ -20,16 +20,20 @@ class Watch:
 
     def __init__(self, tickets: Sequence[Ticket]):
         self.left = {ticket.id: ticket for ticket in tickets if not ticket.finished}
-        self.ended = [ticket for ticket in tickets if ticket.finished]
+        self.ended = {ticket.id: ticket for ticket in tickets if ticket.finished}
 
     def saw(self, ticket: Ticket) -> None:
         if self.left.get(ticket.id) is ticket:
-            self.ended.append(self.left.pop(ticket.id))
+            self.ended[ticket.id] = self.left.pop(ticket.id)
 
     def taken(self) -> list[Ticket]:
         """Those that have ended since the last call."""
-        ended, self.ended = self.ended, []
-        return ended
+        ended, self.ended = self.ended, {}
+        return list(ended.values())
+
+    def forget(self, id: str) -> None:
+        self.left.pop(id, None)
+        self.ended.pop(id, None)
 
 
 Make = Callable[[str], Ticket]  # of an id
@@ -254,7 +258,7 @@ class Session:
             self._abort(ticket)
         del self.tickets[ticket.id]
         self._queued.pop(ticket.id, None)
-        self._watches[0].left.pop(ticket.id, None)
+        self._watches[0].forget(ticket.id)
 
     def close(self) -> None:
         with self.turn():

@@ -3,7 +3,8 @@ than.
 
 A program is called back to back on a batch that is on the device; its time is the median over groups of
 calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
-former; groups of both are interleaved, and the gap is the median of their pairs.
+former; groups of both are interleaved, and the gap is the median of their pairs. Host work is the median of
+an engine's steps over a device that takes no time: what is left is Python.
 """
 
 import argparse

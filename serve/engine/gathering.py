@@ -81,8 +81,10 @@ class Costs:
         return [*alone[:1], *(rowed(shared, n) for n in list(itertools.accumulate(rows))[1:])], best
 
     def seat(self, rows: int, steps: int) -> float | None:
-        """Seconds of a row of decode, in the shape that so many rows take."""
+        """Seconds of a row of decode, in the shape that so many rows take; None where no decode has run."""
         fitting = [s for s in self.classes.decode if s.tokens == steps]
+        if not fitting:
+            return None
         shape = smallest(fitting, min(rows, max(s.rows for s in fitting)), steps)
         found = self._of(shape, self.classes.decode)
         return None if found is None else found / shape.rows

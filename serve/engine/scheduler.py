@@ -134,9 +134,8 @@ class Scheduler:
         for work in (*plan.prefill, *plan.decode):
             work.request.computed = work.start + work.count
         for work in plan.prefill:
-            assert work.request.slot is not None
-            if not self._prompt_left(work.request):
-                del self.reading[work.request.slot]
+            if work.request.slot is not None and not self._prompt_left(work.request):
+                self.reading.pop(work.request.slot, None)
             self.name_pages(work.request, work.start, work.request.computed)
         if self.gathering is not None:
             self.gathering.stepped(len(plan.seats), len(self.running))
@@ -238,7 +237,9 @@ class Scheduler:
                 request.cached = request.computed
             request.slot = heapq.heappop(self.free_slots)
             request.reach = self._reach(request)
-            self.running[request.slot] = self.reading[request.slot] = request
+            self.running[request.slot] = request
+            if self._prompt_left(request):  # what was preempted may be found whole
+                self.reading[request.slot] = request
             seated.append(request)
         return seated
 

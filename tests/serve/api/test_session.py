@@ -81,6 +81,14 @@ def test_whoever_ends_a_ticket_those_who_wait_for_it_are_told():
     assert not session.tickets
 
 
+def test_what_was_given_is_not_kept():
+    session = Session(cast(Any, Ending()))
+    for _ in range(3):
+        session.queue(tickets(session, 5))
+        assert len(session.wait(lambda ended: None)) == 5
+    assert not session.tickets and not session._watches[0].left and not session._watches[0].ended
+
+
 class Sliced(list):
     """A list that counts what is copied of it."""
 
