@@ -166,9 +166,9 @@ class Session:
             self.submit([ticket])
             while not cursor.at_end:
                 with self.turn():
-                    pieces = cursor.take()
+                    engine, pieces = self.engine, cursor.take()
                     if not pieces:
-                        self.engine.step()
+                        engine.step()
                 yield from pieces
         finally:
             self._leave(ticket)
