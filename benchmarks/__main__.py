@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import alone, beside, scoring
+from benchmarks import short as short_prompts
 from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS
 from benchmarks.harness import QUICK, Amount, Bench, Row, installed
 from benchmarks.models import cache, folder_for
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "scoring": scoring.scoring,
     "padding": alone.padding,
     "growth": alone.growth,
+    "short": short_prompts.short,
 }
 DEMO = HERE.parent / "checkpoints" / "demo"
 

@@ -89,7 +89,8 @@ class PageTables:
         need = self._pages_for(tokens) - len(tables[0])
         if need > self.full.free:
             return False
-        tables[0] += self.full.issue(max(need, 0))
+        if need > 0:
+            tables[0] += self.full.issue(need)
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:

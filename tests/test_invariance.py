@@ -155,6 +155,21 @@ def test_streamed_equals_batch(model, base, expected):
         assert pieces[-1].finish_reason == "length"
 
 
+def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, serve, expected):
+    """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
+    texts, asked = prompts(model.config.vocab_size), [(j % 2, 2 + 7 * j % 20) for j in range(20)]
+    params = [PARAMS[i].clone() for i, _ in asked]
+    for one, (_, most) in zip(params, asked, strict=True):
+        one.max_tokens = most  # they end one by one
+    with serve(max_num_seqs=4, enable_prefix_caching=False, decode_steps=1) as llm:
+        seconds = {"prefill": 1.0, "decode": 1e-9}
+        llm.engine.scheduler.gathering._seconds = lambda shape: shape.area * seconds[shape.phase]
+        outputs = llm.generate([texts[i] for i, _ in asked], params, use_tqdm=False)
+        gathered, shared = llm.report()["gathering"], any(s.rows > 1 for s in llm.engine.classes.prefill)
+    assert [bits(o) for o in outputs] == [expected[i][:most] for i, most in asked]
+    assert (gathered["prompts"] > 0) == shared
+
+
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_any_engine_gives_the_same_bits(model, serve, expected, options):
     report = assert_same_bits(model, serve, expected, options)

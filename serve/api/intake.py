@@ -60,12 +60,13 @@ class Intake:
         priority: int = 0,
         written: int = 0,
         score_from: int = 1,
+        awaited: bool = True,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
-        from position `score_from` on. The parameters are copied: changing them later has no effect. Raises
-        ValueError or TypeError, naming what is wrong.
+        from position `score_from` on; `awaited` says that somebody waits for the first token. The parameters
+        are copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -92,6 +93,7 @@ class Intake:
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
+                patience=self.options.patience(awaited),
             )
             for i in range(params.n)
         ]

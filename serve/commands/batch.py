@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
         options = replace(options, serve_while_compiling=False)
     return run_batch(
-        lambda: start(args, options),
+        lambda: start(args, replace(options, prompt_hold=options.patience(awaited=False))),
         args.input,
         args.output,
         job,

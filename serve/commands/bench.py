@@ -3,7 +3,8 @@ than.
 
 A program is called back to back on a batch that is on the device; its time is the median over groups of
 calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
-former; groups of both are interleaved, and the gap is the median of their pairs.
+former; groups of both are interleaved, and the gap is the median of their pairs. Host work is the median of
+an engine's steps over a device that takes no time: what is left is Python.
 """
 
 import argparse
@@ -44,9 +45,11 @@ from ..roofline.floor import demand
 from ..roofline.measured import full_batch, unending
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
+from . import hostwork
+from .command import engine_flags, engine_options, model_flags
 
 GROUPS = 5
-from .command import engine_flags, engine_options, model_flags
+HOST_ROWS = (32, 256)
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,19 @@ def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "startup": bench_startup}
+def bench_host(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """The host's work for a step, on a device that takes no time; its text too, where the model has a
+    tokenizer."""
+    words = (
+        None if args.shape else Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+    )
+    tokenizer = None if words is None else words.words()[0]
+    for rows in HOST_ROWS:
+        seconds = hostwork.step_seconds(model.config, model.params, tokenizer, model.options, rows)
+        yield Figure("host", f"host work, {rows} rows", hostwork.PROMPT, seconds, rows / seconds)
+
+
+MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host, "startup": bench_startup}
 
 
 # ---------------------------------------------------------------- the command

@@ -53,6 +53,12 @@ def render(report: Mapping[str, Any]) -> str:
         f"cache        {cache}, {reuse}",
         f"programs     {compiled(r)}",
     ]
+    gathered = r["gathering"]
+    if gathered["groups"]:
+        lines.append(
+            f"gathering    {gathered['prompts']} prompts in {gathered['groups']} groups, "
+            f"for which seats were kept free {span(gathered['seconds'])} in {gathered['steps']} steps"
+        )
     if guesses := r.get("speculation"):
         share = guesses["accepted"] / max(guesses["drafted"], 1)
         lines.append(

@@ -1,10 +1,11 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
 dispatch, commit."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,19 +16,19 @@ from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.weights.fixed import fixed, is_fixed
-from ...sampling.params import NO_TOKEN
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape, least_row
-from ..programs.step import Output
 from ..programs.warmup import Warmup
-from .guessing import Speculation, Taken
+from .gathering import Gathering
+from .guessing import Speculation
 from .meter import Compilations, Meter
 from .params import require_alike
 from .request import Request
+from .results import Ran, take
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
-from .scores import score_fields, take_prompt_scores, tell_following
+from .scores import tell_following
 from .seats import seated
 from .sleep import Sleep
 
@@ -36,14 +37,6 @@ MAX_FAILURES = 3  # steps that may fail without a new token between them before 
 
 # of the classes and the times of their steps
 Speculate = Callable[[Classes, Mapping[tuple[int, int], float] | None], Speculation | None]
-
-
-class Ran(NamedTuple):
-    """A dispatched step: its shape, its rows' work and its results, which may still be on their way."""
-
-    shape: Shape
-    rows: list[Work]
-    output: Output
 
 
 class Engine:
@@ -69,8 +62,10 @@ class Engine:
     ):
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
-        sizes, work = self.sizes, limits.most_tokens
-        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, work)
+        self.meter, self._compilations = Meter(), Compilations()
+        sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, limits.most_tokens)
+        self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         salt = str(self.config), str(jax.tree.map(lambda x: x.dtype, state.params))
         self.scheduler = Scheduler(
             limits,
@@ -78,11 +73,12 @@ class Engine:
             root(*salt) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
+            gathering=self._gathering,
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self._sleep = Sleep()
-        self.meter, self._compilations = Meter(), Compilations()
         self.speculation, self._speculate, self.warmup = speculation, speculate, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
@@ -144,10 +140,11 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-        guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        own: dict[str, Any] = {"gathering": self._gathering.report()}
+        own |= {} if self.speculation is None else {"speculation": self.speculation.report()}
         return (
             self.meter.report()
-            | guesses
+            | own
             | ({} if self.warmup or self._products is None else {"products": self._products})
             | {
                 "programs": self.programs.count,
@@ -156,9 +153,8 @@ class Engine:
                 "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
                 "compilations": self._compilations.count,
                 "preemptions": self.scheduler.preemptions,
-                "cache_pages": sum(self.sizes.pages),
-                "page_size": self.sizes.page_size,
             }
+            | {"cache_pages": sum(self.sizes.pages), "page_size": self.sizes.page_size}
         )
 
     def update_params(self, params: Decoder) -> None:
@@ -188,7 +184,7 @@ class Engine:
             self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self.scheduler.release(request)
+                self._conclude(request, new=0)
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
@@ -308,35 +304,16 @@ class Engine:
         """
         taken = []
         for ran in flight:
-            tokens = np.asarray(ran.output.sampled.token)
+            tokens = np.asarray(ran.output.sampled.token).tolist()
             self.meter.took()
             for row, work in enumerate(ran.rows):
-                taken.append(self._take(work, ran, row, tokens[row]))
+                taken.append(take(work, ran, row, tokens[row], self.scheduler.scores))
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:
             if row.work.request.slot is not None:
                 self._conclude(row.work.request, len(row.tokens))
         return [row.work.request for row in taken if row.tokens]
-
-    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> Taken:
-        """Append a row's sampled tokens to its request."""
-        request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
-        if request.finished:
-            return Taken(
-                work, 0, [], prompt
-            )  # aborted, or stopped by its text, while this step was on its way
-        take_prompt_scores(request, ran.output, row, work, self.scheduler.scores)
-        emitted = np.flatnonzero(tokens != NO_TOKEN)
-        if ran.shape.phase == "verify":
-            request.computed = work.start + max(1, len(emitted))
-        for i in emitted:
-            if request.params.logprobs is not None:
-                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
-            request.append(int(tokens[i]))
-            if request.finished:
-                break
-        return Taken(work, len(emitted), request.tokens[known:], prompt)
 
     def _conclude(self, request: Request, new: int) -> None:
         """A request has got its new tokens from a step: its full pages are named, and it gives up its seat
@@ -354,6 +331,8 @@ class Engine:
         self.meter.finished(request)
         if self.speculation is not None:
             self.speculation.ended(request)
+        if self.on_end is not None:
+            self.on_end(request)
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any

@@ -21,6 +21,7 @@ from .distributions import Finished
 from .request import Request
 
 SPANS = 256  # kept of each shape, the latest
+FRESH = 16  # steps of a shape after which its median is taken anew
 REQUESTS = 10_000  # whose spans are kept: up to this number the percentiles are exact
 
 
@@ -60,6 +61,7 @@ class Meter:
     steps: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
+    medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
     flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
     arrived: float = 0.0  # when the last results did
     ttft: Sample = field(default_factory=Sample)
@@ -100,6 +102,18 @@ class Meter:
     def seconds_of(self, shape: Shape) -> float:
         """The median of a shape's last spans."""
         return statistics.median(self.spans[str(shape)])
+
+    def typical(self, shape: Shape) -> float | None:
+        """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
+        where there is none."""
+        name = str(shape)
+        spans = self.spans.get(name)
+        if not spans:
+            return None
+        turn = self.steps[name] // FRESH
+        if self.medians.get(name, (-1, 0.0))[0] != turn:
+            self.medians[name] = turn, statistics.median(spans)
+        return self.medians[name][1]
 
     def lost(self) -> None:
         """Results of the steps in flight will not arrive."""

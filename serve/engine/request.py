@@ -67,6 +67,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     score_from: int = 1  # the prompt's position from which on it is scored, where it is
+    patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
