@@ -15,11 +15,11 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import alone, beside, scoring
-from benchmarks import short as short_prompts
 from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS
 from benchmarks.harness import QUICK, Amount, Bench, Row, installed
 from benchmarks.models import cache, folder_for
+from benchmarks.parts import alone, beside, scoring
+from benchmarks.parts import short as short_prompts
 from benchmarks.plot import plot
 from benchmarks.report import HEAD, about, line, save
 from benchmarks.traces import AZURE, MOONCAKE, Scale

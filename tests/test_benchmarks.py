@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, random_model
 
-from benchmarks import alone, beside, scoring
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.engines import OURS, Answer, Served, Setting
 from benchmarks.engines import ours as ours_module
 from benchmarks.harness import QUICK, Bench, Row, rows_of
 from benchmarks.models import folder_for, gguf_name, interleaved
+from benchmarks.parts import alone, beside, scoring
 from benchmarks.report import Result, load, save
 from benchmarks.table import block, fill
 from benchmarks.traces import Scale
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bench(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("benchmarks.harness", "benchmarks.alone"):
+    for module in ("benchmarks.harness", "benchmarks.parts.alone"):
         monkeypatch.setattr(f"{module}.Worker", Here, raising=False)
     made = Bench(folder, QUICK, [OURS], Scale(32, 48, 4), seats=8)
     yield made

@@ -131,7 +131,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     monkeypatch.setattr(programs.kept, "key", lambda phases, phase, arguments: phase)
     monkeypatch.setattr(programs.kept, "load", lambda key, device: key if key in there else None)
     monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key)
-    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE", 600.0)
     monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -153,7 +153,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
 
 def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
     monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key or "compiled")
-    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
     made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
     assert (
@@ -169,17 +169,19 @@ def runs(found: Any) -> Runs[Any]:
     return found
 
 
-def silent(*_: Any) -> SimpleNamespace:
+class Silent(SimpleNamespace):
     """A probe without programs, whose shapes all agree."""
-    return SimpleNamespace(
-        needed=1,
-        capacity=2,
-        take=lambda params, cache: None,
-        give=lambda: None,
-        agrees=lambda shape: runs(True),
-        same_bits=lambda: runs(True),
-        seconds=lambda shape: runs(1.0),
-    )
+
+    def __init__(self, *_: Any):
+        super().__init__(
+            needed=1,
+            capacity=2,
+            take=lambda params, cache: None,
+            give=lambda: None,
+            agrees=lambda shape: runs(True),
+            same_bits=lambda: runs(True),
+            seconds=lambda shape: runs(1.0),
+        )
 
 
 FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
@@ -187,7 +189,7 @@ FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_probing_is_told(monkeypatch, capfd):
-    monkeypatch.setattr(classes, "Probe", silent)
+    monkeypatch.setattr(classes, "Probe", Silent)
     found, _ = classes.find_classes(FAKE, Arguments(None, None, None), CANONICAL)
     assert found == classes.Classes.of(SHAPES, same_bits=True)
     line = "duetto: probing which programs give the same bits: "
@@ -203,7 +205,7 @@ def test_only_what_is_kept_is_said_to_be(folder):
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_measuring_steps_is_told(monkeypatch, capfd):
-    monkeypatch.setattr(classes, "Probe", silent)
+    monkeypatch.setattr(classes, "Probe", Silent)
     found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
     seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, 3)
     assert seconds == {(rows, k): 1.0 for rows in (1, 2) for k in (0, 3)}
