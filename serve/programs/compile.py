@@ -151,6 +151,7 @@ class Programs:
                 self.seat, self.load_history, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
                     done(job.result())
+        self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
         self.seconds = self.age
 
     @property

@@ -13,6 +13,8 @@ from duetto.serve.api.ticket import Cursor, Ticket
 class Ending:
     """An engine in which each step ends one request."""
 
+    warmup = None
+
     def __init__(self):
         self.on_end: Any = None
         self.requests: list[Any] = []
