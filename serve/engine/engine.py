@@ -304,10 +304,8 @@ class Engine:
     def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> Taken:
         """Append a row's sampled tokens to its request."""
         request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
-        if request.finished:
-            return Taken(
-                work, 0, [], prompt
-            )  # aborted, or stopped by its text, while this step was on its way
+        if request.finished:  # aborted, or stopped by its text, while this step was on its way
+            return Taken(work, 0, [], prompt)
         take_prompt_scores(request, ran.output, row, work)
         emitted = np.flatnonzero(tokens != NO_TOKEN)
         if ran.shape.phase == "verify":
