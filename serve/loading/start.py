@@ -25,6 +25,7 @@ from ..programs.compile import Arguments, Programs
 from ..programs.shapes import Canonical, can_share, least_row, table
 from ..programs.sizing import choose_sizes
 from ..speculation.beside import read_beside
+from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
 
 
@@ -85,10 +86,13 @@ def start_speculation(
             "speculative_config: on this device no verification gives the bits of decode: "
             "set reproducible=False"
         )
-    k, seconds = min(k, max(s.tokens for s in classes.verify) - 1), None
+    k, controller = min(k, max(s.tokens for s in classes.verify) - 1), None
     if config.adaptive:
-        seconds, state = step_seconds(programs, state, canonical, classes, k)
-    return Speculation(host_drafter(config), k, seconds), state
+        drafts_in_turn = config.model is not None and not options.nodes
+        depths = sorted({min(n, k) for n in (1, 3, k)}) if drafts_in_turn else [k]
+        seconds, state = step_seconds(programs, state, canonical, classes, depths)
+        controller = Controller(seconds, unit=0 if options.nodes else 1)
+    return Speculation(host_drafter(config), k, controller), state
 
 
 def require_arrays(params: Decoder) -> None:

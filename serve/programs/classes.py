@@ -7,6 +7,7 @@ to run in.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock, progress
 from . import kept
 from .compile import Arguments, Programs, fill
-from .shapes import Canonical, Shape, doublings, smallest
+from .shapes import Canonical, Shape, doublings
 from .step import Output, Seat
 
 REPEATS = 5  # runs of a shape that is timed
@@ -148,7 +149,7 @@ class Probe:
         return min(self.canonical.decode.rows, TEXTS)
 
     def _rows(self, shape: Shape) -> int:
-        return min(shape.rows, self.pool, self.capacity)
+        return min(shape.full_rows, self.pool, self.capacity)
 
     def _batch(self, shape: Shape, start: int, count: int) -> Batch:
         """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
@@ -168,9 +169,10 @@ class Probe:
             token = self._run(decode, self._batch(decode, step - 1, 1)).sampled.token
             self.text[:n, step] = np.resize(token[: self._rows(decode), 0], n)
 
-    def seconds(self, shape: Shape) -> float:
-        """The best time of a step of full rows whose guesses are right."""
-        batch = self._batch(shape, 0, min(shape.tokens, self.page_size))
+    def seconds(self, shape: Shape, tokens: int) -> float:
+        """The best time of a step of rows with so many tokens, as many as it holds, whose guesses are
+        right."""
+        batch = self._batch(shape, 0, min(tokens, self.page_size))
         return min(clock.seconds(lambda: self._run(shape, batch), REPEATS))
 
 
@@ -247,29 +249,33 @@ def find_classes(programs: Programs, arguments: Arguments, canonical: Canonical)
 
 
 def step_seconds(
-    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, k: int
+    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, depths: Sequence[int]
 ) -> tuple[dict[tuple[int, int], float], Arguments]:
-    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that
-    are full.
+    """Seconds of a step by the tokens that it computes and the most guesses of a row, one of `depths`; 0
+    where it only decodes.
 
-    Rows beyond what a shape holds take several calls. The cache and the slots are used as scratch.
+    Where rows have a tree of guesses each, by rows (1, 2, 4, ... all seats): those beyond what a shape holds
+    take several calls. The cache and the slots are used as scratch.
     """
     probe = Probe(programs, arguments, programs.sizes.page_size, canonical)
     probe.write(min(max((s.tokens for s in classes.verify), default=1), probe.tokens))
-    timed = (*classes.decode, *classes.verify)
+    timed = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
+    packed = [s for s in classes.verify if s.packed]
+    timed |= {(s.packed, k): fullest(packed, s.packed, k) for s in packed for k in depths}
+    trees = [s for s in classes.verify if not s.packed]
+    timed |= {(s.rows, k): s for s in trees for k in depths}
     with progress.stage("measuring steps", len(timed)) as done:
-        seconds = {shape: done(probe.seconds(shape)) for shape in timed}
-    ks = sorted({0} | {min(s.tokens - 1, k) for s in classes.verify})
+        seconds = {key: done(probe.seconds(shape, key[1] + 1)) for key, shape in timed.items()}
+    most = max((s.rows for s in trees), default=probe.capacity)
+    for rows in [n for n in doublings(1, probe.capacity) if n > most]:
+        seconds |= {(rows, k): -(-rows // most) * seconds[most, k] for k in depths}
+    return seconds, probe.arguments
 
-    def step(rows: int, guesses: int) -> float:
-        shapes = classes.verify if guesses else classes.decode
-        most = max(s.rows for s in shapes if s.tokens > guesses)
-        full, rest = divmod(rows, most)
-        calls = [most] * full + [rest] * (rest > 0)
-        return sum(seconds[smallest(shapes, n, guesses + 1)] for n in calls)
 
-    sizes = doublings(1, probe.capacity)
-    return {(rows, guesses): step(rows, guesses) for rows in sizes for guesses in ks}, probe.arguments
+def fullest(shapes: Sequence[Shape], total: int, k: int) -> Shape:
+    """The shape with so many tokens that takes the longest rows of k guesses, as few as may be."""
+    fitting = [s for s in shapes if s.packed == total]
+    return min(fitting, key=lambda s: (s.rows * (k + 1) < total, s.rows))
 
 
 def same_rows(found: list[bytes], reference: list[bytes]) -> bool:

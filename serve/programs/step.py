@@ -170,17 +170,17 @@ def column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B
 def accept(
     slots: Slots,
     batch: Batch,
-    hidden: Float[Array, "B T D"],
-    logits: Float[Array, "B T V"],
+    hidden: Float[Array, "rows D"],
+    logits: Float[Array, "rows V"],
     offers: Float[Array, "B T V"] | None,
     rule: Rule,
 ) -> tuple[Slots, Sampled]:
     """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
 
-    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not
-    drawn.
+    `hidden` and `logits` are those of `rows_of_one`, `offers` the distributions from which the tokens of the
+    batch were drawn, None where they were not drawn.
     """
-    T = batch.tokens.shape[1]
+    T, rows = batch.tokens.shape[1], row_of_place(batch)
 
     def one(
         i: Int[Array, ""], state: tuple[Slots, Bool[Array, " B"]]
@@ -189,8 +189,9 @@ def accept(
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
         probs = None if offers is None else column(offers, after)[:, None]
         guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
-        drawn, kept = rule(column(logits, i), position, batch.slot, wanted, slots.sampling, guess)
-        slots, token = emit(slots, batch, drawn.token, column(hidden, i), position, wanted)
+        row = column(rows, i)
+        drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, guess)
+        slots, token = emit(slots, batch, drawn.token, hidden[row], position, wanted)
         return (slots, wanted & (kept != NONE_KEPT) & (token != NO_TOKEN) & slots.live[batch.slot]), replace(
             drawn, token=token
         )
@@ -259,7 +260,38 @@ def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, conf
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, with its bits."""
+    """Each token of the rows as a row of its own, [rows,1]: what decode computes, with its bits."""
+    return each_place(batch) if batch.packed is None else packed_rows(batch, batch.packed)
+
+
+def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
+    """Those of the B*T places that hold a token; empty rows for the rest."""
+    T = batch.tokens.shape[1]
+    row, place = packed // T, packed % T
+
+    def of(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
+        return x.at[row].get(mode="clip")
+
+    return Batch(
+        tokens=batch.tokens.at[row, place].get(mode="clip")[:, None],
+        start=of(batch.start) + place,
+        count=((row < len(batch.start)) & (place < of(batch.count))).astype(jnp.int32),
+        page_tables=tuple(map(of, batch.page_tables)),
+        slot=of(batch.slot),
+    )
+
+
+def row_of_place(batch: Batch) -> Int[Array, "B T"]:
+    """Which of `rows_of_one` a token is; any where there is none."""
+    B, T = batch.tokens.shape
+    if batch.packed is None:
+        return jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+    rows = jnp.arange(len(batch.packed), dtype=jnp.int32)
+    return jnp.zeros(B * T, jnp.int32).at[batch.packed].set(rows, mode="drop").reshape(B, T)
+
+
+def each_place(batch: Batch) -> Batch:
+    """All B*T places as rows."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -300,8 +332,8 @@ def judge(
 ) -> tuple[KVCache, Slots, Output]:
     """`verify` for a batch that is awake; `offers` as in `accept`."""
     hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
-    logits = unembed(params, config, hidden[:, 0])
-    hidden, logits = (x.reshape(*batch.tokens.shape, -1) for x in (hidden, logits))
+    hidden = hidden[:, 0]
+    logits = unembed(params, config, hidden)
     slots, sampled = accept(slots, batch, hidden, logits, offers, rule)
     return cache, slots, Output(sampled, None)
 

@@ -190,13 +190,13 @@ def test_measuring_steps_is_told(monkeypatch, capfd):
             super().__init__(tokens=8, capacity=2, arguments=None)
 
         def write(self, steps: int) -> None: ...
-        def seconds(self, shape: Shape) -> float:
+        def seconds(self, shape: Shape, tokens: int) -> float:
             return 1.0
 
     monkeypatch.setattr(classes, "Probe", Probe)
     found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
     fake = SimpleNamespace(sizes=SimpleNamespace(page_size=64))
-    seconds, _ = classes.step_seconds(fake, None, CANONICAL, found, 3)
+    seconds, _ = classes.step_seconds(fake, None, CANONICAL, found, (3,))
     assert seconds and "duetto: measuring steps: 2/2\n" in capfd.readouterr().err
 
 
