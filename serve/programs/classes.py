@@ -148,13 +148,14 @@ class Probe:
         """Texts that rows of decode take in turn."""
         return min(self.canonical.decode.rows, TEXTS)
 
-    def _rows(self, shape: Shape) -> int:
-        return min(shape.full_rows, self.pool, self.capacity)
+    def _rows(self, shape: Shape, tokens: int = 0) -> int:
+        return min(shape.rows_of(tokens or shape.tokens), self.pool, self.capacity)
 
-    def _batch(self, shape: Shape, start: int, count: int) -> Batch:
-        """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
+    def _batch(self, shape: Shape, start: int, count: int, tokens: int = 0) -> Batch:
+        """Rows of `tokens`, T without it, in pages of their own, with the sequences' tokens
+        [start, start + count)."""
         batch = self.programs.empty_batch(shape, self.capacity)
-        for row in range(self._rows(shape)):
+        for row in range(self._rows(shape, tokens)):
             own = self.text[row % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch
@@ -172,7 +173,7 @@ class Probe:
     def seconds(self, shape: Shape, tokens: int) -> float:
         """The best time of a step of rows with so many tokens, as many as it holds, whose guesses are
         right."""
-        batch = self._batch(shape, 0, min(tokens, self.page_size))
+        batch = self._batch(shape, 0, min(tokens, self.page_size), tokens)
         return min(clock.seconds(lambda: self._run(shape, batch), REPEATS))
 
 

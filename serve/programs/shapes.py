@@ -45,10 +45,9 @@ class Shape(NamedTuple):
         """Tokens that it computes, padding among them."""
         return self.packed or self.rows * self.tokens
 
-    @property
-    def full_rows(self) -> int:
-        """Rows of T tokens that it holds."""
-        return self.area // self.tokens
+    def rows_of(self, tokens: int) -> int:
+        """Rows of so many tokens that it holds."""
+        return min(self.rows, self.packed // tokens) if self.packed else self.rows
 
     def __str__(self) -> str:
         among = f" of {self.packed}" if self.packed else ""

@@ -23,6 +23,7 @@ MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was e
 ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
 LOAN = 1.0  # plain steps' time that may be lost at a stretch before steps are plain
 LEAST_WAIT = 0.1  # of a plain step's time is lost at least by one that was asked and had nothing to verify
+FIRST_LOAN = 4.0  # the same before anything is known
 CREDIT = 20.0  # plain steps' time that was won and may be lost again
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
@@ -79,7 +80,7 @@ class Ledger:
     won."""
 
     debt: float = 0.0
-    limit: float = LOAN  # debt, in plain steps, up to which steps are asked
+    limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
     left: int = MEASURED_PLAIN_STEPS  # plain steps to come in any case
     asked: int = 0  # steps since a plain one
     awake: bool = True
@@ -88,7 +89,8 @@ class Ledger:
         self.debt = max(self.debt + lost - ASKING_SHARE * plain, -CREDIT * plain)
         self.asked += 1
         if self.debt > self.limit * plain:
-            self.awake = False
+            first = self.limit == FIRST_LOAN  # which is never paid back in full
+            self.debt, self.awake = LOAN * plain if first else self.debt, False
 
     def rest(self, plain: float) -> None:
         """A plain step: time in which a debt is paid off."""
