@@ -28,7 +28,9 @@ CREDIT = 20.0  # plain steps' time that was won and may be lost again
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
 STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured
-MEASURED_PLAIN_STEPS = 4  # plain steps in which their time is measured
+FIRST_PLAIN_STEPS = 16  # plain steps before the first that is asked
+WON_WEIGHT = 0.05  # weight of the newest asked step in what one wins
+MEASURED_PLAIN_STEPS = 6  # plain steps in which their time is measured
 
 Key = tuple[int, int]  # tokens that a step computes, and the most guesses of a row; 0 where it only decodes
 
@@ -81,13 +83,15 @@ class Ledger:
 
     debt: float = 0.0
     limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
-    left: int = MEASURED_PLAIN_STEPS  # plain steps to come in any case
+    won: float = 0.0  # seconds of an asked step, an average in which the newest counts most
+    left: int = FIRST_PLAIN_STEPS  # plain steps to come in any case
     asked: int = 0  # steps since a plain one
     awake: bool = True
 
     def learn(self, lost: float, plain: float) -> None:
         self.debt = max(self.debt + lost - ASKING_SHARE * plain, -CREDIT * plain)
         self.asked += 1
+        self.won -= WON_WEIGHT * (self.won + lost)
         if self.debt > self.limit * plain:
             first = self.limit == FIRST_LOAN  # which is never paid back in full
             self.debt, self.awake = LOAN * plain if first else self.debt, False
@@ -214,8 +218,7 @@ class Controller:
     def _measures_plain(self, ledger: Ledger) -> bool:
         """Whether plain steps are due, though asked ones are better: theirs is the time to compare with."""
         ledger.asked = 0
-        won = max(0.0, -ledger.debt) / CREDIT  # the more of the credit is there, the more a step wins
-        if not self._afford(MEASURED_PLAIN_STEPS * won):
+        if not self._afford(MEASURED_PLAIN_STEPS * max(0.0, ledger.won)):
             return False
         ledger.left = MEASURED_PLAIN_STEPS
         return True
@@ -262,4 +265,5 @@ class Controller:
         return next((width for width in self.widths if width >= rows), self.widths[-1])
 
     def _ledger(self, rows: int) -> Ledger:
-        return self.ledgers.setdefault(self._width(rows), Ledger())
+        first = FIRST_LOAN if not self.ledgers else LOAN
+        return self.ledgers.setdefault(self._width(rows), Ledger(limit=first))

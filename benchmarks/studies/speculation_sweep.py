@@ -1,7 +1,7 @@
 """What n-grams bring by the number of rows: the adaptive engine and fixed numbers of guesses over none.
 
-    python benchmarks/speculation_sweep.py --rows 1 2 4 --json FILE
-    python benchmarks/speculation_sweep.py --read FILE... --plot FILE
+    python benchmarks/studies/speculation_sweep.py --rows 1 2 4 --json FILE
+    python benchmarks/studies/speculation_sweep.py --read FILE... --plot FILE
 
 Serves the demo model with as many seats as rows. Policies take turns on the same prompts, pieces of 200 to
 900 characters of Python files that the model has not read; a figure is the median of the ratios of such
@@ -25,7 +25,7 @@ import jax
 from duetto import LLM, SamplingParams
 from duetto.serve.speculation.acceptance import Offer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 K, PROMPTS, TOKENS = 7, 96, 64
 FIXED = (1, 3, 7)
 
@@ -168,9 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for rows in () if options.read else options.rows:
         found.append(measure(rows, options.rounds))
         print(line(found[-1]), flush=True)
-    if options.json:
-        record = {"about": about, "rows": [asdict(row) for row in found]}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        if options.json:
+            record = {"about": about, "rows": [asdict(row) for row in found]}
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     if options.plot:
         draw(found, options.plot)
 
