@@ -62,14 +62,12 @@ Text = Callable[
 ]  # shares right of the first guess and of those after a right one
 
 LOADS: dict[str, Load] = {
-    **{f"{rows} rows": (lambda now, rows=rows: rows) for rows in (1, 4, 32)},
+    **{f"{rows} rows": (lambda now, rows=rows: rows) for rows in (1, 32)},
     "a ramp up and down": lambda now: 2 ** round(6 * math.sin(math.pi * now)),
-    "busy now and then": lambda now: 64 if int(20 * now) % 4 == 3 else 2,
 }
 TEXTS: dict[str, Text] = {
     "easy": lambda now: (0.9, 0.9),
     "copied in runs": lambda now: (0.3, 0.9),
-    "hard": lambda now: (0.25, 0.25),
     "hopeless": lambda now: (0.0, 0.0),
     "changing": lambda now: ((0.85, 0.85), (0.15, 0.15))[int(2 * now) % 2],
 }
