@@ -89,7 +89,8 @@ class PageTables:
         need = self._pages_for(tokens) - len(tables[0])
         if need > self.full.free:
             return False
-        tables[0] += self.full.issue(max(need, 0))
+        if need > 0:
+            tables[0] += self.full.issue(need)
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:
@@ -117,6 +118,26 @@ class PageTables:
         for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
             pool.release([page for page in pages if page != GONE])
             self.reserved[g] -= self._charge(g, end)
+
+    def lend(self, count: int, spare: int) -> Tables | None:
+        """`count` pages of each group for what is no sequence; None where that does not leave `spare` and all
+        that is reserved."""
+        for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True)):
+            left = pool.free - spare if self.windows[g] is None else pool.pages - reserved
+            if count > left:
+                return None
+        self.reserved = [n + count for n in self.reserved]
+        return [pool.issue(count) for pool in self.pools]
+
+    def lacks(self, spare: int) -> bool:
+        """Whether fewer than `spare` pages are free where no window bounds them."""
+        return self.full is not None and self.full.free < spare
+
+    def take_back(self, lent: Tables) -> None:
+        """The pages that were lent; nobody finds what is in them."""
+        for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
+            pool.release(pages)
+            self.reserved[g] -= len(pages)
 
     def forget(self) -> None:
         """Drop every name: the pages' contents are gone or belong to other weights."""

@@ -13,15 +13,10 @@ def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
 
 
 def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
-    """A chunk in rows of at most `tokens` tokens (2 or more).
-
-    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the
-    next.
-    """
-    request, end = chunk.request, chunk.start + chunk.count
-    again = int(request.params.prompt_logprobs is not None)
-    for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
-        yield Work(request, start, min(tokens, end - start))
+    """A chunk in rows of at most `tokens` tokens."""
+    end = chunk.start + chunk.count
+    for start in range(chunk.start, end, tokens):
+        yield Work(chunk.request, start, min(tokens, end - start))
 
 
 def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:
@@ -54,6 +49,6 @@ def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
 
 
 def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
-    """Rows of at most so many tokens that one call can take, and tokens of all of them."""
-    fitting = [s for s in shapes if s.tokens >= tokens]
-    return max((s.rows for s in fitting), default=0), max((s.area for s in fitting), default=0)
+    """Rows of at most so many tokens that one call can take, and tokens of all of them: those of one shape,
+    since a larger one may lack."""
+    return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))

@@ -49,6 +49,12 @@ def test_rows_of_different_lengths_share_the_places_of_a_call():
     assert cut(*[1] * 9) == [(16, [1] * 8), (8, [1])]
 
 
+def test_rows_and_places_of_different_shapes_are_not_taken_together():
+    shapes = Shape("verify", 2, 8, 16), Shape("verify", 8, 8, 8)
+    found = calls(shapes, cast("list[Any]", [Row(n) for n in (4, 1, 3, 5, 1)]))
+    assert [(shape.area, len(rows)) for shape, rows in found] == [(8, 3), (8, 2)]
+
+
 def test_groups_take_a_few_looks_at_each_row():
     Row.asked = 0
     wide = (Shape("decode", 512, 1),)

@@ -1,11 +1,13 @@
 """Which shapes serve together: a difference that few texts show is found too."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from duetto.kvcache.pages import KVCache
-from duetto.serve.programs.classes import TEXTS, Probe, Written
+from duetto.serve.programs.probe import TEXTS, Probe, Runs, Written, finish
 from duetto.serve.programs.shapes import Canonical, Shape
 
 CANONICAL, OTHER = Canonical(Shape("prefill", 1, 64), Shape("decode", 8, 1)), Shape("prefill", 4, 32)
@@ -16,26 +18,31 @@ class Rounded(Probe):
 
     def __init__(self, pool: jax.Array, differs: int):
         self.tokens, self.pool_, self.differs, self.canonical = 128, pool, differs, CANONICAL
+        self.forget()
 
     @property
     def _cache(self) -> KVCache:
         return KVCache((self.pool_,), (None,))
 
-    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Written:
+    def _pools(self, cache: KVCache) -> Iterator[tuple[jax.Array, int]]:
+        yield self.pool_, 0
+
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
+        yield
         return Written(b"other" if text == self.differs and shape != CANONICAL.prefill else b"same", {})
 
 
 @pytest.mark.parametrize("differs", [0, 5, TEXTS - 1, TEXTS])
 def test_a_small_model_is_probed_with_many_texts(differs: int):
     small = Rounded(jnp.zeros((1, 4, 64, 16), jnp.bfloat16), differs)
-    assert small.agrees(OTHER) == (differs == TEXTS)
-    assert small.agrees(CANONICAL.prefill)
+    assert finish(small.agrees(OTHER)) == (differs == TEXTS)
+    assert finish(small.agrees(CANONICAL.prefill))
 
 
 def test_a_large_model_is_probed_with_one():
-    assert Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER)
+    assert finish(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER))
 
 
 def test_numbers_that_are_not_rounded_tell_sooner():
     whole = Rounded(jnp.zeros((1, 4, 64, 16), jnp.float32), 40)
-    assert whole.agrees(OTHER)
+    assert finish(whole.agrees(OTHER))
