@@ -115,7 +115,10 @@ def prompts(rows: int) -> dict[str, list[str]]:
 
 
 def serve(model: str | None, rows: int, config: dict[str, Any] | None = None) -> LLM:
-    return LLM(model, max_num_seqs=rows, max_model_len=512, speculative_config=config)
+    # what is timed is to be the same each time
+    return LLM(
+        model, max_num_seqs=rows, max_model_len=512, serve_while_compiling=False, speculative_config=config
+    )
 
 
 def answers(llm: LLM, texts: Sequence[str], kind: str, tokens: int) -> tuple[list[RequestOutput], float]:
