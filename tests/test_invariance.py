@@ -227,7 +227,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     alone = scores(base)
     assert scores(base, cached=192) == alone
     base.engine.scheduler.forget()
-    assert scores(base, neighbours=2, cached=64) == alone
+    shared = 0 if model.name == "longrope" else 64  # the keys of a short prompt are others there
+    assert scores(base, neighbours=2, cached=shared) == alone
     (end,) = base.log_likelihood(text[:100], text[100:])
     assert end.logprobs == [entry[0][1] for entry in alone[99:]]
     with serve(**CHUNKS) as small:

@@ -25,7 +25,7 @@ from .guessing import Speculation
 from .meter import Compilations, Meter
 from .params import require_alike
 from .request import Request
-from .results import Ran, take
+from .results import Ran, note_passes, take
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
 from .scores import tell_following
@@ -80,6 +80,7 @@ class Engine:
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self._sleep = Sleep()
         self.speculation, self._speculate, self.warmup = speculation, speculate, warmup
+        self._speculates = not (speculation is None and speculate is None)
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -222,9 +223,7 @@ class Engine:
         return self.warmup is not None and self.warmup.busy
 
     def _warm(self, warmup: Warmup) -> None:
-        limits = self.scheduler.limits
-        pages = 1 + max(limits.decode_steps, limits.guesses) // self.sizes.page_size
-        cache = warmup.advance(self._state, self.tables, pages * len(self.scheduler.running))
+        cache = warmup.advance(self._state, self.tables, self.scheduler.growth)
         self._state = replace(self._state, cache=cache)
         if warmup.classes != self.classes:
             self._serve_with(warmup.classes)
@@ -254,7 +253,10 @@ class Engine:
         if plan is None:
             touched = self._settle()
             plan = self.scheduler.plan(settled=True)
-            assert plan is not None
+        while plan is None:  # the warm-up has the pages that the first in line needs
+            assert self.warmup is not None and not self.scheduler.running
+            self._warm(self.warmup)
+            plan = self.scheduler.plan(settled=True)
         flight = self._dispatch(plan)
         before, self._flight = self._flight, flight
         return touched + self._commit(before)
@@ -308,6 +310,8 @@ class Engine:
             self.meter.took()
             for row, work in enumerate(ran.rows):
                 taken.append(take(work, ran, row, tokens[row], self.scheduler.scores))
+        if self._speculates:
+            note_passes(taken)
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:

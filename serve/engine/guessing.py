@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...kvcache.pages import ON_DEVICE
-from ..outputs import Pass
 from ..speculation.acceptance import UNKNOWN, Offer, form_of
 from ..speculation.controller import Controller
 from ..speculation.drafter import DeviceDrafter, Drafter
@@ -141,7 +140,6 @@ class Speculation:
 
     def _learn(self, row: Taken) -> None:
         guesses = row.work.guesses
-        row.work.request.passes.append(Pass(guesses, len(row.tokens)))
         if row.prompt:
             return
         self.passes += 1

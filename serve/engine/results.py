@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...sampling.params import NO_TOKEN
+from ..outputs import Pass
 from ..programs.shapes import Shape
 from ..programs.step import Output
 from .guessing import Taken
@@ -37,3 +38,10 @@ def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) ->
         if request.finished:
             break
     return Taken(work, len(emitted), request.tokens[known:], prompt)
+
+
+def note_passes(taken: list[Taken]) -> None:
+    """Let requests know what each step verified for them, and gave."""
+    for row in taken:
+        if row.tokens:
+            row.work.request.passes.append(Pass(row.work.guesses, len(row.tokens)))

@@ -254,9 +254,10 @@ class Scheduler:
     def _room(self) -> Tables | None:
         """The pages found for the request that is next in line, or None where it cannot be admitted now.
 
-        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It
-        waits for a page of its prompt, or the scores of one, that a running request is about to make, rather
-        than compute the same again.
+        It needs a slot, and the pages of its known tokens beside one spare page for each running request;
+        while pages are lent, those of all its tokens beside what running requests may take. It waits for a
+        page of its prompt, or the scores of one, that a running request is about to make, rather than compute
+        the same again.
         """
         if not self.waiting or not self.free_slots:
             return None
@@ -264,8 +265,15 @@ class Scheduler:
         found = self._find(request)
         if self._is_coming(request, len(found[0])):
             return None
-        fits = self.tables.fits(found, len(request.tokens), request.end, spare=len(self.running))
-        return found if fits else None
+        tokens, spare = len(request.tokens), len(self.running)
+        if self.tables.is_lending:
+            tokens, spare = request.end, self.growth
+        return found if self.tables.fits(found, tokens, request.end, spare) else None
+
+    @property
+    def growth(self) -> int:
+        """Pages that running requests may still take."""
+        return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
 
     def _is_coming(self, request: Request, page: int) -> bool:
         """Whether a request's page, the first that was not found, has yet to be written by a running

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from ...kvcache.pages import Batch, KVCache, Pool
 from ...kvcache.tables import Tables
@@ -277,7 +277,7 @@ class Probe:
         kinds = {kind(pool): pool for pool, _ in self._pools(cache)}
         return {name: jax.jit(read_pages).lower(pool, pages).compile() for name, pool in kinds.items()}
 
-    def _read(self, pool: Pool, pages: Int[np.ndarray, " M"]) -> np.ndarray:
+    def _read(self, pool: Pool, pages: Int[np.ndarray, " M"]) -> Shaped[np.ndarray, "K M W H"]:
         """Pages of a pool, in one piece."""
         n, reader = self._at_once, self._readers[kind(pool)]
         parts = [np.resize(pages[i : i + n], n) for i in range(0, len(pages), n)]

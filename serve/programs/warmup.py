@@ -138,12 +138,11 @@ class Warmup:
         return self._runs is not None or bool(self._here) or (not self._compiling and not self.done)
 
     def advance(self, state: Arguments, tables: PageTables, spare: int) -> KVCache:
-        """One run of what is compared, in pages that are lent if that leaves `spare`; gives the cache back.
+        """One run of what is compared, in pages that are lent once that leaves `spare` to the sequences that
+        run; gives the cache back.
 
         Raises what the device raises, and the cache is lost.
         """
-        if self._lent and tables.lacks(spare):
-            self.interrupt(tables)
         if self._runs is None:
             self._choose(tables, spare)
         if self._runs is None or self._probe is None:
@@ -189,7 +188,7 @@ class Warmup:
         if self._probe is None:
             self.done = last and not self.aim.reproducible and not self.aim.depths
         elif self._here or last:
-            self._lent = tables.lend(self._probe.needed, 2 * spare) or []
+            self._lent = tables.lend(self._probe.needed, spare) or []
             if self._lent:
                 self._probe.lent = self._lent
                 self._runs = self._end(self._probe) if last else self._join(self._probe)
