@@ -19,18 +19,19 @@ from typing import NamedTuple
 from .acceptance import Acceptance, Offer
 
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
+PLAIN_WEIGHT = 0.15  # the same of plain steps, which are measured seldom
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
 ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
-LOAN = 1.0  # plain steps' time that may be lost at a stretch before steps are plain
+LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
 LEAST_WAIT = 0.1  # of a plain step's time is lost at least by one that was asked and had nothing to verify
 FIRST_LOAN = 4.0  # the same before anything is known
-CREDIT = 20.0  # plain steps' time that was won and may be lost again
+CREDIT = 4.0  # plain steps' time that was won and may be lost again
+CREDIT_OF_ONE = 20.0  # the same of one row, which is given now much and now nothing
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
-STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured
 FIRST_PLAIN_STEPS = 16  # plain steps before the first that is asked
-WON_WEIGHT = 0.05  # weight of the newest asked step in what one wins
-MEASURED_PLAIN_STEPS = 6  # plain steps in which their time is measured
+STEPS_BETWEEN_PLAIN = 250  # asked steps after which plain ones are measured, whatever these seem to cost
+MEASURED_PLAIN_STEPS = 3  # plain steps in which their time is measured; the first overlaps with nothing
 
 Key = tuple[int, int]  # tokens that a step computes, and the most guesses of a row; 0 where it only decodes
 
@@ -44,9 +45,9 @@ class StepTime:
     measured: int = 0
     age: int = 0
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, seconds: float, least: float) -> None:
         self.measured, self.age = self.measured + 1, 0
-        weight = max(TIME_WEIGHT, 1 / self.measured)
+        weight = max(least, 1 / self.measured)
         self.seconds += weight * (min(seconds, MOST_TIMES_EXPECTED * self.seconds) - self.seconds)
 
 
@@ -56,6 +57,7 @@ class Times:
     measured one took longer than it says of that one."""
 
     warmup: Mapping[Key, float]
+    weight: float = TIME_WEIGHT
     found: dict[Key, StepTime] = field(default_factory=dict)
 
     def of(self, key: Key) -> float:
@@ -66,7 +68,7 @@ class Times:
         return self.warmup[key] + max(more, 0.0)
 
     def learn(self, key: Key, seconds: float) -> None:
-        self.found.setdefault(key, StepTime(self.of(key))).learn(seconds)
+        self.found.setdefault(key, StepTime(self.of(key))).learn(seconds, self.weight)
 
     def age(self, key: Key) -> float:
         return self.found[key].age if key in self.found else float("inf")
@@ -83,22 +85,24 @@ class Ledger:
 
     debt: float = 0.0
     limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
-    won: float = 0.0  # seconds of an asked step, an average in which the newest counts most
     left: int = FIRST_PLAIN_STEPS  # plain steps to come in any case
     asked: int = 0  # steps since a plain one
     awake: bool = True
 
-    def learn(self, lost: float, plain: float) -> None:
-        self.debt = max(self.debt + lost - ASKING_SHARE * plain, -CREDIT * plain)
+    def learn(self, lost: float, plain: float, rows: int) -> None:
+        """An asked step of so many rows: the fewer, the more what it gives varies."""
+        most = CREDIT + (CREDIT_OF_ONE - CREDIT) / rows
+        self.debt = max(self.debt + lost - ASKING_SHARE * plain, -most * plain)
         self.asked += 1
-        self.won -= WON_WEIGHT * (self.won + lost)
+        if self.asked == STEPS_BETWEEN_PLAIN:
+            self.left = MEASURED_PLAIN_STEPS
         if self.debt > self.limit * plain:
             first = self.limit == FIRST_LOAN  # which is never paid back in full
             self.debt, self.awake = LOAN * plain if first else self.debt, False
 
     def rest(self, plain: float) -> None:
         """A plain step: time in which a debt is paid off."""
-        self.debt = max(self.debt - ASKING_SHARE * plain, -CREDIT * plain)
+        self.debt = self.debt - ASKING_SHARE * plain if self.debt > 0 else self.debt
         self.left, self.asked = max(self.left - 1, 0), 0
         if self.debt <= 0 and not self.awake:
             self.awake, self.limit = True, LOAN
@@ -138,7 +142,7 @@ class Controller:
         self.widths = sorted(size for size, k in self.seconds if not k)
         self.depths = sorted({k for _, k in self.keys})
         self.acceptance = Acceptance.of_places(self.depths[-1])
-        self.asked, self.plain = Times(self.seconds), Times(self.seconds)
+        self.asked, self.plain = Times(self.seconds), Times(self.seconds, PLAIN_WEIGHT)
 
     # ------------------------------------------------------------ a step to come
 
@@ -147,8 +151,7 @@ class Controller:
         it is plain."""
         width = self._width(rows)
         ledger, plain = self._ledger(rows), self.plain.of((width, 0))
-        due = ledger.asked >= STEPS_BETWEEN_PLAIN and self._measures_plain(ledger)
-        if ledger.awake and not ledger.left and not due:
+        if ledger.awake and not ledger.left:
             return True
         ledger.rest(plain)
         self.elapsed += plain
@@ -215,14 +218,6 @@ class Controller:
         self.since = 0
         return other
 
-    def _measures_plain(self, ledger: Ledger) -> bool:
-        """Whether plain steps are due, though asked ones are better: theirs is the time to compare with."""
-        ledger.asked = 0
-        if not self._afford(MEASURED_PLAIN_STEPS * max(0.0, ledger.won)):
-            return False
-        ledger.left = MEASURED_PLAIN_STEPS
-        return True
-
     def _afford(self, lost: float) -> bool:
         """Whether a trial that loses `lost` seconds is within the share; if so it is taken."""
         if self.spent + lost > TRIAL_SHARE * self.elapsed:
@@ -243,7 +238,7 @@ class Controller:
             self.asked.learn(key, seconds)
         expected = self.asked.of(key)
         lost = min(seconds or expected, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
-        self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain)
+        self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
 
     def plainly(self, rows: int, seconds: float) -> None:
         """A plain step took so long."""

@@ -12,6 +12,7 @@ from duetto.serve.speculation.acceptance import UNKNOWN, Acceptance, Offer, form
 from duetto.serve.speculation.controller import (
     ASKING_SHARE,
     CREDIT,
+    CREDIT_OF_ONE,
     FIRST_LOAN,
     TRIAL_SHARE,
     Controller,
@@ -156,7 +157,7 @@ def warmed_up(machine: Machine) -> Controller:
 def test_never_below_none_and_near_the_best_fixed_number(machine: Machine, load: Load, text: Text):
     none, *fixed = (simulate(Fixed(k), machine, load, text) for k in (0, 3, K))
     found = simulate(warmed_up(machine), machine, load, text)
-    assert found >= 0.985 * none and found >= 0.94 * max(fixed)
+    assert found >= 0.985 * none and found >= 0.93 * max(fixed)
 
 
 SECONDS = {(8, 0): 1.0, (8, 4): 1.0, (16, 4): 1.5, (32, 4): 4.0}
@@ -195,22 +196,34 @@ def test_what_asking_loses_is_a_share_of_the_time():
     ledger, asked, lost = Ledger(left=0), 0, 0.0
     for _ in range(100_000):
         if ledger.awake:
-            ledger.learn(0.3, 1.0)
+            ledger.learn(0.3, 1.0, rows=8)
             asked, lost = asked + 1, lost + 0.3
         else:
             ledger.rest(1.0)
     assert 0 < lost <= ASKING_SHARE * 100_000 + FIRST_LOAN + 0.6
 
 
-def test_what_was_won_may_be_lost_again_up_to_the_credit():
+@pytest.mark.parametrize(("rows", "credit"), [(1, CREDIT_OF_ONE), (1000, CREDIT)])
+def test_what_was_won_may_be_lost_again_up_to_the_credit(rows: int, credit: float):
     ledger = Ledger(left=0)
     for _ in range(1000):
-        ledger.learn(-1.0, 1.0)
+        ledger.learn(-1.0, 1.0, rows)
     steps = 0
     while ledger.awake:
-        ledger.learn(1.0, 1.0)
+        ledger.learn(1.0, 1.0, rows)
         steps += 1
-    assert CREDIT <= steps <= CREDIT + FIRST_LOAN + 2
+    assert credit <= steps <= credit + FIRST_LOAN + 2
+
+
+def test_plain_steps_are_measured_however_slow_they_are_thought_to_be():
+    controller = settled({(8, 0): 9.0, (8, 4): 1.0}, 0.9)
+    for _ in range(2000):
+        if controller.asks(1):
+            guesses = controller.choose([Offer(4)])
+            controller.verified(guesses, 2, 1.0)
+        else:
+            controller.plainly(1, 0.4)
+    assert controller.plain.of((8, 0)) < 0.5 and not controller.asks(1)
 
 
 def test_trials_cost_no_more_than_their_share():
