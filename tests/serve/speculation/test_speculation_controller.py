@@ -201,6 +201,7 @@ def test_what_asking_loses_is_a_share_of_the_time():
         else:
             ledger.rest(1.0)
     assert 0 < lost <= ASKING_SHARE * 100_000 + FIRST_LOAN + 0.6
+    assert lost >= 0.8 * ASKING_SHARE * 100_000
 
 
 @pytest.mark.parametrize(("rows", "credit"), [(1, CREDIT_OF_ONE), (1000, CREDIT)])
