@@ -19,7 +19,7 @@ from typing import NamedTuple
 from .acceptance import Acceptance, Offer
 
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
-PLAIN_WEIGHT = 0.3  # the same of plain steps, which are measured seldom
+PLAIN_WEIGHT = 0.1  # the same of plain steps, which are measured seldom
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
 ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
 LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
@@ -29,12 +29,10 @@ CREDIT = 4.0  # plain steps' time that was won and may be lost again
 CREDIT_OF_ONE = 20.0  # the same of one row, which is given now much and now nothing
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
-FIRST_PLAIN_STEPS = 16  # plain steps before the first that is asked
-MARGIN = 0.03  # of a plain step's time is to be won by an asked one: no time is known exactly
-MEASURED_PLAIN_STEPS = 4  # plain steps in which their time is measured; the first overlaps with nothing
-MEASURED_SHARE = 0.003  # of the time may be lost by these
-FEWEST_BETWEEN, MOST_BETWEEN = 40, 300  # asked steps between two such measurements
-GAIN_WEIGHT = 0.05  # weight of the newest asked step in what one wins
+MARGIN = 0.06  # of a plain step's time is to be won by an asked one: no time is known exactly
+STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured, whatever these seem to cost
+FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps that are measured before the first asked one, and then
+UNMEASURED = 0.25  # what a plain step counts of these that could not be measured
 
 Key = tuple[int, int]  # tokens that a step computes, and the most guesses of a row; 0 where it only decodes
 
@@ -88,8 +86,7 @@ class Ledger:
 
     debt: float = 0.0
     limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
-    left: int = FIRST_PLAIN_STEPS  # plain steps to come in any case
-    gain: float = 0.0  # plain steps' time that an asked one wins, an average in which the newest counts most
+    left: float = FIRST_PLAIN  # plain steps to measure in any case
     asked: int = 0  # steps since a plain one
     awake: bool = True
 
@@ -97,11 +94,9 @@ class Ledger:
         """An asked step of so many rows: the fewer, the more what it gives varies."""
         most = CREDIT + (CREDIT_OF_ONE - CREDIT) / rows
         self.debt = max(self.debt + lost + MARGIN * plain, -most * plain)
-        self.gain -= GAIN_WEIGHT * (self.gain + lost / plain)
         self.asked += 1
-        between = MEASURED_PLAIN_STEPS * self.gain / MEASURED_SHARE
-        if self.asked >= min(max(between, FEWEST_BETWEEN), MOST_BETWEEN):
-            self.left = MEASURED_PLAIN_STEPS
+        if self.asked == STEPS_BETWEEN_PLAIN:
+            self.left = MEASURED_PLAIN
         if self.debt > self.limit * plain:
             first = self.limit == FIRST_LOAN  # which is never paid back in full
             self.debt, self.awake = LOAN * plain if first else self.debt, False
@@ -109,7 +104,7 @@ class Ledger:
     def rest(self, plain: float) -> None:
         """A plain step: time in which a debt is paid off."""
         self.debt = self.debt - ASKING_SHARE * plain if self.debt > 0 else self.debt
-        self.left, self.asked = max(self.left - 1, 0), 0
+        self.left, self.asked = max(self.left - UNMEASURED, 0.0), 0
         if self.debt <= 0 and not self.awake:
             self.awake, self.limit = True, LOAN
 
@@ -249,6 +244,8 @@ class Controller:
     def plainly(self, rows: int, seconds: float) -> None:
         """A plain step took so long."""
         self.plain.learn((self._width(rows), 0), seconds)
+        ledger = self._ledger(rows)
+        ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
 
     def judged(self, form: int, offered: int, accepted: int) -> None:
         """Of a row's guesses the first `accepted` were right."""
