@@ -115,7 +115,10 @@ def prompts(rows: int) -> dict[str, list[str]]:
 
 
 def serve(model: str | None, rows: int, config: dict[str, Any] | None = None) -> LLM:
-    return LLM(model, max_num_seqs=rows, max_model_len=512, speculative_config=config)
+    # what is timed is to be the same each time
+    return LLM(
+        model, max_num_seqs=rows, max_model_len=512, serve_while_compiling=False, speculative_config=config
+    )
 
 
 def answers(llm: LLM, texts: Sequence[str], kind: str, tokens: int) -> tuple[list[RequestOutput], float]:
@@ -139,11 +142,11 @@ def forget(llm: LLM) -> None:
 
 
 def step_seconds(times: Any, k: int) -> tuple[float, float]:
-    """Seconds of a step of one row without guesses and with k, as the start-up measured them."""
-    most = max(n for _, n in times)
-    return times[1, 0].seconds, min(
-        (n, t.seconds) for (rows, n), t in times.items() if rows == 1 and n >= min(k, most)
-    )[1]
+    """Seconds of the smallest step without guesses and with k, as the start-up measured them."""
+    alone = min((size, t) for (size, n), t in times.items() if not n)[1]
+    return alone, min(
+        (n, size, t) for (size, n), t in times.items() if n >= min(k, max(n for _, n in times))
+    )[2]
 
 
 def cell(
@@ -221,7 +224,7 @@ def measure(model: str | None, texts: dict[str, list[str]], plan: Plan) -> tuple
         for drafter, k in itertools.product(plan.drafters, plan.ks):
             with serve(model, rows, DRAFTERS[drafter] | {"num_speculative_tokens": k}) as llm:
                 controller = policy(llm, None)
-                alone, verified = step_seconds(controller.times, k)
+                alone, verified = step_seconds(controller.seconds, k)
                 c = max(0.0, verified - base.setdefault(k, verified if drafter in HOST else alone)) / (
                     k * alone
                 )

@@ -67,6 +67,8 @@ class Batch:
     slot: Any  # int32 [B], which slot of the sampling state the row owns
     # int32 [B], the prompt's token behind the row, negative where there is none; None where nobody scores
     after: Any = None
+    # int32 [rows]: which of the B*T places hold a token, B*T where none; None where all are computed
+    packed: Any = None
 
 
 def positions(batch: Batch) -> Int[Array, "B T"]:

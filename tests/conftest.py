@@ -42,7 +42,7 @@ from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
 from duetto.serve.loading import start
 from duetto.serve.programs import kept
-from duetto.serve.speculation.controller import Controller
+from duetto.serve.speculation.controller import Controller, Times
 
 MAY_SERVE_EARLY = start.may_serve_early
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
@@ -143,9 +143,10 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
     there, does not depend on the machine."""
-    of_times, timed = Controller.of_times, Controller.timed
-    monkeypatch.setattr(Controller, "of_times", lambda ks, times: of_times(ks, dict.fromkeys(times, 1e-3)))
-    monkeypatch.setattr(Controller, "timed", lambda self, rows, k, _: timed(self, rows, k, 1e-3))
+    learn, verified = Times.learn, Controller.verified
+    monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
+    monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
+    monkeypatch.setattr(Controller, "verified", lambda self, g, n, s: verified(self, g, n, s and 1e-3))
 
 
 @dataclass(frozen=True)

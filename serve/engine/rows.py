@@ -22,24 +22,33 @@ def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
 def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:
     """The calls that rows of work take, each of the smallest shape that holds it."""
     groups = groups_of(shapes, works)
-    return [(smallest(shapes, len(rows), max(w.count for w in rows)), rows) for rows in groups]
+    return [(holder(shapes, [work.count for work in rows]), rows) for rows in groups]
+
+
+def holder(shapes: tuple[Shape, ...], tokens: list[int]) -> Shape:
+    """The smallest shape of rows with so many tokens each."""
+    return smallest(shapes, len(tokens), max(tokens), sum(tokens))
 
 
 def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
     """Work cut into what one call can take: rows of a shape that holds the longest of them."""
     groups: list[list[Work]] = []
-    longest, most = 0, 0  # tokens of a row of the last group, and rows that one of such rows may have
+    longest, most, left = 0, 0, 0  # tokens of a row of the last group, rows and more tokens that it may have
     for work in works:
-        if work.count > longest:
-            longest, most = work.count, most_rows(shapes, work.count)
-        if groups and len(groups[-1]) < most:
+        count = work.count
+        if count > longest:
+            longest, (most, total) = count, room(shapes, count)
+            left = total - sum(w.count for w in groups[-1]) if groups else 0
+        if groups and len(groups[-1]) < most and count <= left:
             groups[-1].append(work)
         else:
             groups.append([work])
-            longest, most = work.count, most_rows(shapes, work.count)
+            longest, (most, left) = count, room(shapes, count)
+        left -= count
     return groups
 
 
-def most_rows(shapes: tuple[Shape, ...], tokens: int) -> int:
-    """Rows of so many tokens that one call can take."""
-    return max((s.rows for s in shapes if s.tokens >= tokens), default=0)
+def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
+    """Rows of at most so many tokens that one call can take, and tokens of all of them: those of one shape,
+    since a larger one may lack."""
+    return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))

@@ -31,6 +31,7 @@ from ..programs.shapes import Canonical, can_share, least_row, table
 from ..programs.sizing import choose_sizes
 from ..programs.warmup import Aim, Warmup, first_shapes
 from ..speculation.beside import read_beside
+from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
 
 
@@ -61,7 +62,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     programs = Programs(phases, everything, sizes, shapes, early)
-    state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_guesses(options))
+    state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
         max_prefill_tokens=options.prefill_tokens,
@@ -76,8 +77,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
         return make(classes, state, warmup=warmup, speculate=partial(late_speculation, options))
     classes, state = choose_classes(programs, state, canonical, options.reproducible)
     seconds = None
-    if aim.guesses and classes.verify:
-        seconds, state = step_seconds(programs, state, canonical, classes, aim.guesses)
+    if aim.depths and classes.verify:
+        seconds, state = step_seconds(programs, state, canonical, classes, aim.depths)
     return make(classes, state, speculation=speculation_of(options, classes, seconds))
 
 
@@ -90,9 +91,14 @@ def may_serve_early(options: EngineOptions, params: Params) -> bool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
 
 
-def timed_guesses(options: EngineOptions) -> int:
-    """The most guesses of a row where their number follows from the times of steps."""
-    return options.guesses if options.speculation.adaptive else 0
+def timed_depths(options: EngineOptions) -> tuple[int, ...]:
+    """The most guesses of a row in steps that are timed, where their number follows from the times: several
+    where a model drafts them in turn."""
+    k, speculation = options.guesses, options.speculation
+    if not k or not speculation.adaptive:
+        return ()
+    in_turn = speculation.model is not None and not options.nodes
+    return tuple(sorted({min(n, k) for n in (1, 3, k)})) if in_turn else (k,)
 
 
 def are_known(programs: Programs, params: Params, aim: Aim) -> bool:
@@ -117,7 +123,8 @@ def speculation_of(
             "set reproducible=False"
         )
     k = min(options.guesses, max(s.tokens for s in classes.verify) - 1)
-    return Speculation(host_drafter(options.speculation), k, seconds)
+    controller = None if seconds is None else Controller(seconds, unit=0 if options.nodes else 1)
+    return Speculation(host_drafter(options.speculation), k, controller)
 
 
 def late_speculation(

@@ -7,7 +7,7 @@ to run in.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..host import progress
 from . import kept
 from .compile import Arguments, Programs
 from .probe import Probe, Runs, finish
-from .shapes import Canonical, Shape, doublings, smallest
+from .shapes import Canonical, Shape, doublings
 
 
 @dataclass(frozen=True)
@@ -108,31 +108,41 @@ def find_classes(programs: Programs, arguments: Arguments, canonical: Canonical)
 
 
 def step_seconds(
-    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, k: int
+    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, depths: Sequence[int]
 ) -> tuple[dict[tuple[int, int], float], Arguments]:
     """`timed` in an idle engine."""
-    with progress.stage("measuring steps", len(classes.decode) + len(classes.verify)) as done:
-        return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, k, done))
+    with progress.stage("measuring steps", len(timed_shapes(classes, depths))) as done:
+        return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, depths, done))
 
 
 def timed(
-    probe: Probe, classes: Classes, k: int, done: Callable[[float], float] = float
+    probe: Probe, classes: Classes, depths: Sequence[int], done: Callable[[float], float] = float
 ) -> Runs[dict[tuple[int, int], float]]:
-    """Seconds of a step by its rows (1, 2, 4, ... all seats) and the most guesses of a row, of shapes that
-    are full.
+    """Seconds of a step by the tokens that it computes and the most guesses of a row, one of `depths`; 0
+    where it only decodes.
 
-    Rows beyond what a shape holds take several calls.
+    Where rows have a tree of guesses each, by rows (1, 2, 4, ... all seats): those beyond what a shape holds
+    take several calls.
     """
     seconds = {}
-    for shape in (*classes.decode, *classes.verify):
-        seconds[shape] = done((yield from probe.seconds(shape)))
-    ks = sorted({0} | {min(s.tokens - 1, k) for s in classes.verify})
+    for (size, k), shape in timed_shapes(classes, depths).items():
+        seconds[size, k] = done((yield from probe.seconds(shape, k + 1)))
+    most = max((s.rows for s in classes.verify if not s.packed), default=probe.capacity)
+    for rows in [n for n in doublings(1, probe.capacity) if n > most]:
+        seconds |= {(rows, k): -(-rows // most) * seconds[most, k] for k in depths}
+    return seconds
 
-    def step(rows: int, guesses: int) -> float:
-        shapes = classes.verify if guesses else classes.decode
-        most = max(s.rows for s in shapes if s.tokens > guesses)
-        full, rest = divmod(rows, most)
-        calls = [most] * full + [rest] * (rest > 0)
-        return sum(seconds[smallest(shapes, n, guesses + 1)] for n in calls)
 
-    return {(rows, guesses): step(rows, guesses) for rows in doublings(1, probe.capacity) for guesses in ks}
+def timed_shapes(classes: Classes, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
+    """The shape that stands for each kind of step."""
+    packed = [s for s in classes.verify if s.packed]
+    trees = [s for s in classes.verify if not s.packed]
+    found = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
+    found |= {(s.packed, k): fullest(packed, s.packed, k) for s in packed for k in depths}
+    return found | {(s.rows, k): s for s in trees for k in depths}
+
+
+def fullest(shapes: Sequence[Shape], total: int, k: int) -> Shape:
+    """The shape with so many tokens that takes the longest rows of k guesses, as few as may be."""
+    fitting = [s for s in shapes if s.packed == total]
+    return min(fitting, key=lambda s: (s.rows * (k + 1) < total, s.rows))

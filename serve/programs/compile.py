@@ -81,7 +81,8 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
     B, T = shape.rows, shape.tokens
     tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
     after = ints(B) if shape.phase == "prefill" else None
-    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after)
+    packed = ints(shape.packed) if shape.packed else None
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
@@ -229,6 +230,8 @@ class Programs:
 
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
         """Dispatch one step; the cache and the slots that are passed are consumed."""
+        if shape.packed:
+            batch = replace(batch, packed=packed(batch, shape.packed))
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
@@ -243,6 +246,14 @@ class Programs:
         )
         after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
         return Batch(tokens, start, count, tables, slot, after)
+
+
+def packed(batch: Batch, rows: int) -> Int[np.ndarray, " rows"]:
+    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may."""
+    B, T = batch.tokens.shape
+    real = np.flatnonzero(np.arange(T) < batch.count[:, None])
+    assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
+    return np.pad(real, (0, rows - len(real)), constant_values=B * T).astype(np.int32)
 
 
 def fill(

@@ -70,7 +70,7 @@ class Probe:
         least = max(least, *(s.tokens for s in wide))
         self.steps = min(max(enough, least), room * self.page_size, self.tokens)
         self.pages = -(-self.steps // self.page_size)  # of a row of decode
-        widest = max(self._rows(s) for s in wide)
+        widest = max(self._rows(s, 1) for s in wide)
         self.needed = max(widest * self.pages, -(-self.tokens // self.page_size))
         V = programs.config.target.vocab_size
         self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
@@ -211,12 +211,14 @@ class Probe:
             self._spoken = text
         return self._spoken
 
-    def seconds(self, shape: Shape) -> Runs[float]:
-        """The best time of a step of full rows whose guesses are right."""
+    def seconds(self, shape: Shape, tokens: int) -> Runs[float]:
+        """The best time of a step of rows with so many tokens, as many as it holds, whose guesses are
+        right."""
         text = yield from self._speak()
-        batch = self._batch(shape, text, 0, min(shape.tokens, self.steps))
+        batch = self._batch(shape, text, 0, min(tokens, self.steps), tokens)
         found = []
         for _ in range(REPEATS):
+            jax.block_until_ready(self._cache)  # an engine's own step may still run
             found += clock.seconds(lambda: self._run(shape, batch), 1)
             yield
         return min(found)
@@ -226,13 +228,16 @@ class Probe:
         """Texts that rows of decode take in turn."""
         return min(self.canonical.decode.rows, TEXTS)
 
-    def _rows(self, shape: Shape) -> int:
-        return min(shape.rows, self.pool, self.capacity)
+    def _rows(self, shape: Shape, tokens: int = 0) -> int:
+        return min(shape.rows_of(tokens or shape.tokens), self.pool, self.capacity)
 
-    def _batch(self, shape: Shape, text: Int[np.ndarray, "texts tokens"], start: int, count: int) -> Batch:
-        """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
+    def _batch(
+        self, shape: Shape, text: Int[np.ndarray, "texts tokens"], start: int, count: int, tokens: int = 0
+    ) -> Batch:
+        """Rows of `tokens`, T without it, in pages of their own, with the sequences' tokens
+        [start, start + count)."""
         batch = self.programs.empty_batch(shape, self.capacity)
-        for row in range(self._rows(shape)):
+        for row in range(self._rows(shape, tokens)):
             own = text[row % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch

@@ -26,12 +26,14 @@ PHASES = get_args(Phase)
 class Shape(NamedTuple):
     """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
 
-    A prefill's rows may be consecutive parts of one prompt, or of several.
+    A prefill's rows may be consecutive parts of one prompt, or of several. `packed` are the tokens that are
+    computed where rows of a verification share fewer than B T among them; 0 where each has its T.
     """
 
     phase: Phase
     rows: int
     tokens: int
+    packed: int = 0
 
     @property
     def sequences(self) -> int:
@@ -41,10 +43,15 @@ class Shape(NamedTuple):
     @property
     def area(self) -> int:
         """Tokens that it computes, padding among them."""
-        return self.rows * self.tokens
+        return self.packed or self.rows * self.tokens
+
+    def rows_of(self, tokens: int) -> int:
+        """Rows of so many tokens that it holds."""
+        return min(self.rows, self.packed // tokens) if self.packed else self.rows
 
     def __str__(self) -> str:
-        return f"{self.phase}[{self.rows},{self.tokens}]"
+        among = f" of {self.packed}" if self.packed else ""
+        return f"{self.phase}[{self.rows},{self.tokens}]{among}"
 
 
 class Canonical(NamedTuple):
@@ -104,7 +111,8 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
     decode = {Shape("decode", width, n) for width in widths for n in steps}
     prefill = prefills(options, sizes.max_model_len, shared, platform, chunk)
-    verify = verifications(seats, options.guesses, options.nodes, narrowest)
+    beside = options.speculation.model is not None
+    verify = verifications(seats, options.guesses, options.nodes, narrowest, beside)
     must = set(canonical) if options.reproducible else set()
     return sorted({*prefill, *decode, *verify, *must}, key=lambda s: (PHASES.index(s.phase), *s))
 
@@ -147,26 +155,30 @@ def least_row(shapes: Iterable[Shape]) -> int:
     return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 
-def verifications(max_num_seqs: int, guesses: int, nodes: int, narrowest: int) -> list[Shape]:
-    """Shapes for a row's last token and its guesses: as many as there can be, or few where many rows are
-    decoded.
+def verifications(
+    max_num_seqs: int, guesses: int, nodes: int, narrowest: int, beside: bool = False
+) -> list[Shape]:
+    """Shapes for a row's last token and its guesses, each row with as many as it is given.
 
     A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds
-    it below. Above, rows beyond a shape take several calls.
+    it below. Above, rows beyond a shape take several calls. The nodes of a tree are computed whole. What
+    guesses `beside` the model does so for all rows of a shape: there are some of few rows.
     """
     if not guesses:
         return []
-    longest = 1 << guesses.bit_length()
-    seats = 1 << (max_num_seqs - 1).bit_length()
-    found = []
-    for tokens in [guesses + 1] if nodes else sorted({longest, max(2, longest // 4)}):
-        first = max(1, narrowest // (nodes or tokens))
-        last = max(first, min(seats, WIDEST * seats // (nodes or tokens)))
-        found += [Shape("verify", rows, tokens) for rows in doublings(first, last)]
-    return found
+    tokens, seats = guesses + 1, 1 << (max_num_seqs - 1).bit_length()
+    if nodes:
+        first = max(1, narrowest // nodes)
+        last = max(first, min(seats, WIDEST * seats // nodes))
+        return [Shape("verify", rows, tokens) for rows in doublings(first, last)]
+    first = max(narrowest, 1 << guesses.bit_length())
+    areas = doublings(first, max(first, min(WIDEST * seats, seats * first)))
+    few = {Shape("verify", min(area // first, seats), tokens, area) for area in areas if beside}
+    return sorted(few | {Shape("verify", min(area, seats), tokens, area) for area in areas})
 
 
-def smallest(shapes: Iterable[Shape], rows: int, tokens: int) -> Shape:
-    """The shape with the fewest padded tokens that holds `rows` of `tokens`; one must."""
-    fitting = [s for s in shapes if s.rows >= rows and s.tokens >= tokens]
-    return min(fitting, key=lambda s: (s.area, s.tokens))
+def smallest(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
+    """The shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together; one
+    must."""
+    fitting = [s for s in shapes if s.rows >= rows and s.tokens >= tokens and s.area >= total]
+    return min(fitting, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))

@@ -22,6 +22,7 @@ from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, sample
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
+from .places import row_of_place, rows_of_one
 from .scoring import NEVER, prompt_scores
 
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
@@ -169,17 +170,17 @@ def column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B
 def accept(
     slots: Slots,
     batch: Batch,
-    hidden: Float[Array, "B T D"],
-    logits: Float[Array, "B T V"],
+    hidden: Float[Array, "rows D"],
+    logits: Float[Array, "rows V"],
     offers: Float[Array, "B T V"] | None,
     rule: Rule,
 ) -> tuple[Slots, Sampled]:
     """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
 
-    `offers` are the distributions from which the tokens of the batch were drawn, None where they were not
-    drawn.
+    `hidden` and `logits` are those of `rows_of_one`, `offers` the distributions from which the tokens of the
+    batch were drawn, None where they were not drawn.
     """
-    T = batch.tokens.shape[1]
+    T, rows = batch.tokens.shape[1], row_of_place(batch)
 
     def one(
         i: Int[Array, ""], state: tuple[Slots, Bool[Array, " B"]]
@@ -188,8 +189,9 @@ def accept(
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
         probs = None if offers is None else column(offers, after)[:, None]
         guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
-        drawn, kept = rule(column(logits, i), position, batch.slot, wanted, slots.sampling, guess)
-        slots, token = emit(slots, batch, drawn.token, column(hidden, i), position, wanted)
+        row = column(rows, i)
+        drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, guess)
+        slots, token = emit(slots, batch, drawn.token, hidden[row], position, wanted)
         return (slots, wanted & (kept != NONE_KEPT) & (token != NO_TOKEN) & slots.live[batch.slot]), replace(
             drawn, token=token
         )
@@ -225,23 +227,6 @@ def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, conf
     return step(params, cache, slots, batch, config=config)
 
 
-def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [B*T,1]: what decode computes, with its bits."""
-    B, T = batch.tokens.shape
-    at = jnp.arange(T, dtype=jnp.int32)[None]
-
-    def each(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
-        return jnp.repeat(x, T, axis=0)
-
-    return Batch(
-        tokens=batch.tokens.reshape(B * T, 1),
-        start=(batch.start[:, None] + at).reshape(-1),
-        count=(at < batch.count[:, None]).astype(jnp.int32).reshape(-1),
-        page_tables=tuple(map(each, batch.page_tables)),
-        slot=each(batch.slot),
-    )
-
-
 def verify(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
 ):
@@ -267,8 +252,8 @@ def judge(
 ) -> tuple[KVCache, Slots, Output]:
     """`verify` for a batch that is awake; `offers` as in `accept`."""
     hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
-    logits = unembed(params, config, hidden[:, 0])
-    hidden, logits = (x.reshape(*batch.tokens.shape, -1) for x in (hidden, logits))
+    hidden = hidden[:, 0]
+    logits = unembed(params, config, hidden)
     slots, sampled = accept(slots, batch, hidden, logits, offers, rule)
     return cache, slots, Output(sampled, None)
 

@@ -37,11 +37,11 @@ PAUSE = 0.02  # seconds between two looks at an engine
 
 class Aim(NamedTuple):
     """What a warm-up is to find: shapes with the bits of the canonical ones, where there is a contract, and
-    the times of steps with up to `guesses` guesses."""
+    the times of steps whose rows have up to so many guesses, for each of `depths`."""
 
     canonical: Canonical
     reproducible: bool
-    guesses: int
+    depths: tuple[int, ...]
 
 
 def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, Shape]:
@@ -102,7 +102,7 @@ class Warmup:
         return not (self.stopped or self.done) and threading.main_thread().is_alive()
 
     def _attend(self, idle: Callable[[], bool]) -> None:
-        if self.aim.reproducible or self.aim.guesses:
+        if self.aim.reproducible or self.aim.depths:
             shapes = [*self.programs.steps, *self.programs.missing]
             self._probe = Probe(self.programs, self.aim.canonical, shapes)
         self._work(idle)
@@ -186,7 +186,7 @@ class Warmup:
                 self.classes = self.classes.joined(self._here.popleft())
         last = not self._here and not self._compiling
         if self._probe is None:
-            self.done = last and not self.aim.reproducible and not self.aim.guesses
+            self.done = last and not self.aim.reproducible and not self.aim.depths
         elif self._here or last:
             self._lent = tables.lend(self._probe.needed, spare) or []
             if self._lent:
@@ -204,8 +204,8 @@ class Warmup:
             self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
             if not self.failed:
                 kept.write(self._record, self.classes)
-        if self.aim.guesses and self.classes.verify:
-            self.seconds = yield from timed(probe, self.classes, self.aim.guesses)
+        if self.aim.depths and self.classes.verify:
+            self.seconds = yield from timed(probe, self.classes, self.aim.depths)
         self.done = True
 
 

@@ -1,203 +1,223 @@
-"""How many guesses a step verifies, none included: what the last steps say is fastest now.
+"""How many guesses of each row a step verifies, none included: what the last steps say is fastest now.
 
-A pass over k guesses gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192, with an
-acceptance of its own for each place), and costs what passes of its shape have cost. At a full batch a pass is
-bound by arithmetic, k + 1 tokens cost k + 1 times one, and the answer is none.
+A pass over k guesses gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192), with an
+acceptance of its own for each place and for how the row's last guesses did. A compiled verification computes
+so many tokens, whosever they are: its places go to the guesses that are likeliest to be kept.
 
 Guesses need the last step's tokens, so a step that is asked for them waits for those, and the host's work on
 them is in its time. A plain step overlaps with that work: it is the cheaper way to verify nothing, and has a
-time of its own. Where asking does not pay, most steps are plain. Plain Python; its choices follow from what
-it was told, in that order.
+time of its own. What asked steps lost against plain ones is written down, and bounds how often steps are
+asked where that does not pay. Plain Python; its choices follow from what it was told, in that order.
 """
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
+from typing import NamedTuple
 
-HALF_LIFE_GUESSES = 256  # judged guesses of a place after which their weight is halved
-PRIOR, PRIOR_WEIGHT = 0.6, 4.0  # acceptance before anything is known, in judged guesses
+from .acceptance import Acceptance, Offer
+
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
+PLAIN_WEIGHT = 0.1  # the same of plain steps, which are measured seldom
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
-SWITCH_MARGIN = 0.005  # another k must promise so much more before it is taken
-TRIAL_SHARE = 0.004  # of all time may be spent on trying what does not look best
+ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
+LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
+LEAST_WAIT = 0.1  # of a plain step's time is lost at least by one that was asked and had nothing to verify
+FIRST_LOAN = 4.0  # the same before anything is known
+CREDIT = 4.0  # plain steps' time that was won and may be lost again
+CREDIT_OF_ONE = 20.0  # the same of one row, which is given now much and now nothing
+TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
-FOUND_WEIGHT = 0.02  # weight of the newest step among those that were asked
-LOSS_WEIGHT = 0.4  # the same among those that had guesses
-ASKING_SHARE = 0.007  # of the time may be lost by asking where it does not pay
-MOST_PLAIN_STEPS = 75  # plain steps in a row
-MEASURED_PLAIN_STEPS = 4  # plain steps in which their time is measured
+MARGIN = 0.06  # of a plain step's time is to be won by an asked one: no time is known exactly
+STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured, whatever these seem to cost
+FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps that are measured before the first asked one, and then
+UNMEASURED = 0.25  # what a plain step counts of these that could not be measured
 
-
-@dataclass
-class Acceptance:
-    """Of the guesses for each place that were judged, the share that was right; old ones fade."""
-
-    judged: list[float]
-    right: list[float]
-
-    @classmethod
-    def of_places(cls, places: int) -> "Acceptance":
-        return cls([PRIOR_WEIGHT] * places, [PRIOR * PRIOR_WEIGHT] * places)
-
-    def learn(self, offered: int, accepted: int) -> None:
-        """One row's step: a guess is judged when all before it were right."""
-        keep = 0.5 ** (1 / HALF_LIFE_GUESSES)
-        for i in range(min(accepted + 1, offered, len(self.judged))):
-            self.judged[i] = self.judged[i] * keep + 1
-            self.right[i] = self.right[i] * keep + (i < accepted)
-
-    def expected(self) -> list[float]:
-        """Tokens of a pass for 0, 1, 2, ... guesses."""
-        shares = [right / judged for right, judged in zip(self.right, self.judged, strict=True)]
-        return list(accumulate(accumulate(shares, mul), initial=1.0))
+Key = tuple[int, int]  # tokens that a step computes, and the most guesses of a row; 0 where it only decodes
 
 
 @dataclass
 class StepTime:
-    """The time of one kind of step, an average in which the newest counts most. `age` is the number of steps
-    since it was measured."""
+    """The time of one kind of step, an average in which the newest counts most. `age` is the number of asked
+    steps since it was measured."""
 
     seconds: float
     measured: int = 0
     age: int = 0
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, seconds: float, least: float) -> None:
         self.measured, self.age = self.measured + 1, 0
-        weight = max(TIME_WEIGHT, 1 / self.measured)
+        weight = max(least, 1 / self.measured)
         self.seconds += weight * (min(seconds, MOST_TIMES_EXPECTED * self.seconds) - self.seconds)
 
 
 @dataclass
-class Asking:
-    """What asking for guesses is worth: how often there were some, and by how much slower than plain steps
-    those were."""
+class Times:
+    """Seconds of steps of one kind: measured ones, and for others what the warm-up says, with what the next
+    measured one took longer than it says of that one."""
 
-    lost: float  # seconds of a step with guesses, less those of plain steps for the same tokens
-    found: float = 1.0
-    asked: float = PRIOR_WEIGHT
+    warmup: Mapping[Key, float]
+    weight: float = TIME_WEIGHT
+    found: dict[Key, StepTime] = field(default_factory=dict)
 
-    def learn(self, found: bool, lost: float) -> None:
+    def of(self, key: Key) -> float:
+        if key in self.found:
+            return self.found[key].seconds
+        near = min(self.found, key=lambda other: distance(key, other), default=None)
+        more = 0.0 if near is None else self.found[near].seconds - self.warmup[near]
+        return self.warmup[key] + max(more, 0.0)
+
+    def learn(self, key: Key, seconds: float) -> None:
+        self.found.setdefault(key, StepTime(self.of(key))).learn(seconds, self.weight)
+
+    def age(self, key: Key) -> float:
+        return self.found[key].age if key in self.found else float("inf")
+
+
+def distance(a: Key, b: Key) -> float:
+    return max(a[0], b[0]) / min(a[0], b[0]) + abs(a[1] - b[1])
+
+
+@dataclass
+class Ledger:
+    """What asked steps have lost against plain ones of the same tokens, in seconds; below zero what they have
+    won."""
+
+    debt: float = 0.0
+    limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
+    left: float = FIRST_PLAIN  # plain steps to measure in any case
+    asked: int = 0  # steps since a plain one
+    awake: bool = True
+
+    def learn(self, lost: float, plain: float, rows: int) -> None:
+        """An asked step of so many rows: the fewer, the more what it gives varies."""
+        most = CREDIT + (CREDIT_OF_ONE - CREDIT) / rows
+        self.debt = max(self.debt + lost + MARGIN * plain, -most * plain)
         self.asked += 1
-        self.found += max(FOUND_WEIGHT, 1 / self.asked) * (found - self.found)
-        if found:
-            self.lost += LOSS_WEIGHT * (lost - self.lost)
+        if self.asked == STEPS_BETWEEN_PLAIN:
+            self.left = MEASURED_PLAIN
+        if self.debt > self.limit * plain:
+            first = self.limit == FIRST_LOAN  # which is never paid back in full
+            self.debt, self.awake = LOAN * plain if first else self.debt, False
 
-    def mean(self, idle: float) -> float:
-        """Seconds lost by a step that is asked, where one without guesses loses `idle`."""
-        return self.found * self.lost + (1 - self.found) * idle
+    def rest(self, plain: float) -> None:
+        """A plain step: time in which a debt is paid off."""
+        self.debt = self.debt - ASKING_SHARE * plain if self.debt > 0 else self.debt
+        self.left, self.asked = max(self.left - UNMEASURED, 0.0), 0
+        if self.debt <= 0 and not self.awake:
+            self.awake, self.limit = True, LOAN
+
+    def wake(self, plain: float) -> None:
+        """There is reason to think that asking pays: some more may be lost to see."""
+        if not self.awake and self.debt < 2 * LOAN * plain:
+            self.awake, self.limit = True, self.debt / plain + LOAN / 2
+
+
+class Choice(NamedTuple):
+    """A kind of step, the tokens that it is expected to give, and the guesses of each row."""
+
+    key: Key
+    tokens: float
+    guesses: Counter[int]
 
 
 @dataclass
 class Controller:
-    """Chooses among `ks` (0 and the numbers of guesses whose verification is compiled), for each number of
-    rows by itself.
+    """Chooses the guesses of each row of a step.
 
-    `times` are seconds of a step that is asked for guesses by (rows, k), `plain` those of one that is not by
-    rows, first as the warm-up measured them; a kind without a time is tried when it first comes up.
+    `seconds` are those of a step by `Key`, as the warm-up measured them. A row takes a token of a step for
+    itself, and `unit` for each of its guesses: 1, or 0 where each row is computed with all guesses it may
+    have.
     """
 
-    ks: tuple[int, ...]
-    times: dict[tuple[int, int], StepTime] = field(default_factory=dict)
-    plain: dict[int, StepTime] = field(default_factory=dict)
-    chosen: dict[int, int] = field(default_factory=dict)  # by rows, what was last taken for the best
-    asking: dict[int, Asking] = field(default_factory=dict)  # by rows
-    asleep: dict[int, int] = field(default_factory=dict)  # by rows, plain steps to come
+    seconds: Mapping[Key, float]
+    unit: int = 1
+    ledgers: dict[int, Ledger] = field(default_factory=dict)  # by width of decode
     spent: float = 0.0  # seconds lost by trials
     elapsed: float = 0.0
     since: int = 0  # steps since the last trial
 
     def __post_init__(self):
-        assert self.ks and list(self.ks) == sorted({0, *self.ks}), f"ks {self.ks} must ascend from 0"
-        self.acceptance = Acceptance.of_places(self.ks[-1])
+        self.keys = sorted(key for key in self.seconds if key[1])
+        self.widths = sorted(size for size, k in self.seconds if not k)
+        self.depths = sorted({k for _, k in self.keys})
+        self.acceptance = Acceptance.of_places(self.depths[-1])
+        self.asked, self.plain = Times(self.seconds), Times(self.seconds, PLAIN_WEIGHT)
 
-    @classmethod
-    def of_times(cls, ks: Sequence[int], seconds: Mapping[tuple[int, int], float]) -> "Controller":
-        plain = {rows: StepTime(t) for (rows, k), t in seconds.items() if k == 0}
-        return cls(tuple(ks), {shape: StepTime(t) for shape, t in seconds.items()}, plain)
+    # ------------------------------------------------------------ a step to come
 
     def asks(self, rows: int) -> bool:
         """Whether the next step of `rows` rows may verify guesses, and waits for the last tokens; otherwise
         it is plain."""
-        left = self.asleep.setdefault(rows, MEASURED_PLAIN_STEPS)
-        if not left:
+        width = self._width(rows)
+        ledger, plain = self._ledger(rows), self.plain.of((width, 0))
+        if ledger.awake and not ledger.left:
             return True
-        self.asleep[rows] = left - 1
-        self.since += 1
-        self.elapsed += self.plain[rows].seconds if rows in self.plain else 0.0
-        for cost in [self.times[rows, k] for k in self.ks if (rows, k) in self.times]:
-            cost.age += 1
+        ledger.rest(plain)
+        self.elapsed += plain
         return False
 
-    def choose(self, rows: int, offered: Sequence[int]) -> int:
-        """The most guesses a row may have in a step of a shape with `rows` rows that was asked.
+    def choose(self, offers: Sequence[Offer]) -> list[int]:
+        """How many guesses of each row a step verifies that was asked."""
+        choices = self._choices(offers)
+        best = max(choices, key=self._rate)
+        chosen = self._trial(choices, best)
+        for time in self.asked.found.values():
+            time.age += 1
+        self.elapsed += self.asked.of(chosen.key)
+        return [chosen.guesses[row] for row in range(len(offers))]
 
-        `offered` are the guesses that each of its requests has.
-        """
-        useful = max(offered, default=0)
-        ks = [k for i, k in enumerate(self.ks) if i == 0 or self.ks[i - 1] < useful]
-        if untried := [k for k in ks if (rows, k) not in self.times]:
-            return untried[-1]
-        expected, costs = self.acceptance.expected(), {k: self.times[rows, k] for k in ks}
-        gains = {k: sum(expected[min(k, n)] for n in offered) for k in ks}
-        best = self._best(rows, {k: gains[k] / costs[k].seconds for k in ks})
-        trial = self._trial(ks, gains, costs, best)
-        self._rest(rows, useful > 0, costs[best].seconds, gains[best] / len(offered))
-        for cost in costs.values():
-            cost.age += 1
-        self.elapsed += costs[trial].seconds
-        return trial
+    def glance(self, rows: int, offers: Sequence[Offer]) -> None:
+        """While steps are plain: what some of the `rows` rows would have been offered."""
+        if self._ledger(rows).awake or not offers:
+            return
+        steps = [
+            [offers[(first + i) % len(offers)] for i in range(rows)] for first in range(0, len(offers), rows)
+        ]
+        best = [max(self._choices(step), key=self._rate) for step in steps]
+        plain = self.plain.of((self._width(rows), 0))
+        seconds = sum(self.asked.of(choice.key) for choice in best)
+        if any(choice.guesses for choice in best) and seconds / plain < sum(c.tokens for c in best) / rows:
+            self._ledger(rows).wake(plain)
 
-    def timed(self, rows: int, k: int | None, seconds: float) -> None:
-        """A step that was asked has taken so long with k guesses, or a plain one; None stands for that."""
-        if k is None:
-            self.plain.setdefault(rows, StepTime(seconds)).learn(seconds)
-        else:
-            self.times.setdefault((rows, k), StepTime(seconds)).learn(seconds)
+    def _choices(self, offers: Sequence[Offer]) -> list[Choice]:
+        """The kinds of steps that hold the rows; places go to the guesses that are likeliest to be kept."""
+        rows, gains = len(offers), self.acceptance.gains()
+        choices = [Choice((self._width(rows), 0), float(rows), Counter())]
+        for k in self.depths:
+            ranked = sorted(
+                ((gain, row) for row, o in enumerate(offers) for gain in gains[o.form][: min(k, o.guesses)]),
+                reverse=True,
+            )
+            tokens = list(accumulate((gain for gain, _ in ranked), initial=float(rows)))
+            for size in [size for size, depth in self.keys if depth == k and size >= rows]:
+                room = size - rows if self.unit else len(ranked)
+                taken = min(room, len(ranked))
+                if taken:
+                    choices.append(
+                        Choice((size, k), tokens[taken], Counter(row for _, row in ranked[:taken]))
+                    )
+                if room >= len(ranked):
+                    break
+        return choices
 
-    def judged(self, offered: int, accepted: int) -> None:
-        """Of a row's guesses the first `accepted` were right."""
-        self.acceptance.learn(offered, accepted)
+    def _rate(self, choice: Choice) -> float:
+        return choice.tokens / self.asked.of(choice.key)
 
-    def _best(self, rows: int, rates: dict[int, float]) -> int:
-        """The fastest, but the last one as long as it is about as fast."""
-        best, last = max(rates, key=lambda k: rates[k]), self.chosen.get(rows, 0)
-        if last in rates and rates[best] <= rates[last] * (1 + SWITCH_MARGIN):
-            return last
-        self.chosen[rows] = best
-        return best
-
-    def _trial(self, ks: list[int], gains: dict[int, float], costs: dict[int, StepTime], best: int) -> int:
+    def _trial(self, choices: list[Choice], best: Choice) -> Choice:
         """Now and then another than the best, the one not seen for longest, if the time that it loses is
         within the share."""
         self.since += 1
-        others = [k for k in ks if k != best]
+        others = [choice for choice in choices if choice is not best]
         if self.since <= STEPS_BETWEEN_TRIALS or not others:
             return best
-        other = max(others, key=lambda k: costs[k].age)
-        lost = max(0.0, costs[other].seconds - gains[other] / gains[best] * costs[best].seconds)
+        other = max(others, key=lambda choice: self.asked.age(choice.key))
+        lost = self.asked.of(other.key) - other.tokens / self._rate(best)
         if not self._afford(lost):
             return best
         self.since = 0
         return other
-
-    def _rest(self, rows: int, found: bool, seconds: float, tokens: float) -> None:
-        """Plain steps to come after a step that was asked and is expected to yield `tokens` tokens a row.
-
-        Where asking does not pay, enough that it costs its share of the time at most; where it does, a few
-        when it is long since one was measured.
-        """
-        plain = self.plain.get(rows) or self.times[rows, 0]
-        lost = seconds - tokens * plain.seconds
-        asking = self.asking.setdefault(rows, Asking(-plain.seconds))
-        asking.learn(found, lost)
-        mean = asking.mean(self.times[rows, 0].seconds - plain.seconds)
-        plain.age += 1
-        if lost > 0 and mean > 0:
-            self.asleep[rows] = min(MOST_PLAIN_STEPS, math.ceil(mean / (ASKING_SHARE * plain.seconds)))
-        elif plain.age > MOST_PLAIN_STEPS and self._afford(MEASURED_PLAIN_STEPS * max(0.0, -mean)):
-            self.asleep[rows] = MEASURED_PLAIN_STEPS
 
     def _afford(self, lost: float) -> bool:
         """Whether a trial that loses `lost` seconds is within the share; if so it is taken."""
@@ -205,3 +225,43 @@ class Controller:
             return False
         self.spent += lost
         return True
+
+    # ------------------------------------------------------------ what came of it
+
+    def verified(self, guesses: Sequence[int], tokens: int, seconds: float | None) -> None:
+        """A step that was asked took so long, with so many guesses of each row, and gave so many tokens.
+
+        None stands for the time of a step that did something else too.
+        """
+        rows = len(guesses)
+        key, plain = self._key(guesses), self.plain.of((self._width(rows), 0))
+        if seconds is not None:
+            self.asked.learn(key, seconds)
+        expected = self.asked.of(key)
+        lost = min(seconds or expected, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
+        self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
+
+    def plainly(self, rows: int, seconds: float) -> None:
+        """A plain step took so long."""
+        self.plain.learn((self._width(rows), 0), seconds)
+        ledger = self._ledger(rows)
+        ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
+
+    def judged(self, form: int, offered: int, accepted: int) -> None:
+        """Of a row's guesses the first `accepted` were right."""
+        self.acceptance.learn(form, offered, accepted)
+
+    def _key(self, guesses: Sequence[int]) -> Key:
+        if not any(guesses):
+            return self._width(len(guesses)), 0
+        k = next((depth for depth in self.depths if depth >= max(guesses)), self.depths[-1])
+        sizes = [size for size, depth in self.keys if depth == k]
+        needed = len(guesses) + self.unit * sum(guesses)
+        return next((size for size in sizes if size >= needed), sizes[-1]), k
+
+    def _width(self, rows: int) -> int:
+        return next((width for width in self.widths if width >= rows), self.widths[-1])
+
+    def _ledger(self, rows: int) -> Ledger:
+        first = FIRST_LOAN if not self.ledgers else LOAN
+        return self.ledgers.setdefault(self._width(rows), Ledger(limit=first))

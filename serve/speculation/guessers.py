@@ -15,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...kvcache.pages import Batch, KVCache
 from ...model.config import ModelConfig
+from ...model.heads import advance
 from ...model.pair import Pair
 from ...model.transformer import unembed
 from ...sampling.accept import RULES, draw_guess, rejection, target_probs
 from ...sampling.guess_tree import guess_tree
 from ...sampling.sample import sample
-from ...sampling.search import largest
+from ...sampling.search import argmax, largest
 from ...sampling.token_tree import NO_NODE, TokenTree
 from ..programs.step import Slots, column, run
 
@@ -71,9 +72,20 @@ class HeadGuesser:
         return cache
 
     def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: Asked) -> Chain:
-        tokens = asked.batch.tokens
-        found = self._tokens(params, slots, asked, TokenTree.of_widths((1,) * (tokens.shape[1] - 1)))
-        return Chain(cache, jnp.where(asked.open, found, tokens).at[:, 0].set(tokens[:, 0]))
+        """As many steps of the head as the longest row has guesses."""
+        batch, open = asked
+
+        def one(
+            i: Int[Array, ""], chain: tuple[Int[Array, "B T"], Float[Array, "B D"]]
+        ) -> tuple[Int[Array, "B T"], Float[Array, "B D"]]:
+            tokens, state = chain
+            state = advance(params.draft, params.target, state, column(tokens, i))
+            guess = argmax(unembed(params.target, self.target, state))
+            guess = jnp.where(column(open, i + 1), guess, column(batch.tokens, i + 1))
+            return tokens.at[:, i + 1].set(guess), state
+
+        first = batch.tokens, slots.hidden[batch.slot]
+        return Chain(cache, jax.lax.fori_loop(0, jnp.max(batch.count) - 1, one, first)[0])
 
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree

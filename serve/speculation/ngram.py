@@ -17,15 +17,20 @@ class Lookup:
         self.tokens: list[int] = []
         self.after: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence of a run
 
-    def append(self, token: int) -> None:
-        """One more token; the runs that end before it can be found from now on."""
-        place = len(self.tokens)
-        for run in self._runs(place):
-            self.after[run] = place
-        for run in self._runs(place - self.window):
-            if self.after.get(run) == place - self.window:
-                del self.after[run]
-        self.tokens.append(token)
+    def extend(self, tokens: Sequence[int]) -> None:
+        """More tokens; the runs that end before each of them can be found from now on."""
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        self.tokens += tokens
+        for n in range(self.low, self.high + 1):
+            first = max(n, start)
+            before = self.tokens[first - n : end - 1]
+            self.after.update(
+                zip(zip(*(before[i:] for i in range(n)), strict=False), range(first, end), strict=False)
+            )
+        for place in range(max(start - self.window, self.low), end - self.window):
+            for run in self._runs(place):
+                if self.after.get(run) == place:
+                    del self.after[run]
 
     def guess(self, k: int) -> list[int]:
         """The k tokens after the latest earlier place of the longest run that ends the sequence."""
@@ -56,8 +61,7 @@ class NgramDrafter:
         self.extend(request, prompt)
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self.requests[request].append(token)
+        self.requests[request].extend(tokens)
 
     def guess(self, request: Hashable, k: int) -> list[int]:
         return self.requests[request].guess(k)

@@ -15,6 +15,7 @@ from duetto.serve.engine.request import Request
 from duetto.serve.engine.scheduler import Limits
 from duetto.serve.programs.classes import Classes
 from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.speculation.acceptance import Offer
 
 
 class Halfright:
@@ -59,24 +60,26 @@ class Fickle:
     """A controller that takes each number of guesses in turn, and does not always ask."""
 
     def __init__(self, k: int):
-        self.ks, self.turn, self.asked = (0, k), 0, 0
+        self.k, self.turn, self.asked = k, 0, 0
 
-    def choose(self, rows: int, offered: Sequence[int]) -> int:
+    def choose(self, offers: Sequence[Offer]) -> list[int]:
         self.turn += 1
-        return self.ks[self.turn % 3 > 0]
+        return [min(offer.guesses, (self.turn + row) % 3 * self.k) for row, offer in enumerate(offers)]
 
     def asks(self, rows: int) -> bool:
         self.asked += 1
         return self.asked % 7 < 5
 
-    def judged(self, offered: int, accepted: int) -> None: ...
-    def timed(self, rows: int, k: int | None, seconds: float) -> None: ...
+    def judged(self, form: int, offered: int, accepted: int) -> None: ...
+    def verified(self, guesses: Sequence[int], tokens: int, seconds: float) -> None: ...
+    def plainly(self, rows: int, seconds: float) -> None: ...
+    def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
 
 
 def speculate(guesses: int, adaptive: bool, sight: int | None) -> Speculation:
     speculation = Speculation(Halfright(sight), guesses)
     if adaptive:
-        speculation.controller, speculation.sizes = cast(Any, Fickle(guesses)), [1, 2, 4, 8]
+        speculation.controller = cast(Any, Fickle(guesses))
     return speculation
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from duetto.serve.engine.rows import groups_of
+from duetto.serve.engine.rows import calls, groups_of
 from duetto.serve.programs.shapes import Shape
 
 SHAPES = (Shape("prefill", 1, 64), Shape("prefill", 4, 16), Shape("prefill", 16, 2))
@@ -33,6 +33,26 @@ def test_a_group_fits_a_shape_that_holds_its_longest_row():
     assert sizes(2, 64, 2) == [[2], [64], [2]]
     assert sizes(*[2] * 17) == [[2] * 16, [2]]
     assert sizes(*[1] * 5, 16, 16) == [[1] * 5, [16, 16]]
+
+
+def test_rows_of_different_lengths_share_the_places_of_a_call():
+    shapes = Shape("verify", 4, 8, 8), Shape("verify", 8, 8, 16)
+
+    def cut(*tokens: int) -> list[tuple[int, list[int]]]:
+        found = calls(shapes, cast("list[Any]", [Row(n) for n in tokens]))
+        return [(shape.area, [row.tokens for row in cast("list[Any]", rows)]) for shape, rows in found]
+
+    assert cut(4, 1, 1, 2) == [(8, [4, 1, 1, 2])]
+    assert cut(5, 1, 1, 2) == [(16, [5, 1, 1, 2])]
+    assert cut(1, 1, 1, 1, 1) == [(16, [1] * 5)]
+    assert cut(8, 7, 2, 8, 6) == [(16, [8, 7]), (16, [2, 8, 6])]
+    assert cut(*[1] * 9) == [(16, [1] * 8), (8, [1])]
+
+
+def test_rows_and_places_of_different_shapes_are_not_taken_together():
+    shapes = Shape("verify", 2, 8, 16), Shape("verify", 8, 8, 8)
+    found = calls(shapes, cast("list[Any]", [Row(n) for n in (4, 1, 3, 5, 1)]))
+    assert [(shape.area, len(rows)) for shape, rows in found] == [(8, 3), (8, 2)]
 
 
 def test_groups_take_a_few_looks_at_each_row():

@@ -180,7 +180,7 @@ class Silent(SimpleNamespace):
             give=lambda: None,
             agrees=lambda shape: runs(True),
             same_bits=lambda: runs(True),
-            seconds=lambda shape: runs(1.0),
+            seconds=lambda shape, tokens: runs(1.0),
         )
 
 
@@ -206,10 +206,11 @@ def test_only_what_is_kept_is_said_to_be(folder):
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_measuring_steps_is_told(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Silent)
-    found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
-    seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, 3)
-    assert seconds == {(rows, k): 1.0 for rows in (1, 2) for k in (0, 3)}
-    assert "duetto: measuring steps: 2/2\n" in capfd.readouterr().err
+    verify = Shape("verify", 8, 4, 8), Shape("verify", 8, 4, 16)
+    found = classes.Classes((), (Shape("decode", 8, 1),), True, verify)
+    seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, (1, 3))
+    assert seconds == {(8, 0): 1.0} | {(tokens, k): 1.0 for tokens in (8, 16) for k in (1, 3)}
+    assert "duetto: measuring steps: 5/5\n" in capfd.readouterr().err
 
 
 def test_reading_weights_is_told_where_it_takes_long(monkeypatch, capfd):

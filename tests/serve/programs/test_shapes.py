@@ -51,8 +51,22 @@ def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contr
 
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
     guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 7}}
-    found = shapes("gpu", max_num_seqs=64, **guesses)["verify"]
-    assert min(rows * tokens for rows, tokens in found) == 64
+    options = EngineOptions(max_num_seqs=64, **guesses)
+    found = [
+        shape
+        for shape in table(options, Sizes(4096, 64, (64,), 64), shared=True, platform="gpu")
+        if shape.phase == "verify"
+    ]
+    assert [shape.area for shape in found] == [64, 128, 256]
+    assert all((shape.rows, shape.tokens) == (64, 8) for shape in found)
+
+
+def test_what_guesses_beside_the_model_does_not_do_so_for_all_seats():
+    config = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3}
+    options = EngineOptions(max_num_seqs=8, speculative_config=config)
+    found = table(options, Sizes(4096, 8, (64,), 64), shared=True, platform="cpu")
+    verify = [(s.rows, s.packed) for s in found if s.phase == "verify"]
+    assert verify == [(1, 8), (2, 16), (4, 32), (8, 8), (8, 16), (8, 32)]
 
 
 @pytest.mark.parametrize("seats, prefill", [(1, 16), (8, 64), (40, 300), (64, 512), (256, 8192)])

@@ -148,12 +148,29 @@ def test_settings_of_a_block_of_code_keep_threads_out(tiny, early):
         assert llm.engine.warmup is None and not llm.engine.programs.missing
 
 
-def test_speculation_begins_once_its_steps_are_known(tiny, early, warm):
+@pytest.mark.parametrize("broken", [set(), {"verify[16,4] of 16", "decode[16,1]"}])
+def test_speculation_begins_once_its_steps_are_known(tiny, gate, warm, broken):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    gate.broken |= broken
+    with LLM.from_params(tiny.config, tiny.params, speculative_config=ngram, **SIZES) as llm:
+        assert answers(llm) == answers(warm) and llm.engine.speculation is None
+        gate.open.set()
+        wait(llm)
+        classes, speculation = llm.engine.classes, llm.engine.speculation
+        assert classes.verify and not broken & set(map(str, classes.shapes))
+        assert speculation is not None and speculation.controller is not None
+        timed = {(s.rows, 0) for s in classes.decode} | {(s.packed, 3) for s in classes.verify}
+        assert set(speculation.controller.seconds) == timed
+        assert answers(llm) == answers(warm)
+
+
+def test_without_any_verification_it_goes_on_without_guesses(tiny, gate, warm, caplog):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM.from_params(tiny.config, tiny.params, speculative_config=ngram, **SIZES) as llm:
-        assert answers(llm) == answers(warm)
+        gate.broken |= {str(s) for s in llm.engine.programs.missing if s.phase == "verify"}
+        gate.open.set()
         wait(llm)
-        assert llm.engine.speculation is not None and llm.engine.speculation.controller is not None
+        assert llm.engine.speculation is None and "no verification gives the bits of decode" in caplog.text
         assert answers(llm) == answers(warm)
 
 

@@ -37,18 +37,29 @@ def looked_up(tokens: Sequence[int], low: int, high: int, k: int) -> list[int]:
 def test_lookup_equals_the_plain_search(text: list[int], low: int, more: int, k: int):
     lookup = Lookup(low, low + more)
     for i, token in enumerate(text):
-        lookup.append(token)
+        lookup.extend([token])
         assert lookup.guess(k) == looked_up(text[: i + 1], low, low + more, k)
+
+
+@given(TEXT, st.integers(0, 40), st.integers(1, 3), st.integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_many_tokens_at_once_are_indexed_as_each_in_turn(text: list[int], cut: int, low: int, more: int):
+    lookups = [Lookup(low, low + more, window=8) for _ in range(2)]
+    for token in text:
+        lookups[0].extend([token])
+    lookups[1].extend(text[:cut])
+    lookups[1].extend(text[cut:])
+    assert lookups[0].after == lookups[1].after and lookups[0].tokens == lookups[1].tokens
 
 
 def test_lookup_forgets_what_left_its_window():
     lookup = Lookup(2, 4, window=100)
     for token in np.random.default_rng(0).integers(0, 1000, 5000).tolist():
-        lookup.append(token)
+        lookup.extend([token])
     assert len(lookup.after) <= 3 * 100
     again = Lookup(2, 4, window=100)
     for token in [1, 2, 3, *range(10, 300), 1, 2]:
-        again.append(token)
+        again.extend([token])
     assert again.guess(2) == []
 
 
@@ -57,7 +68,7 @@ def test_lookup_reads_each_token_a_fixed_number_of_times():
     lookup = Lookup(2, 5)
     for token in range(2000):
         before = len(lookup.after)
-        lookup.append(token)
+        lookup.extend([token])
         assert len(lookup.after) - before <= 4
 
 

@@ -13,7 +13,6 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.serve.options.keywords import engine_options
-from duetto.serve.speculation.controller import Controller
 
 pytestmark = pytest.mark.as_served
 
@@ -120,12 +119,14 @@ def test_the_controller_learns_step_times_and_what_is_accepted():
     with LLM(**SIZES, speculative_config=config) as llm:
         speculation = llm.engine.speculation
         controller = speculation.controller
-        assert {rows for rows, _ in controller.times} == {1, 2} and set(controller.ks) <= {0, 1, 3}
+        assert set(controller.seconds) == {(8, 0), (8, 3)}
+        before = controller.acceptance.gains()
         results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
         report = llm.report()
-    assert any(time.measured > 1 for time in controller.times.values())
+    assert any(time.measured > 1 for time in controller.asked.found.values())
+    assert any(time.measured > 1 for time in controller.plain.found.values())
     assert report["compilations"] == 0 and 0 < report["speculation"]["acceptance"][0] <= 1
-    assert controller.acceptance.expected()[1] != Controller(controller.ks).acceptance.expected()[1]
+    assert controller.acceptance.gains() != before
     assert not speculation.following
     place, completion = 0, results[-1].outputs[0]
     passes = completion.passes or []
