@@ -42,6 +42,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"padding      {padding}",
         f"cache        {cache}, {reuse}",
         f"programs     {programs}",
+        f"dtype        {r['dtype']}",
     ]
     if guesses := r.get("speculation"):
         share = guesses["accepted"] / max(guesses["drafted"], 1)

@@ -15,7 +15,7 @@ from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.tree import paths
-from ...model.weights.fixed import fixed, is_fixed
+from ...model.weights.turned import prepared_as
 from ...sampling.params import NO_TOKEN, knobs_row
 from ...sampling.state import dense_bias, needs_history
 from ..programs.classes import Classes
@@ -140,13 +140,13 @@ class Engine:
             | guesses
             | ({"products": self._products} if self._products else {})
             | {
+                "dtype": str(self.params.embed.dtype),
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
                 "compilations": self._compilations.count,
                 "preemptions": self.scheduler.preemptions,
-                "cache_pages": sum(self.sizes.pages),
-                "page_size": self.sizes.page_size,
             }
+            | {"cache_pages": sum(self.sizes.pages), "page_size": self.sizes.page_size}
         )
 
     def update_params(self, params: Decoder) -> None:
@@ -158,7 +158,7 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
-        params = fixed(params) if is_fixed(self.params) else params
+        params = prepared_as(self.params, params)
         old, new = paths(self.params), paths(params)
         for path in old | new:
             a, b = old.get(path), new.get(path)

@@ -124,11 +124,18 @@ class Probe:
         return found.digest == wanted.digest and found.scores.items() <= wanted.scores.items()
 
     def decode(self, shape: Shape, steps: int) -> list[bytes]:
-        """Digest of each row after `steps` tokens, rows taking the sequences in turn."""
+        """Digest of each row after `steps` tokens, rows taking the sequences in turn; all of them, in several
+        turns of a narrow shape."""
+        rows, own = self._rows(self.canonical.decode), self._rows(shape)
+        found = [each for first in range(0, rows, own) for each in self._decode(shape, steps, first)]
+        return found[: max(rows, own)]
+
+    def _decode(self, shape: Shape, steps: int, first: int) -> list[bytes]:
+        """Digests of a turn, whose rows begin with the sequence `first`."""
         scores = [b""] * self._rows(shape)
         for start in range(0, steps, shape.tokens):
             count = min(shape.tokens, steps - start)
-            logprob = self._run(shape, self._batch(shape, start, count)).sampled.logprob
+            logprob = self._run(shape, self._batch(shape, start, count, first)).sampled.logprob
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
         pages = np.stack([self._pages(row) for row in range(len(scores))])
         return [own + score for own, score in zip(self._digests(pages, steps), scores, strict=True)]
@@ -150,11 +157,11 @@ class Probe:
     def _rows(self, shape: Shape) -> int:
         return min(shape.rows, self.pool, self.capacity)
 
-    def _batch(self, shape: Shape, start: int, count: int) -> Batch:
-        """Rows in pages of their own, with the sequences' tokens [start, start + count)."""
+    def _batch(self, shape: Shape, start: int, count: int, first: int = 0) -> Batch:
+        """Rows in pages of their own, with tokens [start, start + count) of the sequences from `first` on."""
         batch = self.programs.empty_batch(shape, self.capacity)
         for row in range(self._rows(shape)):
-            own = self.text[row % self.sequences, start : start + count]
+            own = self.text[(first + row) % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)
         return batch
 
