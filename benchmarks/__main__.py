@@ -15,10 +15,11 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import alone, beside
 from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS
 from benchmarks.harness import QUICK, Amount, Bench, Row, installed
 from benchmarks.models import cache, folder_for
+from benchmarks.parts import alone, beside, scoring
+from benchmarks.parts import short as short_prompts
 from benchmarks.plot import plot
 from benchmarks.report import HEAD, about, line, save
 from benchmarks.traces import AZURE, MOONCAKE, Scale
@@ -32,8 +33,10 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "throughput": beside.throughput,
     "serving": beside.serving,
     "prefix": alone.prefix,
+    "scoring": scoring.scoring,
     "padding": alone.padding,
     "growth": alone.growth,
+    "short": short_prompts.short,
 }
 DEMO = HERE.parent / "checkpoints" / "demo"
 
@@ -43,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "python -m benchmarks", description="Measure duetto beside its peers.", allow_abbrev=False
     )
     p.add_argument("parts", nargs="*", metavar="PART", help=f"among {', '.join(PARTS)} (default: all)")
-    p.add_argument("--model", default="135m", help="135m (default), 0.6b, 8b, demo, or a Llama's folder")
+    p.add_argument("--model", default="135m", help="135m (default), 360m, 0.6b, 8b, demo, or a folder")
     p.add_argument("--quick", action="store_true", help="little of everything: to see whether it runs")
     p.add_argument("--engines", nargs="+", metavar="NAME", help=f"among {', '.join(map(repr, VARIANTS))}")
     p.add_argument("--no-peers", action="store_true", help="duetto alone")

@@ -50,13 +50,14 @@ class Amount:
     load_requests: int = 60
     prefix_requests: int = 60
     waiting: tuple[int, ...] = (10, 1000, 100_000)
+    questions: int = 16
     minutes: float = 1.0
 
 
 QUICK = Amount(
     programs=("prefill",), rounds=2, steps=4, widths=(1, 8), contexts=(128,), lengths=(128,),
     requests=24, runs=1, pilot=4, loads=(0.5,), load_requests=12, prefix_requests=12, waiting=(10, 10_000),
-    minutes=0.1,
+    questions=4, minutes=0.1,
 )  # fmt: skip
 
 

@@ -45,6 +45,9 @@ class Worker:
     def prefill(self, length: int) -> float:
         return self._call("prefill", length)
 
+    def score(self, texts: list[tuple[list[int], int]], rows: int) -> float:
+        return self._call("score", texts, rows)
+
     def close(self) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()

@@ -65,6 +65,8 @@ class Batch:
     # int32 [B,M] for each window: the row's pages in order, any number where none is read
     page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], which slot of the sampling state the row owns
+    # int32 [B], the prompt's token behind the row, negative where there is none; None where nobody scores
+    after: Any = None
 
 
 def positions(batch: Batch) -> Int[Array, "B T"]:

@@ -32,6 +32,7 @@ class PageTables:
         self.pools = [PagePool(n) for n in pages]
         self.most = [None if w is None else window_pages(w, work, page_size) for w in windows]
         self.reserved = [0] * len(pages)
+        self.lent = self.claimed = 0  # pages of each group for what is no sequence
         self.full = self.pools[0] if windows[0] is None else None
 
     @property
@@ -62,13 +63,13 @@ class PageTables:
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
         """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
         room = all(
-            reserved + self._charge(g, end) <= pool.pages
+            self.claimed + reserved + self._charge(g, end) <= pool.pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
         )
         if self.full is None or not room:
             return room
         new = self._pages_for(tokens) - len(found[0])
-        return new + self.full.idle(found[0]) + spare <= self.full.free
+        return new + self.full.idle(found[0]) + spare + self.claimed <= self.full.free
 
     def admit(self, found: Tables, tokens: int, end: int) -> Tables:
         """A sequence's tables: what was found, and pages for its tokens where no window bounds them. It
@@ -89,7 +90,8 @@ class PageTables:
         need = self._pages_for(tokens) - len(tables[0])
         if need > self.full.free:
             return False
-        tables[0] += self.full.issue(max(need, 0))
+        if need > 0:
+            tables[0] += self.full.issue(need)
         return True
 
     def advance(self, tables: Tables, start: int, end: int) -> None:
@@ -117,6 +119,35 @@ class PageTables:
         for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
             pool.release([page for page in pages if page != GONE])
             self.reserved[g] -= self._charge(g, end)
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether pages are lent or claimed: who is admitted then has to fit to its end beside them."""
+        return bool(self.lent or self.claimed)
+
+    def growth(self, pages: Tables, end: int) -> int:
+        """Pages that a sequence of at most `end` tokens may still take where no window bounds it."""
+        return 0 if self.full is None else max(0, self._pages_for(end) - len(pages[0]))
+
+    def lend(self, count: int, spare: int) -> Tables | None:
+        """`count` pages of each group for what is no sequence; None where that does not leave `spare` and all
+        that is reserved. Then they are claimed, and lent once those that run have ended."""
+        assert not self.lent
+        for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True)):
+            left = pool.free - spare if self.windows[g] is None else pool.pages - reserved
+            if count > left:
+                self.claimed = count
+                return None
+        self.lent, self.claimed = count, 0
+        self.reserved = [n + count for n in self.reserved]
+        return [pool.issue(count) for pool in self.pools]
+
+    def take_back(self, lent: Tables) -> None:
+        """The pages that were lent; nobody finds what is in them."""
+        self.lent = 0
+        for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
+            pool.release(pages)
+            self.reserved[g] -= len(pages)
 
     def forget(self) -> None:
         """Drop every name: the pages' contents are gone or belong to other weights."""

@@ -41,7 +41,13 @@ from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
 from duetto.serve.host import devices
+from duetto.serve.loading import start
+from duetto.serve.programs import kept
 from duetto.serve.speculation.controller import Controller
+
+MAY_SERVE_EARLY = start.may_serve_early
+# Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
+start.may_serve_early = lambda *_: False
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -132,6 +138,14 @@ def unchecked() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start cold, whatever earlier starts have kept, and serve before all of their programs are
+    there."""
+    monkeypatch.setattr(start, "may_serve_early", MAY_SERVE_EARLY)
+    monkeypatch.setattr(kept, "load", lambda *_: None)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, random_model
 
-from benchmarks import alone, beside
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.engines import OURS, Answer, Served, Setting
 from benchmarks.engines import ours as ours_module
 from benchmarks.harness import QUICK, Bench, Row, rows_of
 from benchmarks.models import folder_for, gguf_name, interleaved
+from benchmarks.parts import alone, beside, scoring
 from benchmarks.report import Result, load, save
 from benchmarks.table import block, fill
 from benchmarks.traces import Scale
@@ -30,6 +30,7 @@ class Here:
         options.pop("prefill_buckets", None)
         self.engine = ours_module.Ours(folder, "auto", Setting(setting.seats, setting.longest, options))
         self.serve, self.decode, self.prefill = self.engine.serve, self.engine.decode, self.engine.prefill
+        self.name, self.score = name, self.engine.score
 
     def close(self) -> None:
         self.engine.llm.close()
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bench(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("benchmarks.harness", "benchmarks.alone"):
+    for module in ("benchmarks.harness", "benchmarks.parts.alone"):
         monkeypatch.setattr(f"{module}.Worker", Here, raising=False)
     made = Bench(folder, QUICK, [OURS], Scale(32, 48, 4), seats=8)
     yield made
@@ -56,6 +57,14 @@ def test_throughput_serves_every_request_of_the_trace(bench: Bench):
     assert [(row.engine, row.unit) for row in rows] == [(OURS, "tokens/s")]
     assert rows[0].median > 0
     assert bench.notes[0].startswith("24 requests, ")
+
+
+def test_scores_of_documents_and_choices_are_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    for name, lengths in (("LENGTHS", (9, 20)), ("CONTEXT", (10, 20)), ("CONTINUATION", (2, 3))):
+        monkeypatch.setattr(scoring, name, lengths)
+    rows = list(scoring.scoring(bench))
+    assert [row.unit for row in rows] == ["tokens/s", "tokens/s"] and all(row.median > 0 for row in rows)
+    assert rows[1].what.startswith("4 questions of 4 choices, ")
 
 
 def test_prefixes_are_found_where_caching_is_on(bench: Bench):

@@ -63,6 +63,16 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [rng.integers(3, vocab_size, n).tolist() for n in LENGTHS]
 
 
+Scores = tuple[tuple[int, float, int | None], ...]  # of a token and those likeliest beside it
+
+
+def prompt_bits(output: RequestOutput) -> list[Scores]:
+    """Scores of a prompt's tokens after its first."""
+    entries = output.prompt_logprobs
+    assert entries is not None and entries[0] is None and len(entries) == len(output.prompt_token_ids)
+    return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
+
+
 def bits(output: RequestOutput) -> list[tuple[int, bytes, tuple[int, ...]]]:
     """A request's tokens with the bits of every log-probability that it reports."""
     completion = output.outputs[0]
@@ -116,6 +126,17 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
+@pytest.mark.usefixtures("early")
+def test_cold_equals_alone(model, serve, expected):
+    """Whatever is compiled by then, and while shapes join between the steps."""
+    texts, rounds = prompts(model.config.vocab_size), 0
+    with serve() as llm:
+        while rounds < 2 or llm.engine.warmup is not None:
+            rounds += llm.engine.warmup is None
+            llm.engine.tables.forget()
+            assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
+
+
 def test_any_order_of_arrival(model, base, expected):
     texts, order = prompts(model.config.vocab_size), [4, 0, 6, 2, 5, 1, 3]
     for place, i in enumerate(order):
@@ -132,6 +153,21 @@ def test_streamed_equals_batch(model, base, expected):
         pieces = list(base.stream(prompt, params))
         assert [t for piece in pieces for t in piece.token_ids] == [token for token, *_ in want]
         assert pieces[-1].finish_reason == "length"
+
+
+def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, serve, expected):
+    """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
+    texts, asked = prompts(model.config.vocab_size), [(j % 2, 2 + 7 * j % 20) for j in range(20)]
+    params = [PARAMS[i].clone() for i, _ in asked]
+    for one, (_, most) in zip(params, asked, strict=True):
+        one.max_tokens = most  # they end one by one
+    with serve(max_num_seqs=4, enable_prefix_caching=False, decode_steps=1) as llm:
+        seconds = {"prefill": 1.0, "decode": 1e-9}
+        llm.engine.scheduler.gathering._seconds = lambda shape: shape.area * seconds[shape.phase]
+        outputs = llm.generate([texts[i] for i, _ in asked], params, use_tqdm=False)
+        gathered, shared = llm.report()["gathering"], any(s.rows > 1 for s in llm.engine.classes.prefill)
+    assert [bits(o) for o in outputs] == [expected[i][:most] for i, most in asked]
+    assert (gathered["prompts"] > 0) == shared
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
@@ -181,14 +217,36 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     text = prompts(model.config.vocab_size)[-1]
 
-    def scores(llm: LLM, neighbours: int = 0) -> list[tuple]:
+    def scores(llm: LLM, neighbours: int = 0, cached: int = 0) -> list[Scores]:
         texts = [text[:n] for n in (5, 70)[:neighbours]]
-        entries = llm.generate([*texts, text], params, use_tqdm=False)[-1].prompt_logprobs
-        assert entries is not None and entries[0] is None and len(entries) == len(text)
-        return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
+        output = llm.generate([*texts, text], params, use_tqdm=False)[-1]
+        assert output.num_cached_tokens == cached
+        return prompt_bits(output)
 
+    base.engine.scheduler.forget()
+    alone = scores(base)
+    assert scores(base, cached=192) == alone
+    base.engine.scheduler.forget()
+    shared = 0 if model.name == "longrope" else 64  # the keys of a short prompt are others there
+    assert scores(base, neighbours=2, cached=shared) == alone
+    (end,) = base.log_likelihood(text[:100], text[100:])
+    assert end.logprobs == [entry[0][1] for entry in alone[99:]]
     with serve(**CHUNKS) as small:
-        assert scores(base) == scores(small) == scores(base, neighbours=2)
+        assert scores(small) == alone
+
+
+@pytest.mark.parametrize("model", ["tiny", "bfloat16"], indirect=True, scope="session")
+def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
+    """So few pages that requests are preempted while they decode, and find their pages and scores again."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=2)
+    texts = prompts(model.config.vocab_size)
+    base.engine.scheduler.forget()
+    wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
+    with serve(**next(iter(VARIANTS.values()))) as llm:
+        for _ in range(2):
+            found = llm.generate(texts, params, use_tqdm=False)
+            assert [prompt_bits(o) for o in found] == wanted
+        assert llm.report()["preemptions"] > 0
 
 
 def test_samples_of_one_prompt_share_its_pages(model, base):

@@ -85,11 +85,11 @@ def shared(make):
     """A constructor that gives what it has made of the same arguments before."""
     made = {}
 
-    def programs(phases, params, sizes, shapes):
+    def programs(phases, params, sizes, shapes, first):
         leaves = tuple(map(str, loading.jax.tree.leaves(loading.jax.tree.map(lambda x: x.aval, params))))
         key = repr(phases), leaves, sizes, tuple(shapes)
         if key not in made:
-            made[key] = make(phases, params, sizes, shapes)
+            made[key] = make(phases, params, sizes, shapes, first)
         return made[key]
 
     return programs

@@ -62,6 +62,11 @@ class Engine(Protocol):
         """Seconds from a prompt that was never seen to its first token, nothing else being served."""
         ...
 
+    def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
+        """Seconds of the log-probabilities of texts, each from a position on, in batches of `rows` where an
+        engine is told how to batch; nothing is remembered of earlier calls. Not of llama.cpp."""
+        ...
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -51,6 +51,31 @@ class Model:
             self.model(prompt, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).item()
         return time.perf_counter() - begin
 
+    def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
+        """A forward pass for each batch of texts, padded on the left, with the logits that are wanted."""
+        self.state, begin = None, time.perf_counter()
+        with self.torch.inference_mode():
+            for i in range(0, len(texts), rows):
+                self._likelihoods(texts[i : i + rows])
+        return time.perf_counter() - begin
+
+    def _likelihoods(self, texts: Sequence[tuple[list[int], int]]) -> list[list[float]]:
+        ids, mask = self._padded([text for text, _ in texts])
+        counts = [len(text) - first for text, first in texts]
+        keep = {"logits_to_keep": max(counts) + 1, "use_cache": False}
+        logits = self.model(ids, attention_mask=mask, **keep).logits
+        found = []
+        for row, own, count in zip(logits, ids, counts, strict=True):
+            scores = self.torch.log_softmax(row[-count - 1 : -1].float(), -1)
+            found.append(scores.gather(1, own[-count:, None])[:, 0].tolist())
+        return found
+
+    def _padded(self, texts: Sequence[list[int]]) -> tuple[Any, Any]:
+        longest = max(map(len, texts))
+        ids = [[0] * (longest - len(text)) + text for text in texts]
+        mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
+        return self.torch.tensor(ids, device=self.device), self.torch.tensor(mask, device=self.device)
+
     def _prompts(self, rows: int, length: int) -> Any:
         return self.torch.randint(RESERVED, self.model.config.vocab_size, (rows, length), device=self.device)
 
@@ -70,10 +95,7 @@ class Static(Model):
 
     def _batch(self, requests: Sequence[Request]) -> list[list[int]]:
         longest, most = max(len(r.prompt) for r in requests), max(r.output for r in requests)
-        gaps = [longest - len(r.prompt) for r in requests]
-        ids = [[0] * gap + r.prompt for gap, r in zip(gaps, requests, strict=True)]
-        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
-        ids, mask = (self.torch.tensor(rows, device=self.device) for rows in (ids, mask))
+        ids, mask = self._padded([r.prompt for r in requests])
         with self.torch.inference_mode():
             lengths = {"max_new_tokens": most, "min_new_tokens": most}
             out = self.model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)

@@ -26,6 +26,7 @@ class Ours:
         options = {"max_batched_token_mem": setting.seats * setting.longest, **sizes, **setting.options}
         if dtype == "auto" and default_device().platform == "cpu":
             dtype = "float32"  # whatever the processor multiplies: bfloat16 is another column
+        options["serve_while_compiling"] = False  # what is timed is to be the same each time
         self.llm = LLM(folder, dtype=dtype, **options)
         self.longest, self.draw = setting.longest, np.random.default_rng(2)
         self.decoding: tuple[int, int] | None = None
@@ -69,6 +70,14 @@ class Ours:
         prompt = self._prompt(length)
         begin = time.perf_counter()
         self.llm.generate({"prompt_token_ids": prompt}, greedy(1), use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
+        self._idle()
+        self.llm.update_params(self.llm.params)
+        begin = time.perf_counter()
+        contexts, ends = [ids[:first] for ids, first in texts], [ids[first:] for ids, first in texts]
+        self.llm.log_likelihood(contexts, ends)
         return time.perf_counter() - begin
 
     def _prompt(self, length: int) -> list[int]:

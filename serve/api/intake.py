@@ -53,12 +53,20 @@ class Intake:
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
     def ticket(
-        self, id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, written: int = 0
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        written: int = 0,
+        score_from: int = 1,
+        awaited: bool = True,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
-        The last `written` ids are output, which max_input_length does not limit. The parameters are copied:
-        changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
+        from position `score_from` on; `awaited` says that somebody waits for the first token. The parameters
+        are copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -84,6 +92,8 @@ class Intake:
                 text=self._detokenizer(params, tokens),
                 priority=priority,
                 arrival=next(self._arrivals),
+                score_from=score_from,
+                patience=self.options.patience(awaited),
             )
             for i in range(params.n)
         ]
@@ -210,12 +220,13 @@ class Intake:
         )
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """As in vLLM: nothing is known of the first token, hence None."""
+        """As in vLLM: nothing is known of the first token, hence None; None too where nobody asked."""
         if request.params.prompt_logprobs is None:
             return None
         scores = request.prompt_scores
-        tokens = request.prompt[1 : 1 + len(scores.logprob)]
-        return [None, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
+        tokens = request.prompt[request.score_from : request.unscored]
+        unasked = [None] * request.score_from
+        return [*unasked, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
 
     def _logprobs(self, tokens: list[int], scores: ScoreLog, top: int) -> list[dict[int, Logprob]]:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...sampling.params import SamplingParams
@@ -31,6 +32,7 @@ def log_likelihood(
 ) -> list[LogLikelihood]:
     """Log-probabilities of each prompt's tokens after its first, or of its continuation's (teacher forcing).
 
+    Continuations of one prompt compute it once, where they stand one after the other and prefixes are cached.
     Raises ValueError for an empty prompt, or where prompts and continuations differ in number.
     """
     ids = [llm._intake.tokens(prompt)[1] for prompt in listed(prompts)]
@@ -44,7 +46,11 @@ def log_likelihood(
     if 0 in starts:
         raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    results = llm.generate([a + b for a, b in zip(ids, ends, strict=True)], params, use_tqdm=False)
+    makes = [
+        partial(llm._intake.ticket, prompt=a + b, params=params, score_from=start)
+        for a, b, start in zip(ids, ends, starts, strict=True)
+    ]
+    results = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
     require_whole("log_likelihood", results)
     return [of_prompt(result, start) for result, start in zip(results, starts, strict=True)]
 

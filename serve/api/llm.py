@@ -154,7 +154,8 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        return self._finish(self._tickets(listed(prompts), sampling_params, priority), use_tqdm)
+        tickets = self._tickets(listed(prompts), sampling_params, priority, awaited=False)
+        return self._finish(tickets, use_tqdm)
 
     def chat(
         self,
@@ -331,13 +332,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         request_id: str | None = None,
+        awaited: bool = True,
     ) -> list[Ticket]:
         """Tickets of checked and tokenized prompts, their ids reserved; nothing is queued yet."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(prompts))
         ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))
-        each = zip(prompts, params, ranks, strict=True)
-        makes = [partial(self._intake.ticket, prompt=p, params=s, priority=r) for p, s, r in each]
+        make = partial(partial, self._intake.ticket, awaited=awaited)
+        makes = [make(prompt=p, params=s, priority=r) for p, s, r in zip(prompts, params, ranks, strict=True)]
         return self._session.tickets_of(makes, request_id)
 
     def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:

@@ -2,15 +2,41 @@
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ..engine.engine import Engine
+from ..engine.request import Request
 from ..host.signals import uninterrupted
 from ..outputs import Delta
 from .ticket import Cursor, Ticket
+
+
+class Watch:
+    """Whole tickets that somebody waits for, and those of them that have ended, in the order of their
+    ends."""
+
+    def __init__(self, tickets: Sequence[Ticket]):
+        self.left = {ticket.id: ticket for ticket in tickets if not ticket.finished}
+        self.ended = {ticket.id: ticket for ticket in tickets if ticket.finished}
+
+    def saw(self, ticket: Ticket) -> None:
+        if self.left.get(ticket.id) is ticket:
+            self.ended[ticket.id] = self.left.pop(ticket.id)
+
+    def taken(self) -> list[Ticket]:
+        """Those that have ended since the last call."""
+        ended, self.ended = self.ended, {}
+        return list(ended.values())
+
+    def forget(self, id: str) -> None:
+        self.left.pop(id, None)
+        self.ended.pop(id, None)
+
 
 Make = Callable[[str], Ticket]  # of an id
 Done = Callable[[list[Ticket]], None]
@@ -25,11 +51,20 @@ class Session:
 
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
+        engine.on_end = listener(self)
         self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
         self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order
+        self._watches = [Watch([])]  # the first is of those that `step` returns
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
+        if engine.warmup is not None:
+            engine.warmup.begin(partial(warm_idle, weakref.ref(self)))
+
+    def warm(self) -> bool:
+        """Let an idle engine's warm-up advance by a run; says whether it may go on so."""
+        with self.turn():
+            return self._engine is not None and self._engine.warm()
 
     @property
     def engine(self) -> Engine:
@@ -96,12 +131,24 @@ class Session:
             self.drop(tickets)
 
     def _run(self, tickets: list[Ticket], done: Done) -> None:
-        while tickets:
-            with self.turn():
-                if not all(ticket.finished for ticket in tickets):
-                    self.engine.step()
-            done([t for t in tickets if t.finished])
-            tickets = [t for t in tickets if not t.finished]
+        with self.turn():
+            watch = Watch(tickets)
+            self._watches.append(watch)
+        try:
+            while watch.left or watch.ended:
+                with self.turn():
+                    if watch.left:
+                        self.engine.step()
+                    ended = watch.taken()
+                done(ended)
+        finally:
+            self._watches.remove(watch)
+
+    def _see(self, ticket: Ticket | None) -> None:
+        """Tell those who wait for a ticket, where it has ended."""
+        if ticket is not None and ticket.finished:
+            for watch in self._watches:
+                watch.saw(ticket)
 
     def submit(self, tickets: list[Ticket]) -> None:
         with self.turn():
@@ -152,14 +199,16 @@ class Session:
         """Submit tickets that `step` or `wait` return."""
         with self.turn():
             self.submit(tickets)
-            self._queued |= {ticket.id: ticket for ticket in tickets}
+            for ticket in tickets:
+                self._queued[ticket.id] = self._watches[0].left[ticket.id] = ticket
+                self._see(ticket)
 
     def step(self) -> list[Ticket]:
         """Advance all requests by one step; returns the queued tickets that have finished since."""
         with self.turn():
             if self.engine.has_work:
                 self.engine.step()
-            return self._give([ticket for ticket in self._queued.values() if ticket.finished])
+            return self._give(sorted(self._watches[0].taken(), key=lambda ticket: ticket.place))
 
     def wait(self, done: Done) -> list[Ticket]:
         """Run all queued tickets to their end; returns them in the order of their queueing."""
@@ -189,6 +238,7 @@ class Session:
                 self.engine.abort(request)
             elif not request.finished:
                 request.finish("abort")
+        self._see(ticket)
 
     def settle(self, mode: str) -> None:
         """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing."""
@@ -217,8 +267,32 @@ class Session:
             self._abort(ticket)
         del self.tickets[ticket.id]
         self._queued.pop(ticket.id, None)
+        self._watches[0].forget(ticket.id)
 
     def close(self) -> None:
         with self.turn():
+            if self._engine is not None and self._engine.warmup is not None:
+                self._engine.warmup.stop()
             self.drop([ticket for ticket in self.tickets.values() if ticket is not None])
             self._engine = None
+
+
+def warm_idle(session: "weakref.ref[Session]") -> bool:
+    """Let a session's engine warm up as long as nobody wants it for something else; false once the session is
+    gone."""
+    while (found := session()) is not None and found.warm():
+        del found
+        time.sleep(0.001)  # whoever waits for a turn has it now
+    return session() is not None
+
+
+def listener(session: Session) -> Callable[[Request], None]:
+    """Tells a session of its requests' ends, and does not keep it alive."""
+    alive = weakref.ref(session)
+
+    def heard(request: Request) -> None:
+        session = alive()
+        if session is not None:
+            session._see(session.tickets.get(request.id))
+
+    return heard

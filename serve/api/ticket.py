@@ -16,6 +16,11 @@ class Ticket:
     submitted: bool = False
 
     @property
+    def place(self) -> int:
+        """Its place among all tickets, in the order of their making."""
+        return self.requests[0].arrival
+
+    @property
     def finished(self) -> bool:
         return all(request.finished for request in self.requests)
 

@@ -76,7 +76,7 @@ def enqueue(
         tokenization_kwargs=tokenization_kwargs,
         mm_processor_kwargs=mm_processor_kwargs,
     )
-    tickets = llm._tickets(listed(prompts), sampling_params, priority)
+    tickets = llm._tickets(listed(prompts), sampling_params, priority, awaited=False)
     llm._session.queue(tickets)
     return [ticket.id for ticket in tickets]
 

@@ -1,6 +1,7 @@
 """`duetto batch`: a file of prompts answered; a killed job goes on where it stopped."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from ...sampling.params import SamplingParams
@@ -73,8 +74,10 @@ def run(args: argparse.Namespace) -> int:
         explain=args.explain,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
+    if default_device().platform != "cpu":  # answers name how the products of all programs are configured
+        options = replace(options, serve_while_compiling=False)
     return run_batch(
-        lambda: start(args, options),
+        lambda: start(args, replace(options, prompt_hold=options.patience(awaited=False))),
         args.input,
         args.output,
         job,

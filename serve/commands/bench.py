@@ -3,7 +3,8 @@ than.
 
 A program is called back to back on a batch that is on the device; its time is the median over groups of
 calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
-former; groups of both are interleaved, and the gap is the median of their pairs.
+former; groups of both are interleaved, and the gap is the median of their pairs. Host work is the median of
+an engine's steps over a device that takes no time: what is left is Python.
 """
 
 import argparse
@@ -45,9 +46,11 @@ from ..roofline.floor import demand
 from ..roofline.measured import full_batch, unending
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
+from . import hostwork
+from .command import engine_flags, engine_options, model_flags
 
 GROUPS = 5
-from .command import engine_flags, engine_options, model_flags
+HOST_ROWS = (32, 256)
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,9 @@ def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[L
     chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
     options = replace(
-        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False
-    )
+        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
+        serve_while_compiling=False,
+    )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
     with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
         for row in range(width):
@@ -207,8 +211,8 @@ def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
 
 
 def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """From parameters in memory to a warm engine: with an empty directory of compiled programs, and with what
-    that left."""
+    """From parameters in memory to a first token, and to a warm engine: with an empty directory of compiled
+    programs, and with what that left."""
     with tempfile.TemporaryDirectory() as folder:
         keep_compiled(folder)
         for what in ("cold", "warm"):
@@ -217,12 +221,29 @@ def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
             with LLM.from_params(
                 model.config, model.params, compilation_cache=None, **asdict(model.options)
             ) as llm:
+                llm.generate([[1]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+                first = time.perf_counter() - begin
+                while llm.engine.warmup is not None:
+                    time.sleep(0.05)
                 seconds, programs = time.perf_counter() - begin, llm.report()["programs"]
+            yield Figure("startup", f"{what}, first token", 0, first, 0.0)
             yield Figure("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "startup": bench_startup}
+def bench_host(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """The host's work for a step, on a device that takes no time; its text too, where the model has a
+    tokenizer."""
+    words = (
+        None if args.shape else Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+    )
+    tokenizer = None if words is None else words.words()[0]
+    for rows in HOST_ROWS:
+        seconds = hostwork.step_seconds(model.config, model.params, tokenizer, model.options, rows)
+        yield Figure("host", f"host work, {rows} rows", hostwork.PROMPT, seconds, rows / seconds)
+
+
+MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host, "startup": bench_startup}
 
 
 # ---------------------------------------------------------------- the command

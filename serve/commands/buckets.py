@@ -102,7 +102,7 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
     Nothing is computed and no prefix is shared; the cache has a page for every token, and all shapes are
     allowed, which the reproducibility contract may forbid on a device.
     """
-    shapes = tuple(prefills(options, options.prefill_tokens, shared=True))
+    shapes = tuple(prefills(options, options.prefill_tokens, shared=True, platform="cpu"))
     scheduler, flight = rehearsal(work, options, shapes), []
     while scheduler.has_work:
         plan = scheduler.plan(settled=not flight)

@@ -22,6 +22,17 @@ def latencies(report: Mapping[str, Any]) -> list[str]:
     return [" " * 12 + "".join(f"{p:>11}" for p in ("p50", "p90", "p99")), *rows] if rows else []
 
 
+def compiled(report: Mapping[str, Any]) -> str:
+    """What was compiled before the engine served, and what beside it."""
+    first, late = (
+        report["warmup_seconds"],
+        [t for t in report["compiled_at"].values() if t > report["warmup_seconds"]],
+    )
+    more = f", {len(late)} more beside serving until {max(late):.1f} s" if late else ""
+    found = f"{report['programs'] - len(late)} compiled in {first:.1f} s{more}"
+    return f"{found}, {report['compilations']} while requests waited"
+
+
 def render(report: Mapping[str, Any]) -> str:
     """An engine's report (`LLM.report`) as a few lines of text."""
     r = report
@@ -34,16 +45,21 @@ def render(report: Mapping[str, Any]) -> str:
     padding = f"prefill {r['padding_prefill']:.1%}, decode {r['padding_decode']:.1%} of what was computed"
     cache = f"peak {r['peak_cache_occupancy']:.1%} of {r['cache_pages']} pages of {r['page_size']} tokens"
     reuse = f"prefix hits {r['prefix_hit_rate']:.1%} of prompt tokens, {r['preemptions']} preemptions"
-    programs = f"{r['programs']} compiled in {r['warmup_seconds']:.1f} s, {r['compilations']} while serving"
     lines = [
         f"{work} in {r['seconds']:.2f} s of steps",
         *latencies(report),
         f"throughput   {rates}",
         f"padding      {padding}",
         f"cache        {cache}, {reuse}",
-        f"programs     {programs}",
+        f"programs     {compiled(r)}",
         f"dtype        {r['dtype']}",
     ]
+    gathered = r["gathering"]
+    if gathered["groups"]:
+        lines.append(
+            f"gathering    {gathered['prompts']} prompts in {gathered['groups']} groups, "
+            f"for which seats were kept free {span(gathered['seconds'])} in {gathered['steps']} steps"
+        )
     if guesses := r.get("speculation"):
         share = guesses["accepted"] / max(guesses["drafted"], 1)
         lines.append(

@@ -1,10 +1,11 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
 dispatch, commit."""
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,31 +15,28 @@ from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.tree import paths
 from ...model.weights.turned import prepared_as
-from ...sampling.params import NO_TOKEN, knobs_row
-from ...sampling.state import dense_bias, needs_history
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
-from ..programs.shapes import Shape
-from ..programs.step import Output, Seat
-from .guessing import Speculation, Taken
+from ..programs.shapes import Shape, least_row
+from ..programs.warmup import Warmup
+from .gathering import Gathering
+from .guessing import Speculation
 from .meter import Compilations, Meter
+from .params import require_alike
 from .request import Request
+from .results import Ran, note_passes, take
 from .rows import calls, prompt_rows
 from .scheduler import Limits, Scheduler, StepPlan, Work
-from .scores import score_fields, take_prompt_scores
-from .sleep import Sleep, on_device, on_host, shapes_of
+from .scores import tell_following
+from .seats import seated
+from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
-class Ran(NamedTuple):
-    """A dispatched step: its shape, its rows' work and its results, which may still be on their way."""
-
-    shape: Shape
-    rows: list[Work]
-    output: Output
+# of the classes and the times of their steps
+Speculate = Callable[[Classes, Mapping[tuple[int, int], float] | None], Speculation | None]
 
 
 class Engine:
@@ -46,8 +44,9 @@ class Engine:
 
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read,
     since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
-    callers take turns. `limits` are such that one of `classes` holds every row of decode and verification;
-    prompts are cut to fit.
+    callers take turns. `limits` are such that one of the last `classes` holds every row of decode and
+    verification; prompts are cut to fit. With a `warmup` classes grow while it serves, and speculation begins
+    at its end, as `speculate` makes it.
     """
 
     def __init__(
@@ -58,11 +57,15 @@ class Engine:
         limits: Limits,
         prefix_caching: bool,
         speculation: Speculation | None = None,
+        warmup: Warmup | None = None,
+        speculate: Speculate | None = None,
     ):
-        self.programs, self.classes, self._state = programs, classes, state
+        self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
-        sizes, work = self.sizes, limits.most_tokens
-        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, work)
+        self.meter, self._compilations = Meter(), Compilations()
+        sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, limits.most_tokens)
+        self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         salt = str(self.config), str(jax.tree.map(lambda x: x.dtype, state.params))
         self.scheduler = Scheduler(
             limits,
@@ -70,12 +73,16 @@ class Engine:
             root(*salt) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
+            gathering=self._gathering,
         )
         self._flight: list[Ran] = []
         self._failures = 0
+        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self._sleep = Sleep()
-        self.speculation = speculation
-        self.meter, self._compilations = Meter(), Compilations()
+        self.speculation, self._speculate, self.warmup = speculation, speculate, warmup
+        self._speculates = not (speculation is None and speculate is None)
+        self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
+        self._serve_with(classes)
 
     @cached_property
     def _products(self) -> str | None:
@@ -134,15 +141,18 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-        guesses = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        own: dict[str, Any] = {"gathering": self._gathering.report()}
+        own |= {} if self.speculation is None else {"speculation": self.speculation.report()}
         return (
             self.meter.report()
-            | guesses
-            | ({"products": self._products} if self._products else {})
+            | own
+            | ({} if self.warmup or self._products is None else {"products": self._products})
             | {
                 "dtype": str(self.params.embed.dtype),
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
+                "compiled_at": {str(s): round(t, 3) for s, t in sorted(self.programs.ready.items())},
+                "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
                 "compilations": self._compilations.count,
                 "preemptions": self.scheduler.preemptions,
             }
@@ -159,14 +169,10 @@ class Engine:
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
         params = prepared_as(self.params, params)
-        old, new = paths(self.params), paths(params)
-        for path in old | new:
-            a, b = old.get(path), new.get(path)
-            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-                raise ValueError(f"update_params: {path} is {describe(b)}, expected {describe(a)}")
-            if not b.sharding.is_equivalent_to(a.sharding, a.ndim):
-                raise ValueError(f"update_params: {path} lies in {b.sharding}, expected {a.sharding}")
-        self.tables.forget()
+        require_alike(self.params, params)
+        if self.warmup is not None:
+            self.warmup.replaced(self.tables)
+        self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
 
@@ -176,9 +182,11 @@ class Engine:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
         self._flight = []
         self.meter.lost()
+        if self.warmup is not None:
+            self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self.scheduler.release(request)
+                self._conclude(request, new=0)
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
@@ -195,24 +203,48 @@ class Engine:
         if level == 0:
             return self._sleep.pause()
         self.vacate()
-        params = self._state.params if self._sleep.params is None else self._sleep.params
-        if level == 2:
-            params = with_target(params, shapes_of(self.params))
-        self._sleep.begin(on_host(params), discarded=self._sleep.discarded or level == 2)
-        everything = self._state.params, self._state.cache, self._state.slots
-        self._state = Arguments(*shapes_of(everything))
+        self._state = self._sleep.begin(self._state, discard=level == 2)
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
-        for tag in self._sleep.asked(tags):
-            if tag == "weights":
-                params = on_device(self._sleep.params, self._state.params)
-                self._state = replace(self._state, params=params)
-            elif tag == "kv_cache":
-                self._state = self.programs.empty(self._state.params)
-            self._sleep.woke(tag)
+        self._state = self._sleep.end(self._state, tags, self.programs.empty)
+
+    # ------------------------------------------------------------ shapes that come later
+
+    def warm(self) -> bool:
+        """Let the warm-up advance by a run where there is nothing to serve; says whether it may go on so."""
+        if self.warmup is None or self.has_work or self.is_sleeping:
+            return False
+        try:
+            self._warm(self.warmup)
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+        return self.warmup is not None and self.warmup.busy
+
+    def _warm(self, warmup: Warmup) -> None:
+        cache = warmup.advance(self._state, self.tables, self.scheduler.growth)
+        self._state = replace(self._state, cache=cache)
+        if warmup.classes != self.classes:
+            self._serve_with(warmup.classes)
+        if warmup.done:
+            self.warmup = None
+            if self._speculate is not None:
+                self.speculation = self._speculate(self.classes, warmup.seconds)
+
+    def _serve_with(self, classes: Classes) -> None:
+        self.classes, age = classes, self.programs.age
+        self.since = dict.fromkeys(classes.shapes, age) | self.since
+        steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
+        self.scheduler.limits = self._limits._replace(row=least_row(classes.prefill), decode_steps=steps)
+        self.scheduler.recompute_outputs = classes.same_bits
+
+    # ------------------------------------------------------------ a step
 
     def _advance(self) -> list[Request]:
+        if self.warmup is not None:
+            self._warm(self.warmup)
         touched, guess = [], None
         if self.speculation is not None:
             guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flight)
@@ -222,7 +254,10 @@ class Engine:
         if plan is None:
             touched = self._settle()
             plan = self.scheduler.plan(settled=True)
-            assert plan is not None
+        while plan is None:  # the warm-up has the pages that the first in line needs
+            assert self.warmup is not None and not self.scheduler.running
+            self._warm(self.warmup)
+            plan = self.scheduler.plan(settled=True)
         flight = self._dispatch(plan)
         before, self._flight = self._flight, flight
         return touched + self._commit(before)
@@ -253,32 +288,14 @@ class Engine:
             known = request.tokens[work.start : work.start + work.count]
             fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
             batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
+            tell_following(batch, row, work)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
-        """Tell the device whom a slot belongs to, and of the tokens that penalties and bad words look back
-        on."""
-        assert request.slot is not None
-        prompt_len, slot = len(request.prompt), np.int32(request.slot)
-        knobs = knobs_row(
-            request.params,
-            seed=request.seed,
-            stop_ids=request.stop_ids,
-            prompt_len=prompt_len,
-            bad_words=request.bad_words,
-        )
-        scored = np.bool_(request.params.prompt_logprobs is not None)
-        new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored, knobs)
-        slots = self.programs.seat(self._state.slots, slot, new)
-        if needs_history(request.params):
-            tokens = np.zeros(self.sizes.max_model_len, np.int32)
-            tokens[: len(request.tokens)] = request.tokens
-            bias = dense_bias(request.params, self.config.target.vocab_size, request.bad_words)
-            lengths = np.int32(prompt_len), np.int32(len(request.tokens))
-            slots = self.programs.load_history(slots, slot, tokens, *lengths, bias)
+        slots = seated(self.programs, self._state.slots, request)
         self._state = replace(self._state, slots=slots)
         self.meter.admitted(request)
 
@@ -290,35 +307,18 @@ class Engine:
         """
         taken = []
         for ran in flight:
-            tokens = np.asarray(ran.output.sampled.token)
+            tokens = np.asarray(ran.output.sampled.token).tolist()
             self.meter.took()
             for row, work in enumerate(ran.rows):
-                taken.append(self._take(work, ran, row, tokens[row]))
+                taken.append(take(work, ran, row, tokens[row], self.scheduler.scores))
+        if self._speculates:
+            note_passes(taken)
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:
             if row.work.request.slot is not None:
                 self._conclude(row.work.request, len(row.tokens))
         return [row.work.request for row in taken if row.tokens]
-
-    def _take(self, work: Work, ran: Ran, row: int, tokens: np.ndarray) -> Taken:
-        """Append a row's sampled tokens to its request."""
-        request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
-        if request.finished:
-            return Taken(
-                work, 0, [], prompt
-            )  # aborted, or stopped by its text, while this step was on its way
-        take_prompt_scores(request, ran.output, row, work)
-        emitted = np.flatnonzero(tokens != NO_TOKEN)
-        if ran.shape.phase == "verify":
-            request.computed = work.start + max(1, len(emitted))
-        for i in emitted:
-            if request.params.logprobs is not None:
-                request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
-            request.append(int(tokens[i]))
-            if request.finished:
-                break
-        return Taken(work, len(emitted), request.tokens[known:], prompt)
 
     def _conclude(self, request: Request, new: int) -> None:
         """A request has got its new tokens from a step: its full pages are named, and it gives up its seat
@@ -336,6 +336,8 @@ class Engine:
         self.meter.finished(request)
         if self.speculation is not None:
             self.speculation.ended(request)
+        if self.on_end is not None:
+            self.on_end(request)
 
     def _recover(self) -> None:
         """Start again from the tokens that the host knows: what a failed step consumed cannot be read any
@@ -344,7 +346,3 @@ class Engine:
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
         self._state = self.programs.empty(params)
-
-
-def describe(x: jax.Array | None) -> str:
-    return "missing" if x is None else f"{x.dtype}{list(x.shape)}"

@@ -4,7 +4,6 @@ what came of them."""
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..outputs import Pass
 from ..speculation.controller import Controller
 from ..speculation.drafter import Drafter
 from .request import Request
@@ -97,7 +96,6 @@ class Speculation:
         request, guesses = row.work.request, row.work.guesses
         if request in self.following:
             self.drafter.extend(request, row.tokens)
-        request.passes.append(Pass(guesses, len(row.tokens)))
         if not row.prompt:
             self._judge(len(guesses), row.sampled)
 

@@ -1,6 +1,7 @@
 """What an engine did: counts and times, as a report for people and for machines."""
 
 import statistics
+import threading
 import time
 import weakref
 from collections import deque
@@ -15,10 +16,12 @@ import numpy as np
 
 from ...kvcache.tables import PageTables
 from ..programs.shapes import Shape
+from ..programs.warmup import THREADS
 from .distributions import Finished
 from .request import Request
 
 SPANS = 256  # kept of each shape, the latest
+FRESH = 16  # steps of a shape after which its median is taken anew
 REQUESTS = 10_000  # whose spans are kept: up to this number the percentiles are exact
 
 
@@ -58,6 +61,7 @@ class Meter:
     steps: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
+    medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
     flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
     arrived: float = 0.0  # when the last results did
     ttft: Sample = field(default_factory=Sample)
@@ -98,6 +102,18 @@ class Meter:
     def seconds_of(self, shape: Shape) -> float:
         """The median of a shape's last spans."""
         return statistics.median(self.spans[str(shape)])
+
+    def typical(self, shape: Shape) -> float | None:
+        """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
+        where there is none."""
+        name = str(shape)
+        spans = self.spans.get(name)
+        if not spans:
+            return None
+        turn = self.steps[name] // FRESH
+        if self.medians.get(name, (-1, 0.0))[0] != turn:
+            self.medians[name] = turn, statistics.median(spans)
+        return self.medians[name][1]
 
     def lost(self) -> None:
         """Results of the steps in flight will not arrive."""
@@ -152,7 +168,8 @@ class Meter:
 
 
 class Compilations:
-    """Counts what XLA compiles in this process from now on, by jax's own monitoring events."""
+    """Counts what XLA compiles in this process from now on, by jax's own monitoring events; not what a
+    warm-up compiles, which nobody waits for."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -166,7 +183,8 @@ def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
 
     def heard(event: str, duration: float, **_: Any) -> None:
         alive = counter()
-        if alive is not None and event == Compilations.EVENT:
+        waited = not threading.current_thread().name.startswith(THREADS)
+        if alive is not None and event == Compilations.EVENT and waited:
             alive.count += 1
 
     return heard

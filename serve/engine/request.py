@@ -27,6 +27,15 @@ class ScoreLog:
         self.top_ids.append(top_ids)
         self.top_logprobs.append(top_logprobs)
 
+    def extend(
+        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        """Those of several tokens, the arrays' first axis."""
+        self.logprob += np.asarray(logprob).tolist()
+        self.rank += np.asarray(rank).tolist()
+        self.top_ids += list(top_ids)
+        self.top_logprobs += list(top_logprobs)
+
 
 @dataclass
 class Clock:
@@ -57,6 +66,8 @@ class Request:
     text: Detokenizer | None = None
     priority: int = 0
     arrival: int = 0
+    score_from: int = 1  # the prompt's position from which on it is scored, where it is
+    patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -67,7 +78,7 @@ class Request:
     cached: int = 0
     preemptions: int = 0
     scores: ScoreLog = field(default_factory=ScoreLog)
-    prompt_scores: ScoreLog = field(default_factory=ScoreLog)
+    prompt_scores: ScoreLog = field(default_factory=ScoreLog)  # of its tokens from `score_from` on
     passes: list[Pass] = field(default_factory=list)  # kept with speculation only
     clock: Clock = field(default_factory=Clock)
     finish_reason: str | None = None
@@ -80,6 +91,15 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Place in every queue: lower priority values first, then first come, first served."""
         return self.priority, self.arrival
+
+    @property
+    def scored(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def unscored(self) -> int:
+        """The first position of a scored prompt whose score is not here yet."""
+        return self.score_from + len(self.prompt_scores.logprob)
 
     @property
     def outputs(self) -> list[int]:

@@ -13,15 +13,10 @@ def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
 
 
 def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
-    """A chunk in rows of at most `tokens` tokens (2 or more).
-
-    Where the prompt is scored, a row repeats the last token of the one before, whose hidden state scores the
-    next.
-    """
-    request, end = chunk.request, chunk.start + chunk.count
-    again = int(request.params.prompt_logprobs is not None)
-    for start in range(chunk.start, max(end - again, chunk.start + 1), tokens - again):
-        yield Work(request, start, min(tokens, end - start))
+    """A chunk in rows of at most `tokens` tokens."""
+    end = chunk.start + chunk.count
+    for start in range(chunk.start, end, tokens):
+        yield Work(chunk.request, start, min(tokens, end - start))
 
 
 def calls(shapes: tuple[Shape, ...], works: list[Work]) -> list[tuple[Shape, list[Work]]]:

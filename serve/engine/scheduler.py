@@ -12,6 +12,8 @@ from typing import NamedTuple
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
 from ..options.engine import most_tokens, round_up
+from .gathering import Gathering
+from .page_scores import PageScores
 from .request import Request
 
 
@@ -80,17 +82,23 @@ class Scheduler:
         root: bytes | None,
         recompute_outputs: bool,
         boundary: int | None = None,
+        gathering: Gathering | None = None,
     ):
+        self.gathering = gathering
         self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
         self.recompute_outputs, self.boundary = recompute_outputs, boundary
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
+        self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
+        self.scores = PageScores(self.page_size)
         self.preemptions = 0
         self.aborted = 0  # while they waited, since the queue was last rid of such
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
+        if self.gathering is not None:
+            self.gathering.joined(request, len(self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +107,7 @@ class Scheduler:
     @property
     def decoding(self) -> int:
         """Running requests whose prompts are computed, or on their way."""
-        return sum(not self._prompt_left(r) for r in self.running.values())
+        return len(self.running) - len(self.reading)
 
     def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
         """The next step, or None where decode lacks a page: then the step in flight must be `settled` before
@@ -107,17 +115,17 @@ class Scheduler:
 
         It must be settled too where `guess` is given.
         """
-        prompts = any(self._prompt_left(r) for r in self.running.values())
-        steps = 1 if prompts or self._room() is not None else self.limits.decode_steps
+        seats = 0 if self._room() is None else self._seats()
+        steps = 1 if self.reading or seats else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seats = self._admit()
+        seated = self._admit(seats)
         chunks = list(self._chunks())
         if guess is not None:
             rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
-        return StepPlan(seats, chunks, verify=rows) if verify else StepPlan(seats, chunks, decode=rows)
+        return StepPlan(seated, chunks, verify=rows) if verify else StepPlan(seated, chunks, decode=rows)
 
     def dispatched(self, plan: StepPlan) -> None:
         """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
@@ -128,14 +136,18 @@ class Scheduler:
         for work in (*plan.prefill, *plan.decode):
             work.request.computed = work.start + work.count
         for work in plan.prefill:
+            if work.request.slot is not None and not self._prompt_left(work.request):
+                self.reading.pop(work.request.slot, None)
             self.name_pages(work.request, work.start, work.request.computed)
+        if self.gathering is not None:
+            self.gathering.stepped(len(plan.seats), len(self.running))
 
     def name_pages(self, request: Request, since: int, tokens: int) -> None:
         """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known
         and computed."""
-        if self.root is None:
-            return
         full = tokens // self.page_size
+        if self.root is None or since // self.page_size == full:
+            return
         self._extend_names(request, full)
         self.tables.name(request.pages, request.names[:full], since // self.page_size)
 
@@ -153,6 +165,7 @@ class Scheduler:
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
         del self.running[request.slot]
+        self.reading.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
 
@@ -171,6 +184,11 @@ class Scheduler:
     def _drop_finished(self) -> None:
         while self.waiting and self.waiting[0][1].finished:
             heapq.heappop(self.waiting)
+
+    def forget(self) -> None:
+        """The pages belong to other weights, and so do their scores."""
+        self.tables.forget()
+        self.scores.forget()
 
     def preempt(self, request: Request) -> None:
         """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
@@ -195,72 +213,105 @@ class Scheduler:
             return request.end
         return min(request.end, self.boundary + 1)
 
-    def _admit(self) -> list[Request]:
+    def _seats(self) -> int:
+        """How many requests may be seated in this step, where there is room for the first in line. None is
+        held back where all have seats, and while prompts are read, whose prefills it can share."""
+        free = len(self.free_slots)
+        if self.gathering is None or self.reading or len(self.waiting) <= free:
+            return free
+        return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
+
+    def _in_line(self) -> list[int]:
+        """Tokens to compute of the first prompts in line, as many as fit a step; they are in the heap's
+        order, which is nearly that of the line."""
+        budget, found = self.limits.max_prefill_tokens, []
+        for _, request in self.waiting[: max(budget // self.limits.row, 1)]:
+            tokens = self._prefill_end(request) - len(self._find(request)[0]) * self.page_size
+            budget -= round_up(tokens, self.limits.row)
+            if budget < 0:
+                break
+            found += [] if request.finished else [tokens]
+        return found
+
+    def _admit(self, most: int) -> list[Request]:
         seated = []
-        while (found := self._room()) is not None:
+        while len(seated) < most and (found := self._room()) is not None:
             _, request = heapq.heappop(self.waiting)
             self._drop_finished()
             request.pages = self.tables.admit(found, len(request.tokens), request.end)
             request.computed = len(found[0]) * self.page_size
+            self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
             request.slot = heapq.heappop(self.free_slots)
             request.reach = self._reach(request)
             self.running[request.slot] = request
+            if self._prompt_left(request):  # what was preempted may be found whole
+                self.reading[request.slot] = request
             seated.append(request)
         return seated
 
     def _room(self) -> Tables | None:
         """The pages found for the request that is next in line, or None where it cannot be admitted now.
 
-        It needs a slot, and the pages of its known tokens beside one spare page for each running request. It
-        waits for a page of its prompt that a running request is about to write, rather than compute the same
-        again.
+        It needs a slot, and the pages of its known tokens beside one spare page for each running request;
+        while pages are lent, those of all its tokens beside what running requests may take. It waits for a
+        page of its prompt, or the scores of one, that a running request is about to make, rather than compute
+        the same again.
         """
         if not self.waiting or not self.free_slots:
             return None
         request = self.waiting[0][1]
         found = self._find(request)
-        if self._is_coming(request.names[len(found[0]) : len(found[0]) + 1]):
+        if self._is_coming(request, len(found[0])):
             return None
-        fits = self.tables.fits(found, len(request.tokens), request.end, spare=len(self.running))
-        return found if fits else None
+        tokens, spare = len(request.tokens), len(self.running)
+        if self.tables.is_lending:
+            tokens, spare = request.end, self.growth
+        return found if self.tables.fits(found, tokens, request.end, spare) else None
 
-    def _is_coming(self, names: list[bytes]) -> bool:
-        """Whether one of the names is that of a page which a running request's prefill has yet to write."""
-        prefilling = [r for r in self.running.values() if self._prompt_left(r)]
-        return any(name in r.names[r.computed // self.page_size :] for name in names for r in prefilling)
+    @property
+    def growth(self) -> int:
+        """Pages that running requests may still take."""
+        return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
+
+    def _is_coming(self, request: Request, page: int) -> bool:
+        """Whether a request's page, the first that was not found, has yet to be written by a running
+        request's prefill, or to be scored where its scores are wanted too."""
+        if page >= len(request.names):
+            return False
+        if self.scores.are_wanted(request, page):
+            return any(self.scores.are_coming(request, page, r) for r in self.running.values())
+        name, reading = request.names[page], self.reading.values()
+        return any(name in r.names[r.computed // self.page_size :] for r in reading)
 
     def _find(self, request: Request) -> Tables:
         """Pages of the request's prompt that are already written; at least one token is left to compute."""
-        if self.root is None or request.params.prompt_logprobs is not None:
+        if self.root is None:
             return self.tables.find([])
         usable = self._prefill_end(request) if request.generated else len(request.prompt) - 1
         full = usable // self.page_size
         self._extend_names(request, full)
-        return self.tables.find(request.names[:full])
+        return self.tables.find(request.names[: self.scores.known(request, full)])
 
     def _chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count
         as full."""
         budget = self.limits.max_prefill_tokens
-        for request in sorted(self.running.values(), key=lambda r: r.rank):
-            scored = request.params.prompt_logprobs is not None
-            # the score of a chunk's first token needs the hidden state before it
-            again = int(scored and 0 < request.computed < len(request.prompt))
-            new = min(self._prompt_left(request), max(budget - again, 1))
-            if new > 0 and budget > 0:
-                work = Work(request, request.computed - again, new + again)
+        for request in sorted(self.reading.values(), key=lambda r: r.rank):
+            new = min(self._prompt_left(request), budget)
+            if new > 0:
+                work = Work(request, request.computed, new)
                 self.tables.advance(request.pages, work.start, work.start + work.count)
                 yield work
-                budget -= round_up(new + again, self.limits.row)
+                budget -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
         """A row for every request whose prompt is computed; None where one lacks a page and nobody may be
         preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            if request.slot is None or self._prompt_left(request):
+            if request.slot is None or request.slot in self.reading:
                 continue
             count = min(steps, request.reach - 1 - request.computed)
             if count <= 0:

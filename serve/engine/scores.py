@@ -3,8 +3,11 @@
 import jax
 import numpy as np
 
+from ...kvcache.pages import Batch
 from ...sampling.sample import Sampled, Scores
+from ..programs.scoring import NEVER
 from ..programs.step import Output
+from .page_scores import PageScores
 from .request import Request
 from .scheduler import Work
 
@@ -14,12 +17,25 @@ def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
     return x.logprob, x.rank, x.top_ids, x.top_logprobs
 
 
-def take_prompt_scores(request: Request, output: Output, row: int, work: Work) -> None:
-    """Column i of a row's scores is the prompt's token start + i + 1; a row may repeat one that was
-    scored."""
-    if request.params.prompt_logprobs is None or output.prompt is None:
+def scored_from(request: Request) -> np.int32:
+    """What a seat is told: the position from which on the prompt's scores are wanted."""
+    return np.int32(request.unscored if request.scored else NEVER)
+
+
+def tell_following(batch: Batch, row: int, work: Work) -> None:
+    """Tell a row of prefill the prompt's token behind it, whose score its last hidden state gives."""
+    end, prompt = work.start + work.count, work.request.prompt
+    if batch.after is not None and end < len(prompt):
+        batch.after[row] = prompt[end]
+
+
+def take_prompt_scores(request: Request, output: Output, row: int, work: Work, kept: PageScores) -> None:
+    """Column i of a row's scores is the prompt's token start + i + 1; those of whole pages are kept."""
+    if not request.scored or output.prompt is None:
         return
-    fields = [np.asarray(x)[row] for x in score_fields(output.prompt)]
-    for position in range(work.start + 1, min(work.start + work.count, len(request.prompt))):
-        if position > len(request.prompt_scores.logprob):
-            request.prompt_scores.append(*(x[position - work.start - 1] for x in fields))
+    first, end = request.unscored, min(work.start + work.count + 1, len(request.prompt))
+    if first < end:
+        assert first > work.start, f"position {first} of request {request.id} has no score"
+        columns = slice(first - work.start - 1, end - work.start - 1)
+        request.prompt_scores.extend(*(np.asarray(x)[row, columns] for x in score_fields(output.prompt)))
+        kept.keep(request, first)

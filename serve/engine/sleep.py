@@ -1,13 +1,14 @@
 """An engine's sleep: which of the device's memory it has released, and where the parameters are."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from ...model.pair import with_target
+from ...model.pair import Params, target_of, with_target
+from ..programs.compile import Arguments
 
 TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
 
@@ -35,8 +36,25 @@ class Sleep:
     def pause(self) -> None:
         self.missing.add("scheduling")
 
-    def begin(self, params: Any, discarded: bool) -> None:
-        self.missing, self.params, self.discarded = set(TAGS), params, discarded
+    def begin(self, state: Arguments, discard: bool) -> Arguments:
+        """Take a state's arrays off the device, the target's parameters nowhere if they are to be discarded;
+        gives their shapes."""
+        params = state.params if self.params is None else self.params
+        if discard:
+            params = with_target(params, shapes_of(target_of(state.params)))
+        self.missing, self.params = set(TAGS), on_host(params)
+        self.discarded = self.discarded or discard
+        return Arguments(*shapes_of((state.params, state.cache, state.slots)))
+
+    def end(self, state: Arguments, tags: Iterable[str], empty: Callable[[Params], Arguments]) -> Arguments:
+        """The state with what `tags` name; `empty` makes one that nobody has used."""
+        for tag in self.asked(tags):
+            if tag == "weights":
+                state = replace(state, params=on_device(self.params, state.params))
+            elif tag == "kv_cache":
+                state = empty(state.params)
+            self.woke(tag)
+        return state
 
     def asked(self, tags: Iterable[str]) -> list[str]:
         """Those of the tags that are missing. Raises ValueError for one that is none."""

@@ -1,13 +1,17 @@
 """From parameters at hand to a warm engine."""
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from ...kvcache.placement import everywhere
 from ...model.config import ModelConfig
-from ...model.pair import PairConfig
+from ...model.pair import PairConfig, Params
 from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...model.weights.compress import in_form
@@ -19,12 +23,14 @@ from ..engine.scheduler import Limits
 from ..host import progress
 from ..host.devices import memory_limit
 from ..host.memory import keep_freed
+from ..host.store import warn
 from ..options.engine import EngineOptions
-from ..programs import jaxcache
-from ..programs.classes import Classes, choose_classes, step_seconds
-from ..programs.compile import Arguments, Programs
+from ..programs import jaxcache, kept
+from ..programs.classes import Classes, choose_classes, record, step_seconds
+from ..programs.compile import Programs
 from ..programs.shapes import Canonical, can_share, least_row, table
 from ..programs.sizing import choose_sizes
+from ..programs.warmup import Aim, Warmup, first_shapes
 from ..speculation.beside import read_beside
 from ..speculation.drafter import host_drafter
 
@@ -55,42 +61,76 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     shapes = table(options, sizes, can_share(pair.layers), device.platform)
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
-    programs = Programs(phases, everything, sizes, shapes)
-    classes, state = choose_classes(programs, programs.empty(everything), canonical, options.reproducible)
-    speculation, state = start_speculation(programs, classes, state, options, canonical)
+    early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
+    programs = Programs(phases, everything, sizes, shapes, early)
+    state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_guesses(options))
     limits = Limits(
         max_num_seqs=sizes.max_num_seqs,
         max_prefill_tokens=options.prefill_tokens,
-        row=least_row(classes.prefill),
-        decode_steps=max(s.tokens for s in classes.decode),
+        row=least_row(shapes),
+        decode_steps=options.decode_steps,
         guesses=options.guesses,
     )
-    return Engine(programs, classes, state, limits, options.enable_prefix_caching, speculation)
+    make = partial(Engine, programs, limits=limits, prefix_caching=options.enable_prefix_caching)
+    if set(early) < set(shapes) and not are_known(programs, everything, aim):
+        classes = Classes.of(early, same_bits=not options.reproducible)
+        warmup = Warmup(programs, everything, classes, aim)
+        return make(classes, state, warmup=warmup, speculate=partial(late_speculation, options))
+    classes, state = choose_classes(programs, state, canonical, options.reproducible)
+    seconds = None
+    if aim.guesses and classes.verify:
+        seconds, state = step_seconds(programs, state, canonical, classes, aim.guesses)
+    return make(classes, state, speculation=speculation_of(options, classes, seconds))
 
 
-def start_speculation(
-    programs: Programs,
-    classes: Classes,
-    state: Arguments,
-    options: EngineOptions,
-    canonical: Canonical,
-) -> tuple[Speculation | None, Arguments]:
-    """The drafter and, where the number of guesses adapts, the time of every shape; None without guesses.
+def may_serve_early(options: EngineOptions, params: Params) -> bool:
+    """Whether an engine may serve before all of its programs are there: on one device, and where the threads
+    that lower the others see jax's settings as they are here, and not only in a block of code."""
+    if not options.serve_while_compiling or len(everywhere(params).device_set) > 1:
+        return False
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: jax.config.values).result() == jax.config.values
+
+
+def timed_guesses(options: EngineOptions) -> int:
+    """The most guesses of a row where their number follows from the times of steps."""
+    return options.guesses if options.speculation.adaptive else 0
+
+
+def are_known(programs: Programs, params: Params, aim: Aim) -> bool:
+    """Whether all programs were kept, and their classes with them."""
+    if not programs.loaded or not aim.reproducible:
+        return programs.loaded
+    return kept.read(record(programs, params, aim.canonical), Classes) is not None
+
+
+def speculation_of(
+    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+) -> Speculation | None:
+    """The drafter and, where the number of guesses adapts, the time of every step; None without guesses.
 
     Raises ValueError where verification cannot keep the reproducibility contract.
     """
-    config, k = options.speculation, options.guesses
-    if not k:
-        return None, state
+    if not options.guesses:
+        return None
     if not classes.verify:
         raise ValueError(
             "speculative_config: on this device no verification gives the bits of decode: "
             "set reproducible=False"
         )
-    k, seconds = min(k, max(s.tokens for s in classes.verify) - 1), None
-    if config.adaptive:
-        seconds, state = step_seconds(programs, state, canonical, classes, k)
-    return Speculation(host_drafter(config), k, seconds), state
+    k = min(options.guesses, max(s.tokens for s in classes.verify) - 1)
+    return Speculation(host_drafter(options.speculation), k, seconds)
+
+
+def late_speculation(
+    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+) -> Speculation | None:
+    """The same in an engine that serves already, which goes on without guesses where there can be none."""
+    try:
+        return speculation_of(options, classes, seconds)
+    except ValueError as error:
+        warn(str(error))
+        return None
 
 
 def require_arrays(params: Decoder) -> None:

@@ -1,5 +1,6 @@
 """How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -78,6 +79,12 @@ class EngineOptions:
         "products with the same tiles for every number of rows, so that narrow and wide steps have the same "
         "bits: on one Hopper GPU and weights of 16 bits; on a CPU it changes nothing",
     )
+    prompt_hold: float | None = knob(
+        None,
+        "seconds that a prompt may be held back from a free seat, to share its prefill with others; "
+        "default: while it saves time (inf) in batches and generate, where nobody waits for a first token; "
+        "0 elsewhere",
+    )
     enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
     speculative_config: Mapping[str, Any] | None = knob(
         None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
@@ -107,6 +114,11 @@ class EngineOptions:
         None, "where start_profile writes: its torch_profiler_dir", flag=False
     )
     seed: int = knob(0, "seed of requests that bring none")
+    serve_while_compiling: bool = knob(
+        True,
+        "on one device: answer with the first compiled programs while the others are compiled; "
+        "False waits for all of them",
+    )
     use_tqdm_on_load: bool = knob(True, "say on standard error what a start is doing", flag=False)
 
     def __post_init__(self):
@@ -114,6 +126,8 @@ class EngineOptions:
             value = getattr(self, f.name)
             if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
+        if self.prompt_hold is not None and not self.prompt_hold >= 0:
+            raise ValueError(f"prompt_hold {self.prompt_hold} is not allowed: 0 or more seconds")
         if self.max_logprobs < ALL:
             raise ValueError(f"max_logprobs {self.max_logprobs} is not allowed: 0 or more, or -1 for all")
         if self.quantization not in (None, *QUANTIZATIONS, *STORED):
@@ -154,6 +168,12 @@ class EngineOptions:
         """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""
         if self.quantization in STORED:
             raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {what}")
+
+    def patience(self, awaited: bool) -> float:
+        """Seconds that a prompt may be held back, whose first token is `awaited` by somebody or not."""
+        if self.prompt_hold is None:
+            return 0.0 if awaited else math.inf
+        return self.prompt_hold
 
     @cached_property
     def speculation(self) -> SpeculativeConfig:
@@ -212,5 +232,5 @@ class EngineOptions:
 
 
 def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:
-    """Tokens of one sequence that a step computes at most; a scored chunk repeats one."""
-    return max(max_prefill_tokens, decode_steps, guesses) + 1
+    """Tokens of one sequence that a step computes at most."""
+    return max(max_prefill_tokens, decode_steps, guesses + 1)

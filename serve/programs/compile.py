@@ -1,9 +1,11 @@
 """The closed table of shapes: programs are compiled ahead of time, and only compiled ones are called."""
 
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jaxtyping import Int
 from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache, pool_dtype
 from ...kvcache.placement import automatic, cache_shardings, everywhere
 from ...model.pair import PairConfig, Params, target_of
+from ...sampling.params import NO_TOKEN
 from ...sampling.state import load_history
 from ..host import progress
 from . import kept
@@ -22,6 +25,8 @@ from .phases import Phases
 from .shapes import Shape, Sizes
 from .step import Output, Seat, Slots, empty_slots, seat
 from .tuning import tuning
+
+SMALL = 4  # programs beside the steps: seat, history, cache and slots
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,10 @@ def like(tree: Any) -> Any:
     )
 
 
-def empty_state(config: PairConfig, sizes: Sizes, dtype: Any, stored: Any) -> tuple[KVCache, Slots]:
-    """A cache and slots that nobody has used; some devices store a pool's numbers as another type."""
-    cache = empty_cache(config.layers, sizes.pages, sizes.page_size, stored)
+def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
+    """Slots that nobody has used."""
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return cache, empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
+    return empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
@@ -61,7 +65,9 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Argument
 
     whole, dtype = everywhere(params), target_of(params).embed.dtype
     (device, *_) = whole.device_set
-    cache, slots = jax.eval_shape(lambda: empty_state(config, sizes, dtype, pool_dtype(dtype, device)))
+    stored = pool_dtype(dtype, device)  # some devices store a pool's numbers as another type
+    cache = jax.eval_shape(lambda: empty_cache(config.layers, sizes.pages, sizes.page_size, stored))
+    slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
     cache = jax.tree.map(at, cache, cache_shardings(config.layers, params))
     return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
 
@@ -74,7 +80,8 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
 
     B, T = shape.rows, shape.tokens
     tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
-    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B))
+    after = ints(B) if shape.phase == "prefill" else None
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after)
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
@@ -101,39 +108,72 @@ def load_kept(
         return dict(zip(keys, found, strict=True))
 
 
-def compiling(count: int) -> str:
+def compiling(count: int, later: int = 0) -> str:
     """What a start says while it compiles."""
     what = "1 program" if count == 1 else f"{count} programs"
-    return (
-        f"compiling {what}, kept for the next start"
-        if jax.config.values["jax_compilation_cache_dir"]
-        else f"compiling {what}"
-    )
+    kept_too = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
+    return f"compiling {what}{kept_too}" + (f"; {later} more while they serve" if later else "")
 
 
 class Programs:
-    """Compiled steps by shape, the two small programs that seat a request, and the empty state that all of
-    them start from."""
+    """Compiled steps by shape, the small programs that seat a request and load its history, and those that
+    make the empty state that all of them start from.
 
-    def __init__(self, phases: Phases, params: Params, sizes: Sizes, shapes: Iterable[Shape]):
-        started = time.perf_counter()
-        self.config, self.sizes = phases.config, sizes
-        arguments = arguments_like(phases.config, params, sizes)
-        self._devices = arguments.everywhere.device_set
-        keys = {s: kept.key(phases, s.phase, operands(s, arguments, sizes)) for s in shapes}
-        with ThreadPoolExecutor(2) as pool:
-            self.steps = load_kept(pool, keys, arguments.everywhere)
-            missing = [s for s, program in self.steps.items() if program is None]
-            with progress.stage(compiling(len(missing)), len(missing)) as done:
-                jobs = (lower(phases, s, arguments, sizes) for s in missing)
-                compiled = pool.map(lambda s, job: done(kept.compile(keys[s], job)), missing, jobs)
-                self.steps |= zip(missing, compiled, strict=True)
-        self.key, self.loaded, self._keys = kept.combined(keys.values()), not missing, keys
-        self.seat = self._compile_seat(arguments)
-        self.load_history = self._compile_history(arguments, sizes.max_model_len)
-        self.fresh = self._compile_fresh(arguments)
-        self.count = len(self.steps) + 3
-        self.seconds = time.perf_counter() - started
+    Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
+    any thread. `ready` has the seconds from the start on after which each was there.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        params: Params,
+        sizes: Sizes,
+        shapes: Iterable[Shape],
+        first: Collection[Shape] | None = None,
+    ):
+        self.started = time.perf_counter()
+        self.config, self.sizes, self._phases = phases.config, sizes, phases
+        self.like = like = arguments_like(phases.config, params, sizes)
+        self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
+        self._keys = {s: kept.key(phases, s.phase, operands(s, like, sizes)) for s in shapes}
+        with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
+            found = load_kept(pool, self._keys, like.everywhere)
+            self.steps = {s: program for s, program in found.items() if program is not None}
+            self.ready = dict.fromkeys(self.steps, self.age)
+            lacking = [s for s in found if s not in self.steps]
+            self.key, self.loaded = kept.combined(self._keys.values()), not lacking
+            now = [s for s in lacking if first is None or s in first]
+            self.missing = [s for s in lacking if s not in now]
+            with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
+                # lowered here: in other threads the user's settings for a block of code do not hold
+                jobs = [pool.submit(self._compile, s, self._lower(s)) for s in now]
+                made = pool.map(jax.stages.Lowered.compile, self._small())
+                self.seat, self.load_history, self.fresh_cache, self.fresh_slots = made
+                for job in as_completed(jobs):
+                    done(job.result())
+        self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
+        self.seconds = self.age
+
+    @property
+    def age(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    @property
+    def count(self) -> int:
+        return len(self.steps) + SMALL
+
+    def add(self, shape: Shape) -> None:
+        """Compile a missing shape."""
+        self._compile(shape, self._lower(shape))
+
+    def _lower(self, shape: Shape) -> jax.stages.Lowered:
+        with self._lowering:  # one at a time: it is Python
+            return lower(self._phases, shape, self.like, self.sizes)
+
+    def _compile(self, shape: Shape, lowered: jax.stages.Lowered) -> None:
+        program = kept.compile(self._keys[shape], lowered)
+        self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
         """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;
@@ -151,32 +191,41 @@ class Programs:
 
     def empty(self, params: Params) -> Arguments:
         """Parameters with a cache and slots that nobody has used."""
-        return Arguments(params, *self.fresh())
+        return Arguments(params, self.fresh_cache(), self.fresh_slots())
 
-    def _compile_fresh(self, arguments: Arguments):
-        dtypes = target_of(arguments.params).embed.dtype, arguments.cache.k[0].dtype
-        out = jax.tree.map(lambda x: x.sharding, (arguments.cache, arguments.slots))
-        fresh = jax.jit(lambda: empty_state(self.config, self.sizes, *dtypes), out_shardings=out)
-        return fresh.lower().compile()
+    def _small(self) -> list[jax.stages.Lowered]:
+        return [self._lower_seat(), self._lower_history(), self._lower_cache(), self._lower_slots()]
 
-    def _compile_seat(self, arguments: Arguments):
-        slots, whole = arguments.slots, arguments.everywhere
+    def _lower_cache(self) -> jax.stages.Lowered:
+        cache, dtype = self.like.cache, self.like.cache.k[0].dtype
+        out = jax.tree.map(lambda x: x.sharding, cache)
+        fresh = partial(empty_cache, self.config.layers, self.sizes.pages, self.sizes.page_size, dtype)
+        return jax.jit(fresh, out_shardings=out).lower()
+
+    def _lower_slots(self) -> jax.stages.Lowered:
+        dtype = target_of(self.like.params).embed.dtype
+        fresh = partial(fresh_slots, self.config, self.sizes, dtype)
+        return jax.jit(fresh, out_shardings=self.like.everywhere).lower()
+
+    def _lower_seat(self) -> jax.stages.Lowered:
+        slots, whole = self.like.slots, self.like.everywhere
         knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
         one = jax.ShapeDtypeStruct((), jnp.int32)
-        new = Seat(one, one, jax.ShapeDtypeStruct((), bool), knobs)
-        return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new).compile()
+        new = Seat(one, one, one, knobs)
+        return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new)
 
-    def _compile_history(self, arguments: Arguments, history: int):
-        slots, whole = arguments.slots, arguments.everywhere
+    def _lower_history(self) -> jax.stages.Lowered:
+        slots, whole = self.like.slots, self.like.everywhere
 
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
         one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
-        tokens, bias = jax.ShapeDtypeStruct((history,), jnp.int32), jax.ShapeDtypeStruct((V,), jnp.float32)
+        tokens = jax.ShapeDtypeStruct((self.sizes.max_model_len,), jnp.int32)
+        bias = jax.ShapeDtypeStruct((V,), jnp.float32)
         jitted = jax.jit(load, donate_argnums=0, out_shardings=whole)
-        return jitted.lower(slots, one, tokens, one, one, bias).compile()
+        return jitted.lower(slots, one, tokens, one, one, bias)
 
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
         """Dispatch one step; the cache and the slots that are passed are consumed."""
@@ -187,9 +236,13 @@ class Programs:
         B, T = shape.rows, shape.tokens
         tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
-        return Batch(
-            np.full((B, T), ON_DEVICE, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot
+        tokens, start, count = (
+            np.full((B, T), ON_DEVICE, np.int32),
+            np.zeros(B, np.int32),
+            np.zeros(B, np.int32),
         )
+        after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
+        return Batch(tokens, start, count, tables, slot, after)
 
 
 def fill(

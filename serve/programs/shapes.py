@@ -16,7 +16,7 @@ SMALLEST_WIDTH = 8
 WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
-SHARED = 2  # shapes of shared prefills, the largest: smaller ones are rarely taken
+SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each seat
 
 Phase = Literal["prefill", "decode", "verify"]
@@ -103,7 +103,7 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     narrowest = fewest if options.reproducible else 1
     widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
     decode = {Shape("decode", width, n) for width in widths for n in steps}
-    prefill = prefills(options, sizes.max_model_len, shared, chunk)
+    prefill = prefills(options, sizes.max_model_len, shared, platform, chunk)
     verify = verifications(seats, options.guesses, options.nodes, narrowest)
     must = set(canonical) if options.reproducible else set()
     return sorted({*prefill, *decode, *verify, *must}, key=lambda s: (PHASES.index(s.phase), *s))
@@ -115,15 +115,19 @@ def last_edge(options: EngineOptions, most: int) -> int:
     return round_up(min(options.prefill_tokens, most), SMALLEST_CHUNK)
 
 
-def prefills(options: EngineOptions, most: int, shared: bool, chunk: int = SMALLEST_CHUNK) -> list[Shape]:
+def prefills(
+    options: EngineOptions, most: int, shared: bool, platform: str, chunk: int = SMALLEST_CHUNK
+) -> list[Shape]:
     """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
     that share a call. The smallest has `chunk` tokens, or those of a smaller bucket that was asked for."""
     last = last_edge(options, most)
     edges = doublings(chunk, last)
-    rows = [edge // ROW_TOKENS for edge in edges if edge > SMALLEST_CHUNK][-SHARED:] if shared else []
+    wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
+    areas = (edges if platform == "cpu" else wide) if shared else []
     if options.prefill_buckets is not None:
         edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
-    return [Shape("prefill", 1, edge) for edge in edges] + [Shape("prefill", n, ROW_TOKENS) for n in rows]
+    several = [Shape("prefill", area // ROW_TOKENS, ROW_TOKENS) for area in areas]
+    return [Shape("prefill", 1, edge) for edge in edges] + several
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:

@@ -6,7 +6,6 @@ share a batch.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,10 +20,10 @@ from ...model.tree import pytree
 from ...sampling.accept import NONE_KEPT, Guesses, Rule, coupled
 from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
-from ...sampling.sample import Sampled, Scores, no_scores, sample, score
+from ...sampling.sample import Sampled, Scores, sample
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
+from .scoring import NEVER, prompt_scores
 
-SCORE_TILE = 16  # prompt positions whose logits exist at once
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
 
 
@@ -37,7 +36,7 @@ class Slots:
     live: Any  # bool [C], False once a stop token or the end was reached
     known: Any  # int32 [C], tokens that the host gave: samples for earlier positions are dropped
     end: Any  # int32 [C], tokens that the request may have at most
-    scored: Any  # bool [C], whether log-probabilities of the prompt are wanted
+    scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
     sampling: SamplingState
     hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
 
@@ -74,7 +73,7 @@ def empty_slots(
         live=zeros(bool),
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
-        scored=zeros(bool),
+        scored=zeros(jnp.int32) + NEVER,
         sampling=empty_state(capacity, V, n_top),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
@@ -199,39 +198,6 @@ def accept(
     return slots, sampled
 
 
-def score_prompt(
-    params: Decoder,
-    config: ModelConfig,
-    hidden: Float[Array, "B T D"],
-    following: Int[Array, "B T"],
-    n_top: int = MAX_LOGPROBS,
-) -> Scores:
-    """Log-probabilities of the token after each position, a tile of positions at a time."""
-    B, T = hidden.shape[:2]
-    tile = SCORE_TILE if B * T % SCORE_TILE == 0 else B * T
-    flat, targets = hidden.reshape(B * T, -1), following.reshape(B * T)
-
-    def one(i: Int[Array, ""], found: Scores) -> Scores:
-        # gather and scatter: for a slice at a loop's counter a GPU would return to the host
-        at = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        new = score(unembed(params, config, flat[at]), targets[at], n_top)
-        return jax.tree.map(lambda all, x: all.at[at].set(x, unique_indices=True), found, new)
-
-    scored = jax.lax.fori_loop(0, B * T // tile, one, no_scores(B * T, n_top))
-    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), scored)
-
-
-def prompt_scores(
-    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
-) -> Scores:
-    """Scores of the tokens of a chunk after its first, [B,T] (column i is token i+1); zeros unless a row
-    wants them."""
-    following = jnp.roll(batch.tokens, -1, axis=1)
-    work = partial(score_prompt, params, config, hidden, following, slots.sampling.n_top)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
-    return jax.lax.cond(jnp.any(slots.scored[batch.slot] & (batch.count > 0)), work, lambda: zeros)
-
-
 def run(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
 ) -> tuple[Float[Array, "B T D"], KVCache]:
@@ -247,8 +213,9 @@ def step(
     """Run the tokens of every row, write their keys, and sample after the last of them."""
     batch = awake(slots, batch)
     hidden, cache = run(params, cache, slots, batch, config)
-    several = batch.tokens.shape[1] > 1
-    prompt = prompt_scores(params, config, slots, batch, hidden) if several else None
+    prompt = None
+    if batch.after is not None:
+        prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
     slots, sampled = sample_last(params, config, slots, batch, hidden)
     return cache, slots, Output(sampled, prompt)
 

@@ -21,6 +21,9 @@ PRESETS = {
     "135m": ModelConfig.uniform(
         49152, 576, 1536, 30, 9, 3, 64, 8192, tied_embeddings=True, rope=Rope(100000.0)
     ),
+    "360m": ModelConfig.uniform(
+        49152, 960, 2560, 32, 15, 5, 64, 8192, tied_embeddings=True, rope=Rope(100000.0)
+    ),
     "0.6b": ModelConfig.uniform(
         151936, 1024, 3072, 28, 16, 8, 128, 32768, tied_embeddings=True, rope=Rope(1e6)
     ),

@@ -85,6 +85,8 @@ class Detokenizer:
 
     def _extend(self, new: str, below_min: bool) -> str:
         """Adds final text; returns the part of it, and of the held text, that can be given out."""
+        if not self._stops:
+            return new
         final = self._held + new
         begin = self._length - len(self._held)
         given = len(self._held) if self._include else 0

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -84,7 +84,8 @@ class Later:
 class FakePrograms:
     """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
 
-    count, seconds = 0, 0.0
+    count, seconds, age = 0, 0.0, 0.0
+    ready: ClassVar[dict[Shape, float]] = {}
 
     def products(self, shapes: Iterable[Shape]) -> None:
         """Those of a host."""
@@ -108,7 +109,8 @@ class FakePrograms:
             tuple(np.full((B, M), -1, np.int32) for _ in self.windows),
         )
         slot = np.full(B, empty_slot, np.int32)
-        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot)
+        after = np.full(B, -1, np.int32) if shape.phase == "prefill" else None
+        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot, after)
 
     def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
         return Donated(slots.take() | {int(slot): Slot(new)})
@@ -133,7 +135,7 @@ class FakePrograms:
         for column in range(width):
             for row, position, drawn in step(shape, pages, slots, batch, column):
                 token[row, column], logprob[row, column] = drawn, fake_score(position, drawn)
-        prompt = self._prompt_scores(batch, pages) if shape.phase == "prefill" else None
+        prompt = self._prompt_scores(batch, pages, slots) if shape.phase == "prefill" else None
         output = Output(Sampled(*self._later(pages, token, logprob)), prompt)
         return Donated(pages), Donated(slots), output
 
@@ -219,11 +221,15 @@ class FakePrograms:
         slot.last, slot.live = token, token not in slot.seat.knobs.stop_ids and end + 1 < slot.seat.end
         return token
 
-    def _prompt_scores(self, batch: Batch, pages: Pages) -> Scores:
+    def _prompt_scores(self, batch: Batch, pages: Pages, slots: dict[int, Slot]) -> Scores:
         B, T = batch.tokens.shape
-        following = np.roll(batch.tokens, -1, axis=1)
-        scores = [[fake_score(batch.start[b] + i + 1, following[b, i]) for i in range(T)] for b in range(B)]
-        return Scores(*self._later(pages, np.array(scores)))
+        scores = np.full((B, T), np.nan)
+        for b in range(B):
+            following = [*batch.tokens[b, 1 : batch.count[b]], batch.after[b]]
+            for i, token in enumerate(following[: batch.count[b]]):
+                if token >= 0 and batch.start[b] + i + 1 >= slots[int(batch.slot[b])].seat.scored:
+                    scores[b, i] = fake_score(batch.start[b] + i + 1, token)
+        return Scores(*self._later(pages, scores))
 
     def _later(self, pages: Pages, *arrays: np.ndarray) -> list[Any]:
         """The arrays, and ranks and alternatives that nobody looks at."""

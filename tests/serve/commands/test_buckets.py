@@ -70,7 +70,7 @@ def tokens_of(llm: LLM, work: list[tuple[int, int]], **params) -> list[list[int]
     return [output.outputs[0].token_ids for output in llm.generate(prompts, asked, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("longest, kinds", [(64, 1), (128, 3)])
+@pytest.mark.parametrize("longest, kinds", [(64, 2), (128, 3)])
 def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: int):
     """Of an engine whose classes leave no shape out."""
     work, sizes = (
@@ -83,8 +83,8 @@ def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: i
     with LLM.from_params(model.config, model.params, reproducible=False, **sizes) as llm:
         tokens_of(llm, work, temperature=0.0)
         taken = llm.report()["steps"]
-    names = [f"prefill[{n // 32},32]" if n > 64 else "prefill[1,64]" for step in steps for n in step.shared]
-    names += [f"prefill[1,{64 if n <= 64 else 128}]" for n in alone_of(steps)]
+    names = [f"prefill[{n // 32},32]" for step in steps for n in step.shared]
+    names += ["prefill[2,32]" if n <= 32 else f"prefill[1,{64 if n <= 64 else 128}]" for n in alone_of(steps)]
     assert len(set(names)) == kinds
     names += [f"decode[{1 if step.rows == 1 else 8},1]" for step in steps if step.rows]
     assert taken == Counter(names)
@@ -110,12 +110,18 @@ def test_buckets_change_no_token(plain: LLM):
 
 def test_a_table_has_the_buckets_asked_for():
     def shapes(longest: int, shared: bool = True) -> list[tuple[int, int]]:
-        found = prefills(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared)
+        found = prefills(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared, "cpu")
         return [(shape.rows, shape.tokens) for shape in found]
 
-    assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (8, 32), (16, 32)]
+    assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (2, 32), (4, 32), (8, 32), (16, 32)]
     assert shapes(512, shared=False) == [(1, 48), (1, 64), (1, 192), (1, 512)]
-    assert shapes(100) == [(1, 48), (1, 64), (1, 128), (4, 32)]  # requests are shorter than a prefill may be
+    assert shapes(100) == [
+        (1, 48),
+        (1, 64),
+        (1, 128),
+        (2, 32),
+        (4, 32),
+    ]  # requests are shorter than a prefill may be
 
 
 def test_a_latent_models_prompts_never_share():

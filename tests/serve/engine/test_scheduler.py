@@ -195,4 +195,4 @@ def test_a_scored_prompt_takes_a_call_for_each_chunk():
     engine, programs = start(budget=4, chunk=4)
     engine.submit(ask(prompt_of(0, 10), 1, prompt_logprobs=0))
     run(engine)
-    assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 3, 4)], [(0, 6, 4)]]
+    assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]

@@ -22,7 +22,9 @@ from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import classes
 from duetto.serve.programs import compile as programs
+from duetto.serve.programs.compile import Arguments
 from duetto.serve.programs.phases import Alone
+from duetto.serve.programs.probe import Runs
 from duetto.serve.programs.shapes import Canonical, Shape, Sizes
 
 
@@ -118,6 +120,7 @@ def folder(tmp_path):
         jax.config.update(name, value)
 
 
+SEATS = jax.jit(lambda: 0).lower()
 SIZES = Sizes(max_model_len=96, max_num_seqs=8, pages=(16,), page_size=64)
 SHAPES = Shape("prefill", 1, 64), Shape("decode", 8, 1), Shape("verify", 8, 4)
 CANONICAL = Canonical(*SHAPES[:2])
@@ -128,10 +131,9 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     monkeypatch.setattr(programs.kept, "key", lambda phases, phase, arguments: phase)
     monkeypatch.setattr(programs.kept, "load", lambda key, device: key if key in there else None)
     monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key)
-    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE", 600.0)
-    for name in ("_compile_seat", "_compile_history", "_compile_fresh"):
-        monkeypatch.setattr(programs.Programs, name, lambda *_: None)
+    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
     def start() -> list[str]:
@@ -149,29 +151,47 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     assert start()[-1] == "duetto: reading kept programs: 3/3"
 
 
+def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
+    monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key or "compiled")
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
+    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
+    made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
+    assert (
+        tuple(made.steps) == SHAPES[:2] and made.missing == [SHAPES[2]] and set(made.ready) == {*SHAPES[:2]}
+    )
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; 1 more while they serve: 2/2")
+    made.add(SHAPES[2])
+    assert tuple(made.steps) == SHAPES == tuple(made.ready)
+
+
+def runs(found: Any) -> Runs[Any]:
+    yield
+    return found
+
+
+class Silent(SimpleNamespace):
+    """A probe without programs, whose shapes all agree."""
+
+    def __init__(self, *_: Any):
+        super().__init__(
+            needed=1,
+            capacity=2,
+            take=lambda params, cache: None,
+            give=lambda: None,
+            agrees=lambda shape: runs(True),
+            same_bits=lambda: runs(True),
+            seconds=lambda shape: runs(1.0),
+        )
+
+
+FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
+
+
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_probing_is_told(monkeypatch, capfd):
-    class Probe(SimpleNamespace):
-        def __init__(self, *_):
-            super().__init__(arguments=None)
-
-        def steps(self, least: int) -> int:
-            return least
-
-        def agrees(self, shape: Shape) -> bool:
-            return True
-
-        def decode(self, shape: Shape, steps: int) -> list[bytes]:
-            return [b"a"]
-
-        def prefill(self, shape: Shape, tokens: int, text: int) -> SimpleNamespace:
-            return SimpleNamespace(digest=b"a")
-
-        def write(self, steps: int) -> None: ...
-
-    monkeypatch.setattr(classes, "Probe", Probe)
-    found, _ = classes.find_classes(SimpleNamespace(steps=dict.fromkeys(SHAPES)), None, CANONICAL)
-    assert (*found.prefill, *found.decode, *found.verify) == SHAPES and found.same_bits
+    monkeypatch.setattr(classes, "Probe", Silent)
+    found, _ = classes.find_classes(FAKE, Arguments(None, None, None), CANONICAL)
+    assert found == classes.Classes.of(SHAPES, same_bits=True)
     line = "duetto: probing which programs give the same bits: "
     assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
 
@@ -185,19 +205,11 @@ def test_only_what_is_kept_is_said_to_be(folder):
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_measuring_steps_is_told(monkeypatch, capfd):
-    class Probe(SimpleNamespace):
-        def __init__(self, *_):
-            super().__init__(tokens=8, capacity=2, arguments=None)
-
-        def write(self, steps: int) -> None: ...
-        def seconds(self, shape: Shape) -> float:
-            return 1.0
-
-    monkeypatch.setattr(classes, "Probe", Probe)
+    monkeypatch.setattr(classes, "Probe", Silent)
     found = classes.Classes((), (Shape("decode", 8, 1),), True, (Shape("verify", 8, 4),))
-    fake = SimpleNamespace(sizes=SimpleNamespace(page_size=64))
-    seconds, _ = classes.step_seconds(fake, None, CANONICAL, found, 3)
-    assert seconds and "duetto: measuring steps: 2/2\n" in capfd.readouterr().err
+    seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, 3)
+    assert seconds == {(rows, k): 1.0 for rows in (1, 2) for k in (0, 3)}
+    assert "duetto: measuring steps: 2/2\n" in capfd.readouterr().err
 
 
 def test_reading_weights_is_told_where_it_takes_long(monkeypatch, capfd):

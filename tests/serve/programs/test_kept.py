@@ -38,9 +38,8 @@ def fails(*args, **kwargs):
 
 def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
     first = tokens(tiny, folder)
-    assert (
-        len(list((folder / "duetto").iterdir())) == 4
-    )  # prefill[1,64], decode[8,1], their classes, jax's checksums
+    kept_files = list((folder / "duetto").iterdir())
+    assert len(kept_files) == 5  # prefill[1,64] and [2,32], decode[8,1], their classes, jax's checksums
     monkeypatch.setattr(programs, "lower", fails)
     monkeypatch.setattr(classes, "find_classes", fails)
     assert tokens(tiny, folder) == first

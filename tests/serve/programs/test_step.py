@@ -11,6 +11,7 @@ import pytest
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import knobs_row
+from duetto.serve.programs.scoring import NEVER
 from duetto.serve.programs.step import Seat, decode, empty_slots, prefill, seat, verify
 
 pytestmark = pytest.mark.as_served
@@ -28,7 +29,7 @@ class Device:
         self.config, self.params = model.config, model.params
         self.cache = empty_cache(model.config.layers, (16,), 64, jnp.float32)
         knobs = knobs_row(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
-        new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.bool_(False), knobs)
+        new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER), knobs)
         self.slots = seat(empty_slots(3, model.config.vocab_size), jnp.int32(SLOT), new)
         self.length = 0
 
@@ -114,7 +115,7 @@ def test_decode_replays_the_tokens_it_is_given(tiny):
         SamplingParams(temperature=0.9, logprobs=0), seed=9, stop_ids=(), prompt_len=len(PROMPT)
     )
     free = plain(tiny, SamplingParams(temperature=0.9, logprobs=0), 8)
-    new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.bool_(False), knobs)
+    new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER), knobs)
     device.slots = seat(device.slots, jnp.int32(SLOT), new)
     assert device.prompt() == []
     emitted, _ = device.run(decode, [*free[:3], -1])

@@ -20,6 +20,7 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
+from duetto.serve.programs.scoring import NEVER
 from duetto.serve.programs.step import Seat, empty_slots, seat
 from duetto.serve.speculation.chain import ChainPhases
 from duetto.serve.speculation.guessers import DraftModel, HeadGuesser
@@ -67,7 +68,7 @@ class Device:
         hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
         slots = empty_slots(ROWS, SMALL.vocab_size, hidden)
         ones = jnp.ones(ROWS, jnp.int32)
-        new = Seat(ones, ones * (1 + TOKENS), jnp.zeros(ROWS, bool), replace(knobs, seed=seeds))
+        new = Seat(ones, ones * (1 + TOKENS), ones * NEVER, replace(knobs, seed=seeds))
         self.slots = seat(slots, jnp.arange(ROWS, dtype=jnp.int32), new)
         self.cache = empty_cache(self.layers, (ROWS,), W, jnp.float32)
 

@@ -1,0 +1,1 @@
+"""What is measured: a function a part, which yields rows."""

@@ -1,0 +1,34 @@
+"""Requests take their seats on the device."""
+
+import numpy as np
+
+from ...sampling.params import knobs_row
+from ...sampling.state import dense_bias, needs_history
+from ..programs.compile import Programs
+from ..programs.step import Seat, Slots
+from .request import Request
+from .scores import scored_from
+
+
+def seated(programs: Programs, slots: Slots, request: Request) -> Slots:
+    """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
+    look back on."""
+    assert request.slot is not None
+    prompt_len, slot = len(request.prompt), np.int32(request.slot)
+    knobs = knobs_row(
+        request.params,
+        seed=request.seed,
+        stop_ids=request.stop_ids,
+        prompt_len=prompt_len,
+        bad_words=request.bad_words,
+    )
+    new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored_from(request), knobs)
+    slots = programs.seat(slots, slot, new)
+    if not needs_history(request.params):
+        return slots
+    tokens = np.zeros(programs.sizes.max_model_len, np.int32)
+    tokens[: len(request.tokens)] = request.tokens
+    bias = dense_bias(request.params, programs.config.target.vocab_size, request.bad_words)
+    return programs.load_history(
+        slots, slot, tokens, np.int32(prompt_len), np.int32(len(request.tokens)), bias
+    )
