@@ -226,13 +226,31 @@ def known_dtype(dtype: Any) -> np.dtype:
 def choose_dtype(dtype: Any, raw: Mapping[str, Any], embed: Source, folder: Path) -> np.dtype:
     """The dtype asked for; for "auto" the one that config.json names, or else that of the stored
     embedding."""
-    named = raw.get("dtype") or raw.get("torch_dtype") or str(embed.dtype)
-    found = DTYPES.get(str(named).removeprefix("torch."))
+    found = named_dtype(raw, folder) or DTYPES.get(str(embed.dtype))
     if found is None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: dtype is {shown(named)}, expected one of {', '.join(DTYPES)}"
-        )
+        raise unknown_dtype(embed.dtype, folder)
     return found if isinstance(dtype, str) and dtype == "auto" else known_dtype(dtype)
+
+
+def named_dtype(raw: Mapping[str, Any], folder: Path) -> np.dtype | None:
+    """The dtype that config.json names. Raises CheckpointError for an unknown one."""
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    found = DTYPES.get(str(named).removeprefix("torch."))
+    if named and found is None:
+        raise unknown_dtype(named, folder)
+    return found
+
+
+def unknown_dtype(named: Any, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / 'config.json'}: dtype is {shown(named)}, expected one of {', '.join(DTYPES)}"
+    )
+
+
+def stored_dtype(path: str | Path) -> np.dtype:
+    """The dtype that "auto" is in `load`; no weight is read. Raises CheckpointError."""
+    folder = Path(path)
+    return named_dtype(read_model(folder)[1], folder) or find(folder, "auto").dtype
 
 
 def check(

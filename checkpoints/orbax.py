@@ -100,6 +100,13 @@ def load(path: str | Path, dtype: Any = "auto", shardings: Any = None) -> tuple[
     return config, jax.tree.unflatten(treedef, [found[path] for path in targets])
 
 
+def stored_dtype(path: str | Path) -> np.dtype:
+    """The dtype of what is stored and not quantised; no parameter is read. Raises CheckpointError."""
+    folder = Path(path)
+    read_manifest(folder)
+    return np.dtype(read_metadata(folder.absolute() / PARAMS)["norm.gain"].dtype)
+
+
 def read_metadata(at: Path) -> dict[str, Any]:
     """Shapes and dtypes of what is stored, by path."""
     from orbax.checkpoint import v1 as ocp

@@ -50,9 +50,9 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:
     """Mesh axes over which the heads of a weight [D,K,H] are split, which may be codes and scales or two
-    factors."""
-    leaf = next(x for x in jax.tree.leaves(weight) if len(x.shape) == 3)
-    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    factors; none of a matrix, which lies on one device."""
+    leaf = next((x for x in jax.tree.leaves(weight) if len(x.shape) == 3), None)
+    spec = leaf.sharding.spec if leaf is not None and isinstance(leaf.sharding, NamedSharding) else ()
     return spec[1] if len(spec) > 1 else None
 
 

@@ -40,6 +40,7 @@ from duetto.model.weights.compress import quantize_params
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
+from duetto.serve.host import devices
 from duetto.serve.loading import start
 from duetto.serve.programs import kept
 from duetto.serve.speculation.controller import Controller, Times
@@ -109,6 +110,14 @@ def processes() -> None:
     """Those that tests start compile quickly too; this one has read its flags by now."""
     if jax.devices() and COMPILER.get_compile_options is quick_options:
         os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}={int(x)}" for name, x in OLDER.items()))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_processor() -> Iterator[None]:
+    """A processor without matrix instructions: what "auto" chooses does not depend on the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "processor", lambda: "flags : fpu sse2 avx2")
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,7 @@ from benchmarks.engines import Answer, Served, Setting
 from benchmarks.traces import RESERVED, Request
 from duetto import LLM, SamplingParams
 from duetto.serve.commands.bench import prefills
+from duetto.serve.host.devices import default_device
 from duetto.serve.outputs import RequestOutput
 
 COUNTED = ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "compilations")
@@ -23,6 +24,8 @@ class Ours:
     def __init__(self, folder: Path, dtype: str, setting: Setting):
         sizes = {"max_num_seqs": setting.seats, "max_model_len": setting.longest}
         options = {"max_batched_token_mem": setting.seats * setting.longest, **sizes, **setting.options}
+        if dtype == "auto" and default_device().platform == "cpu":
+            dtype = "float32"  # whatever the processor multiplies: bfloat16 is another column
         options["serve_while_compiling"] = False  # what is timed is to be the same each time
         self.llm = LLM(folder, dtype=dtype, **options)
         self.longest, self.draw = setting.longest, np.random.default_rng(2)

@@ -13,6 +13,7 @@ from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
 from ...model.weights.fixed import unfixed
+from ...model.weights.turned import unturned
 from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
@@ -255,8 +256,8 @@ class LLM:
 
     @property
     def params(self) -> Decoder:
-        """The weights being served, as they lie on the device."""
-        return unfixed(self.engine.params)
+        """The weights being served, as they lie on the device; a CPU's projections of 16 bits are a copy."""
+        return unturned(unfixed(self.engine.params))
 
     def report(self, explained: bool = False) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ...checkpoints import orbax
-from ..host.devices import default_device
+from ..host.devices import default_device, processor
 from ..options.engine import EngineOptions
 from ..programs import kept
 from ..speculation.beside import find
@@ -80,7 +80,7 @@ def processor_name() -> str:
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, 'unknown')} ({sha256(kept.processor().encode()).hexdigest()[:8]})"
+    return f"{next(names, 'unknown')} ({sha256(processor().encode()).hexdigest()[:8]})"
 
 
 def versions() -> dict[str, str]:

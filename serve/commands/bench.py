@@ -27,6 +27,7 @@ from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.tree import init
 from ...model.weights.compress import form_spec
+from ...model.weights.turned import turned
 from ...sampling.params import SamplingParams
 from ..api.llm import LLM
 from ..host import clock
@@ -83,18 +84,18 @@ class Figure:
 def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
     """Random parameters of a preset, or a folder's."""
     device = default_device()
-    dtype = compute_dtype(args.dtype, device)
     if not args.shape:
         origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
         options = origin.settled(options, download_dir=args.download_dir)
-        return Model(
-            args.model or "demo", *read_folder(origin.model, dtype, device, options.quantization), options
-        )
+        dtype = compute_dtype(args.dtype, device, origin.model)
+        config, params = read_folder(origin.model, dtype, device, options.quantization)
+        return Model(args.model or "demo", config, turned(params, donate=True), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
+    dtype = compute_dtype(args.dtype, device)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
-    return Model(args.shape, config, init(jax.random.key(0), specs, chosen), options)
+    return Model(args.shape, config, turned(init(jax.random.key(0), specs, chosen), donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:

@@ -19,6 +19,7 @@ from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
 from ...model.weights.compress import form_spec
 from ...model.weights.fixed import fixed
+from ...model.weights.turned import turned
 from ..loading.folder import DEMO, compute_dtype, read_shapes
 from ..loading.origin import Origin, stored_form
 from ..options.engine import EngineOptions
@@ -95,7 +96,7 @@ def plan_job(
     if not shape:
         options = replace(options, quantization=stored_form(folder, options.quantization))
     config = PRESETS[shape] if shape else read_config(folder)
-    chosen = compute_dtype(dtype, target.devices[0])
+    chosen = compute_dtype(dtype, target.devices[0], None if shape else folder)
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         options.require_unstored("a shape has no checkpoint")
@@ -118,6 +119,7 @@ def abstract_arguments(plan: EnginePlan) -> Arguments:
     devices."""
     weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
     params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
+    params = turned(params)
     params = fixed(params) if plan.options.fixed_products else params
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 

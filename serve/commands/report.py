@@ -52,6 +52,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"padding      {padding}",
         f"cache        {cache}, {reuse}",
         f"programs     {compiled(r)}",
+        f"dtype        {r['dtype']}",
     ]
     gathered = r["gathering"]
     if gathered["groups"]:

@@ -15,7 +15,7 @@ from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.weights.fixed import fixed, is_fixed
+from ...model.weights.turned import prepared_as
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape, least_row
@@ -148,6 +148,7 @@ class Engine:
             | own
             | ({} if self.warmup or self._products is None else {"products": self._products})
             | {
+                "dtype": str(self.params.embed.dtype),
                 "programs": self.programs.count,
                 "warmup_seconds": self.programs.seconds,
                 "compiled_at": {str(s): round(t, 3) for s, t in sorted(self.programs.ready.items())},
@@ -167,7 +168,7 @@ class Engine:
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
-        params = fixed(params) if is_fixed(self.params) else params
+        params = prepared_as(self.params, params)
         require_alike(self.params, params)
         if self.warmup is not None:
             self.warmup.replaced(self.tables)

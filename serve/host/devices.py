@@ -1,9 +1,11 @@
-"""Which device an engine runs on, on machines that can compile for accelerators which they do not have; and
-what XLA is told before it looks for one."""
+"""Which device an engine runs on, on machines that can compile for accelerators which they do not have, and
+what a host's processor can do; and what XLA is told before it looks for one."""
 
 import os
+import platform
 import re
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +76,22 @@ def is_started() -> bool:
     """Whether jax has looked for devices."""
     bridge: Any = import_module("jax._src.xla_bridge")  # nothing public says so
     return bridge.backends_are_initialized()
+
+
+@cache
+def processor() -> str:
+    """The host's processor, with its instruction sets where the system reports them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def multiplies_bfloat16(device: Any) -> bool:
+    """Whether a host's processor has instructions for matrix products of bfloat16 (AMX); the vector ones
+    (AVX512-BF16) have not been measured."""
+    return device.platform == "cpu" and "amx_bf16" in processor().split()
 
 
 def memory_limit(device: Any) -> int | None:

@@ -28,6 +28,12 @@ def telling(yes: bool) -> Iterator[None]:
         TOLD.reset(before)
 
 
+def say(text: str) -> None:
+    """Tell one line."""
+    if TOLD.get():
+        write(f"duetto: {text}\n")
+
+
 @contextmanager
 def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T], T]]:
     """Tells `what: done/total` while something is done: each call of what is yielded, from any thread, counts

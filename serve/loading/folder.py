@@ -18,9 +18,10 @@ from ...model.sharding import shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, init
 from ...model.weights.compress import in_form
+from ...model.weights.turned import turned
 from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
-from ..host.devices import default_device
+from ..host.devices import default_device, multiplies_bfloat16
 
 DEMO = Path(checkpoints.__file__).parent / "demo"
 
@@ -48,13 +49,24 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def compute_dtype(dtype: Any, device: Any) -> Any:
-    """The dtype to load weights in. "auto" is the checkpoint's own, but float32 on CPUs: few have
-    instructions for 16-bit products."""
+def compute_dtype(dtype: Any, device: Any, folder: Path | None = None) -> Any:
+    """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
+
+    "auto" is the checkpoint's own. On CPUs it is float32, which holds every checkpoint's numbers, unless
+    these are bfloat16 and the processor multiplies that: no CPU has a product of float16 that XLA uses.
+    """
     name = dtype_name(dtype)
-    if name == "auto":
-        return "float32" if device.platform == "cpu" else "auto"
-    return jnp.dtype(name)
+    if name != "auto":
+        return jnp.dtype(name)
+    if device.platform != "cpu":
+        return "auto"
+    own = multiplies_bfloat16(device) and (folder is None or stored_dtype(folder) == jnp.bfloat16)
+    return jnp.dtype("bfloat16" if own else "float32")
+
+
+def stored_dtype(folder: Path) -> Any:
+    """The checkpoint's own dtype. Raises CheckpointError."""
+    return (orbax if orbax.is_orbax(folder) else huggingface).stored_dtype(folder)
 
 
 def load_folder(
@@ -77,8 +89,11 @@ def load_folder(
     plain = mesh and Mesh(mesh.devices, mesh.axis_names)
     where = shardings(decoder_spec(read_config(path)), plain) if plain else device
     read = random_folder if load_format == "dummy" else read_folder
-    config, params = read(path, compute_dtype(dtype, device), where, quantization)
-    return config, params, defaults
+    chosen = compute_dtype(dtype, device, path if load_format != "dummy" else None)
+    if dtype_name(dtype) == "auto" and chosen == jnp.bfloat16:
+        progress.say("computing in bfloat16, which this processor multiplies; the choice is dtype's")
+    config, params = read(path, chosen, where, quantization)
+    return config, turned(params, donate=True), defaults
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:

@@ -11,7 +11,6 @@ nobody else can have written it.
 import hashlib
 import os
 import pickle
-import platform
 import threading
 import time
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ import msgspec
 from jax.experimental import serialize_executable
 
 from ..host import store
+from ..host.devices import processor
 from .phases import Phases
 
 PACKAGES = ("model", "kvcache", "sampling", "serve")
@@ -83,16 +83,6 @@ def sources_hash(folders: Iterable[str | Path]) -> str:
 def cores() -> int | None:
     """Cores that the process may use: XLA divides products among them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-@cache
-def processor() -> str:
-    """The host's processor, with its instruction sets where the system reports them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def combined(keys: Iterable[str | None], *facts: Any) -> str | None:

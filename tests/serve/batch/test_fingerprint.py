@@ -55,7 +55,7 @@ def test_the_machine_counts(model, monkeypatch):
 
 def test_the_processor_counts_by_its_name_and_its_instructions(monkeypatch):
     before = module.processor_name()
-    monkeypatch.setattr(module.kept, "processor", lambda: "flags: avx99")
+    monkeypatch.setattr(module, "processor", lambda: "flags: avx99")
     assert module.processor_name.__wrapped__() != before
 
 
