@@ -15,7 +15,7 @@ from ..layers import einsum, ragged_product
 from ..sharding import fitted
 from ..tree import pytree, static
 from .compress import CONTRACTED, replaced
-from .fixed import fixed, is_fixed
+from .fixed import fixed, is_fixed, unfixed
 
 T = TypeVar("T")
 NAMES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -105,6 +105,11 @@ def prepared_as(served: Any, params: T) -> T:
     """Parameters in the forms that those of a running engine have."""
     params = turned(params) if is_turned(served) else params
     return fixed(params) if is_fixed(served) else params
+
+
+def unprepared(params: T) -> T:
+    """An engine's parameters as arrays in the forms that they came in."""
+    return unturned(unfixed(params))
 
 
 def is_turned(params: Any) -> bool:

@@ -12,8 +12,7 @@ from ...checkpoints.overrides import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
-from ...model.weights.fixed import unfixed
-from ...model.weights.turned import unturned
+from ...model.weights.turned import unprepared
 from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
@@ -257,7 +256,7 @@ class LLM:
     @property
     def params(self) -> Decoder:
         """The weights being served, as they lie on the device; a CPU's projections of 16 bits are a copy."""
-        return unturned(unfixed(self.engine.params))
+        return unprepared(self.engine.params)
 
     def report(self, explained: bool = False) -> dict[str, Any]:
         """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
