@@ -37,8 +37,8 @@ class PageTables:
 
     @property
     def occupancy(self) -> float:
-        """Share of the pages that are owned, in the group where it is highest."""
-        return max(1 - pool.free / pool.pages for pool in self.pools)
+        """Share of the pages that sequences own, in the group where it is highest."""
+        return max(1 - (pool.free + self.lent) / pool.pages for pool in self.pools)
 
     def find(self, names: Sequence[bytes]) -> Tables:
         """Pages of the longest prefix that is here: all of it, or what its window sees. Nothing is taken

@@ -71,7 +71,8 @@ def turned(params: T, donate: bool = False) -> T:
     """A tree of parameters, or of ShapeDtypeStructs, with a CPU's projections of 16 bits as `Turned`.
 
     Left as they are: experts, latents' projections, records, weights of 32 bits and those that lie on several
-    devices. With `donate` each weight is deleted when its copy is ready.
+    devices; a tree with nothing else is given back itself. With `donate` each weight is deleted when its copy
+    is ready.
     """
 
     def leaf(key: Any, weight: Any) -> Any:
@@ -81,7 +82,8 @@ def turned(params: T, donate: bool = False) -> T:
         done = turn(weight, len(CONTRACTED[name]))
         return replaced(weight, done, donate) if isinstance(weight, jax.Array) else done
 
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
+    found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
+    return found if is_turned(found) else params
 
 
 def can_be_turned(name: str, weight: Any) -> bool:

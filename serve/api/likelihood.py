@@ -47,7 +47,7 @@ def log_likelihood(
         raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     makes = [
-        partial(llm._intake.ticket, prompt=a + b, params=params, score_from=start)
+        partial(llm._intake.ticket, prompt=a + b, params=params, score_from=start, awaited=False)
         for a, b, start in zip(ids, ends, starts, strict=True)
     ]
     results = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)

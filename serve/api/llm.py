@@ -91,8 +91,9 @@ class LLM:
     ) -> "LLM":
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
-        They are used as they are, without a copy, unless `quantization` says otherwise. The cache is split as
-        the heads of the keys' projections are.
+        They are used as they are, without a copy, unless `quantization` says otherwise; a CPU's projections
+        in 16 bits are copied into the order that it multiplies fastest. The cache is split as the heads of
+        the keys' projections are.
         """
         chosen = engine_options(options)
         if chosen.hf_overrides or chosen.load_format != "auto":
@@ -239,7 +240,8 @@ class LLM:
     # ------------------------------------------------------------ the engine
 
     def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on, without a copy or a compilation.
+        """Serve other weights of the same shapes from now on, without a compilation, and without a copy where
+        those of the start were not copied.
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
         differs, TypeError for parameters that are not on a device.

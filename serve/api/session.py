@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,6 +12,7 @@ from ..engine.engine import Engine
 from ..engine.request import Request
 from ..host.signals import uninterrupted
 from ..outputs import Delta
+from ..programs.warmup import Warmup
 from .ticket import Cursor, Ticket
 
 
@@ -59,10 +59,10 @@ class Session:
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
         if engine.warmup is not None:
-            engine.warmup.begin(partial(warm_idle, weakref.ref(self)))
+            engine.warmup.begin(partial(warm_idle, weakref.ref(self), engine.warmup))
 
     def warm(self) -> bool:
-        """Let an idle engine's warm-up advance by a run; says whether it may go on so."""
+        """Let an idle engine's warm-up advance by a run; says whether it did."""
         with self.turn():
             return self._engine is not None and self._engine.warm()
 
@@ -142,7 +142,8 @@ class Session:
                     ended = watch.taken()
                 done(ended)
         finally:
-            self._watches.remove(watch)
+            with self.turn():  # others' turns go through the list
+                self._watches.remove(watch)
 
     def _see(self, ticket: Ticket | None) -> None:
         """Tell those who wait for a ticket, where it has ended."""
@@ -277,13 +278,13 @@ class Session:
             self._engine = None
 
 
-def warm_idle(session: "weakref.ref[Session]") -> bool:
-    """Let a session's engine warm up as long as nobody wants it for something else; false once the session is
-    gone."""
-    while (found := session()) is not None and found.warm():
-        del found
-        time.sleep(0.001)  # whoever waits for a turn has it now
-    return session() is not None
+def warm_idle(session: "weakref.ref[Session]", warmup: Warmup) -> bool:
+    """Let a session's engine advance in its warm-up by a run; says whether it did. Without the session the
+    warm-up ends."""
+    found = session()
+    if found is None:
+        warmup.stop()
+    return found is not None and found.warm()
 
 
 def listener(session: Session) -> Callable[[Request], None]:

@@ -206,7 +206,7 @@ def stop_profile(llm: "LLM") -> None:
 
 def get_world_size(llm: "LLM", include_dp: bool = True) -> int:
     """The devices that the model is spread over."""
-    return len(llm.params.embed.sharding.device_set)
+    return len(llm.engine.params.embed.sharding.device_set)
 
 
 # ---------------------------------------------------------------- what is not here

@@ -32,7 +32,7 @@ SETTINGS = (
 )
 
 # Options that decide no answer, or are known by more than their values.
-ELSEWHERE = ("seed", "use_tqdm_on_load", "serve_while_compiling", "speculative_config")
+ELSEWHERE = ("seed", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config")
 
 
 def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -36,7 +36,8 @@ class Idle:
     What they take and give is what `Programs` takes and gives; a chunk of a prompt is its last.
     """
 
-    count, seconds = 0, 0.0
+    count, seconds, age = 0, 0.0, 0.0
+    ready: ClassVar[dict[Shape, float]] = {}
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         self.config, self.sizes = PairConfig(config), sizes

@@ -2,7 +2,7 @@
 dispatch, commit."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -35,10 +35,6 @@ from .sleep import Sleep
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
-# of the classes and the times of their steps
-Speculate = Callable[[Classes, Mapping[tuple[int, int], float] | None], Speculation | None]
-
-
 class Engine:
     """Serves requests with one model on one device (or one mesh).
 
@@ -46,7 +42,7 @@ class Engine:
     since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
     callers take turns. `limits` are such that one of the last `classes` holds every row of decode and
     verification; prompts are cut to fit. With a `warmup` classes grow while it serves, and speculation begins
-    at its end, as `speculate` makes it.
+    at its end.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class Engine:
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
-        speculate: Speculate | None = None,
     ):
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
@@ -79,8 +74,7 @@ class Engine:
         self._failures = 0
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self._sleep = Sleep()
-        self.speculation, self._speculate, self.warmup = speculation, speculate, warmup
-        self._speculates = not (speculation is None and speculate is None)
+        self.speculation, self.warmup = speculation, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -160,7 +154,7 @@ class Engine:
         )
 
     def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on: no copy, no compilation; cached prefixes are
+        """Serve other weights of the same shapes from now on, without a compilation; cached prefixes are
         forgotten.
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
@@ -212,26 +206,28 @@ class Engine:
     # ------------------------------------------------------------ shapes that come later
 
     def warm(self) -> bool:
-        """Let the warm-up advance by a run where there is nothing to serve; says whether it may go on so."""
-        if self.warmup is None or self.has_work or self.is_sleeping:
+        """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
+        if self.warmup is None or self.scheduler.has_work or self.is_sleeping or not self.warmup.busy:
             return False
         try:
-            self._warm(self.warmup)
-        except BaseException as error:
+            self._settle()
+        except jax.errors.JaxRuntimeError:  # of a step whose requests have all ended
             self._recover()
-            if not isinstance(error, jax.errors.JaxRuntimeError):
-                raise
-        return self.warmup is not None and self.warmup.busy
+        self._warm(self.warmup)
+        return True
 
     def _warm(self, warmup: Warmup) -> None:
+        if not warmup.busy:
+            return
         cache = warmup.advance(self._state, self.tables, self.scheduler.growth)
-        self._state = replace(self._state, cache=cache)
+        if cache is None:
+            self._recover()
+        else:
+            self._state = replace(self._state, cache=cache)
         if warmup.classes != self.classes:
             self._serve_with(warmup.classes)
         if warmup.done:
-            self.warmup = None
-            if self._speculate is not None:
-                self.speculation = self._speculate(self.classes, warmup.seconds)
+            self.warmup, self.speculation = None, warmup.speculation
 
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age
@@ -254,10 +250,7 @@ class Engine:
         if plan is None:
             touched = self._settle()
             plan = self.scheduler.plan(settled=True)
-        while plan is None:  # the warm-up has the pages that the first in line needs
-            assert self.warmup is not None and not self.scheduler.running
-            self._warm(self.warmup)
-            plan = self.scheduler.plan(settled=True)
+            assert plan is not None
         flight = self._dispatch(plan)
         before, self._flight = self._flight, flight
         return touched + self._commit(before)
@@ -311,7 +304,7 @@ class Engine:
             self.meter.took()
             for row, work in enumerate(ran.rows):
                 taken.append(take(work, ran, row, tokens[row], self.scheduler.scores))
-        if self._speculates:
+        if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)

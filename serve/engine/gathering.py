@@ -126,6 +126,8 @@ class Gathering:
 
     def joined(self, request: Request, waiting: int) -> None:
         """A request is in line, as one of so many."""
+        if waiting == 1:  # whoever was held back before is gone
+            self._since = 0.0
         if request.patience < math.inf:
             entry = request.clock.arrival + request.patience, next(self._order), request
             heapq.heappush(self._hurried, entry)
@@ -145,6 +147,7 @@ class Gathering:
         ended = max(0, self._running + seated - running)
         self._rate += (ended - self._rate) / STEPS
         self._running = running
+        self._forget_seated()
         if self._holding:
             self.steps += 1
             self._since = self._since or self._clock()
@@ -159,9 +162,12 @@ class Gathering:
         it took."""
         return {"groups": self.groups, "prompts": self.prompts, "steps": self.steps, "seconds": self.held}
 
-    def _is_hurried(self) -> bool:
+    def _forget_seated(self) -> None:
         while self._hurried and not is_waiting(self._hurried[0][2]):
             heapq.heappop(self._hurried)
+
+    def _is_hurried(self) -> bool:
+        self._forget_seated()
         return bool(self._hurried) and self._hurried[0][0] <= self._clock()
 
     def _choose(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:

@@ -38,8 +38,8 @@ class PageScores:
 
     def are_wanted(self, request: Request, page: int) -> bool:
         """Whether a request lacks scores of a page."""
-        first, last = page * self.page_size + 1, (page + 1) * self.page_size
-        return request.scored and first < len(request.prompt) and request.unscored <= last
+        first, last = page * self.page_size + 1, min((page + 1) * self.page_size, len(request.prompt) - 1)
+        return request.scored and max(first, request.unscored) <= last
 
     def known(self, request: Request, pages: int) -> int:
         """As many of a request's first pages, `pages` at most, as it lacks no scores of that are not kept."""
@@ -63,9 +63,10 @@ class PageScores:
         """Give a request the scores that it lacks of the pages that it has found."""
         for page in range(request.computed // self.page_size):
             if self.are_wanted(request, page):
-                key, since = self._key(request, page), request.unscored - page * self.page_size - 1
+                key, before = self._key(request, page), page * self.page_size + 1
                 self._kept.move_to_end(key)
-                request.prompt_scores.extend(*(x[since:] for x in self._kept[key]))
+                lacking = slice(request.unscored - before, len(request.prompt) - before)
+                request.prompt_scores.extend(*(x[lacking] for x in self._kept[key]))
 
     def keep(self, request: Request, since: int) -> None:
         """Keep the scores of the pages that a request has scored as a whole, the last from position `since`

@@ -75,8 +75,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     make = partial(Engine, programs, limits=limits, prefix_caching=options.enable_prefix_caching)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
         classes = Classes.of(early, same_bits=not options.reproducible)
-        warmup = Warmup(programs, everything, classes, aim)
-        return make(classes, state, warmup=warmup, speculate=partial(late_speculation, options))
+        warmup = Warmup(programs, everything, classes, aim, partial(late_speculation, options))
+        return make(classes, state, warmup=warmup)
     classes, state = choose_classes(programs, state, canonical, options.reproducible)
     seconds = None
     if aim.depths and classes.verify:

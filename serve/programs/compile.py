@@ -136,7 +136,7 @@ class Programs:
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
-        self._keys = {s: kept.key(phases, s.phase, operands(s, like, sizes)) for s in shapes}
+        self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
             found = load_kept(pool, self._keys, like.everywhere)
             self.steps = {s: program for s, program in found.items() if program is not None}
@@ -165,8 +165,13 @@ class Programs:
         return len(self.steps) + SMALL
 
     def add(self, shape: Shape) -> None:
-        """Compile a missing shape."""
+        """Compile a missing shape; it is not kept if jax's settings are others than at the start."""
+        if self._keys[shape] != self._key(shape):
+            self._keys[shape] = None
         self._compile(shape, self._lower(shape))
+
+    def _key(self, shape: Shape) -> str | None:
+        return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
     def _lower(self, shape: Shape) -> jax.stages.Lowered:
         with self._lowering:  # one at a time: it is Python

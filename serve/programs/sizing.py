@@ -65,7 +65,7 @@ def cache_budget(config: PairConfig, options: EngineOptions, params: Params, mem
     """
     if memory is None:
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(everywhere(params).device_set)
-    slots, dtype = slot_bytes(config, options), target_of(params).embed.dtype
+    slots, dtype = 2 * slot_bytes(config, options), target_of(params).embed.dtype  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 

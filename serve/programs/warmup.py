@@ -16,9 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
-
-import jax
+from typing import Any, NamedTuple
 
 from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables, Tables
@@ -33,6 +31,11 @@ from .shapes import PHASES, Canonical, Shape
 THREADS = "duetto-warmup"  # how the names of the threads that compile begin
 NICENESS = 10  # of the threads that compile: serving goes first
 PAUSE = 0.02  # seconds between two looks at an engine
+TURN = 0.001  # seconds after a run, in which whoever waits for the engine has it
+
+
+# What guesses, if the shapes allow it: of the classes, and the times of their steps as `timed` has them.
+Speculate = Callable[[Classes, dict[tuple[int, int], float] | None], Any]
 
 
 class Aim(NamedTuple):
@@ -64,13 +67,14 @@ def in_turn(shapes: Iterable[Shape]) -> list[Shape]:
 class Warmup:
     """What an engine with `classes` has still to compile and to compare.
 
-    `advance` is called between its steps. `classes` grow; once `done`, `seconds` has the times of steps as
-    `timed` has them, if they were wanted. A shape that fails is left out, and noted in `failed`.
+    `advance` is called between its steps. `classes` grow; once `done`, `speculation` is what `speculate`
+    makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
+    in `failed`.
     """
 
-    def __init__(self, programs: Programs, params: Params, classes: Classes, aim: Aim):
-        self.programs, self.classes, self.aim = programs, classes, aim
-        self.seconds: dict[tuple[int, int], float] | None = None
+    def __init__(self, programs: Programs, params: Params, classes: Classes, aim: Aim, speculate: Speculate):
+        self.programs, self.classes, self.aim, self.speculate = programs, classes, aim, speculate
+        self.speculation: Any = None
         self.failed: dict[Shape, str] = {}
         self.done = self.stopped = False
         self._record = record(programs, params, aim.canonical) if aim.reproducible else None
@@ -86,34 +90,57 @@ class Warmup:
     # ------------------------------------------------------------ compiling, in threads
 
     def begin(self, idle: Callable[[], bool]) -> None:
-        """Start to compile. `idle` is called now and then from these threads until all is done: an engine
-        with nothing else to do may advance there. False of it says that nobody wants the engine any more."""
+        """Start to compile. One of the threads calls `idle` as well, until all is done: an engine with
+        nothing else to do may advance there, and says whether it did."""
         threads = max(1, min((kept.cores() or 2) // 2, self._compiling))
-        targets = [partial(self._attend, idle), *[partial(self._work, idle)] * (threads - 1)]
+        targets = [partial(self._attend, idle), *[self._compile] * (threads - 1)]
         for number, target in enumerate(targets):
             threading.Thread(target=target, name=f"{THREADS}-{number}").start()
 
     def stop(self) -> None:
-        """Compile nothing more than what is begun."""
+        """Compile nothing more than what is begun, and hold nothing on the device."""
         self.stopped = True
+        if self._probe is not None:
+            self._probe.rest()
 
     @property
     def _wanted(self) -> bool:
         return not (self.stopped or self.done) and threading.main_thread().is_alive()
 
     def _attend(self, idle: Callable[[], bool]) -> None:
-        if self.aim.reproducible or self.aim.depths:
+        lower_priority()
+        self._prepare()
+        while self._wanted:
+            if idle():
+                time.sleep(TURN)
+            elif not self._add_next():
+                time.sleep(PAUSE)
+        if self.done:
+            idle()  # an engine without requests hears of it
+
+    def _compile(self) -> None:
+        lower_priority()
+        while self._wanted and self._add_next():
+            pass
+
+    def _prepare(self) -> None:
+        if not (self.aim.reproducible or self.aim.depths):
+            return
+        try:
             shapes = [*self.programs.steps, *self.programs.missing]
             self._probe = Probe(self.programs, self.aim.canonical, shapes)
-        self._work(idle)
-        while self._wanted and idle():
-            time.sleep(PAUSE)
+        except Exception as error:  # noqa: BLE001 - the engine serves with what it has
+            self.done = True
+            warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")
 
-    def _work(self, idle: Callable[[], bool]) -> None:
-        lower_priority()
-        while self._missing and self._wanted and idle():
-            with suppress(IndexError):  # another thread has taken the last
-                self._add(self._missing.popleft())
+    def _add_next(self) -> bool:
+        """Compile a shape; says whether there was one."""
+        try:
+            shape = self._missing.popleft()
+        except IndexError:
+            return False
+        self._add(shape)
+        return True
 
     def _add(self, shape: Shape) -> None:
         try:
@@ -128,22 +155,28 @@ class Warmup:
 
     def _fail(self, shape: Shape, error: Exception) -> None:
         self.failed[shape] = str(error)
-        warn(f"{shape} does not serve: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        warn(f"{shape} does not serve: {first_line(error)}")
 
     # ------------------------------------------------------------ comparing, between steps
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to run."""
-        return self._runs is not None or bool(self._here) or (not self._compiling and not self.done)
+        """Whether there is something to run, or nothing is to come any more."""
+        return self._runs is not None or self.done or (self._is_ready and (bool(self._here) or self._is_last))
 
-    def advance(self, state: Arguments, tables: PageTables, spare: int) -> KVCache:
+    @property
+    def _is_ready(self) -> bool:
+        return self._probe is not None or not (self.aim.reproducible or self.aim.depths)
+
+    @property
+    def _is_last(self) -> bool:
+        # in this order: a thread that compiles adds to the one before it takes from the other
+        return not self._compiling and not self._here
+
+    def advance(self, state: Arguments, tables: PageTables, spare: int) -> KVCache | None:
         """One run of what is compared, in pages that are lent once that leaves `spare` to the sequences that
-        run; gives the cache back.
-
-        Raises what the device raises, and the cache is lost.
-        """
-        if self._runs is None:
+        run; gives the cache back, None where a failure has cost it."""
+        if self._runs is None and not self.done:
             self._choose(tables, spare)
         if self._runs is None or self._probe is None:
             return state.cache
@@ -152,12 +185,17 @@ class Warmup:
             next(self._runs)
         except StopIteration:
             self._finish(tables)
-        except jax.errors.JaxRuntimeError as error:
-            if self._current is not None:
-                self._fail(self._current, error)
-            self._current = None
-            raise
+        except Exception as error:  # noqa: BLE001 - the engine serves without what fails
+            return self._failed(error)
         return self._probe.give()
+
+    def _failed(self, error: Exception) -> None:
+        if self._current is not None:
+            self._fail(self._current, error)
+        else:
+            self.done = True
+            warn(f"steps are not compared as a whole: {first_line(error)}")
+        self._current = None
 
     def interrupt(self, tables: PageTables) -> None:
         """Give pages and memory back: what was being compared begins again later."""
@@ -184,9 +222,10 @@ class Warmup:
         if not self.aim.reproducible:
             while self._here:
                 self.classes = self.classes.joined(self._here.popleft())
-        last = not self._here and not self._compiling
+        last = self._is_last
         if self._probe is None:
-            self.done = last and not self.aim.reproducible and not self.aim.depths
+            if last and self._is_ready:
+                self._conclude(None)
         elif self._here or last:
             self._lent = tables.lend(self._probe.needed, spare) or []
             if self._lent:
@@ -204,9 +243,11 @@ class Warmup:
             self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
             if not self.failed:
                 kept.write(self._record, self.classes)
-        if self.aim.depths and self.classes.verify:
-            self.seconds = yield from timed(probe, self.classes, self.aim.depths)
-        self.done = True
+        wanted = self.aim.depths and self.classes.verify
+        self._conclude((yield from timed(probe, self.classes, self.aim.depths)) if wanted else None)
+
+    def _conclude(self, seconds: dict[tuple[int, int], float] | None) -> None:
+        self.speculation, self.done = self.speculate(self.classes, seconds), True
 
 
 def lower_priority() -> None:
@@ -214,3 +255,7 @@ def lower_priority() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -16,7 +16,7 @@ def explain(engine: Engine) -> str:
     taken for one prompt's. On a host the peaks are measured first, in about a second.
     """
     target = here(measure=True) if here().peaks is None else here()
-    shapes = [shape for shape in engine.programs.steps if str(shape) in engine.meter.spans]
+    shapes = [shape for shape in list(engine.programs.steps) if str(shape) in engine.meter.spans]
     rows = [row_of(engine, shape, target) for shape in sorted(shapes)]
     return "\n".join(render_table(rows))
 

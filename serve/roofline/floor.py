@@ -61,7 +61,7 @@ def demand(
         return Demand(T * one.flops, T * one.bytes)
     if shape.phase == "prefill":
         return step_demand(config, params, rows=1, tokens=B * T, context=context, sampled=1)
-    return step_demand(config, params, rows=B, tokens=T, context=context, sampled=T)
+    return step_demand(config, params, rows=shape.rows_of(T), tokens=T, context=context, sampled=T)
 
 
 def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Demand:
@@ -74,8 +74,8 @@ def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, para
     if config.draft is None:
         return own
     assert isinstance(params, Pair)
-    B, T = shape.rows, shape.tokens
-    rows, tokens, times = (1, B * T, 1) if shape.phase == "prefill" else (B, 1, T)
+    T = shape.tokens
+    rows, tokens, times = (1, shape.area, 1) if shape.phase == "prefill" else (shape.rows_of(T), 1, T)
     sampled = int(shape.phase == "verify")
     one = step_demand(config.draft, params.draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
     return Demand(own.flops + times * one.flops, own.bytes + times * one.bytes)
@@ -97,7 +97,8 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     def pool(kind: LayerKind, buffer: Any) -> Pool:
         _, pages, width, _ = buffer.shape
         own, window = device_bytes(buffer), kind.mixer.window
-        live = min((shape.sequences * seen(kind, context) + shape.rows * tokens) / (pages * width), 1)
+        sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
+        live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
         first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()))

@@ -59,7 +59,7 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     are some; a prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
     own = np.arange(shape.rows) * shape.sequences // shape.rows  # whose each row is
-    seated = own < sizes.max_num_seqs  # rows beyond the seats are empty
+    seated = own < min(sizes.max_num_seqs, shape.rows_of(shape.tokens))  # the rows beyond are empty
     batch.tokens[:], batch.count[:] = 1, np.where(seated, shape.tokens, 0)
     batch.start[:], batch.slot[:] = starts(shape, context), np.where(seated, own, sizes.max_num_seqs)
     pages = -(-(int(batch.start[-1]) + shape.tokens) // sizes.page_size)

@@ -50,6 +50,21 @@ def test_continuations_of_one_context_wait_for_its_scores_and_compute_it_once():
     assert sum(count for _, works in programs.ran for *_, count in works) == 12 + 4 + 4
 
 
+def test_a_scored_prompt_that_comes_back_finds_what_it_has_generated_too():
+    engine, _ = start(**SIZES)
+    longer = scored(engine, prompt_of(0, 17))
+    request = ask(prompt_of(0, 10), 8, 1, prompt_logprobs=0)
+    run(engine)
+    assert_scores(longer)
+    engine.submit(request)
+    while request.generated < 6:
+        engine.step()
+    assert len(request.names) == 3 == engine.scheduler.scores.known(request, 3)
+    engine.vacate()
+    run(engine)
+    assert_scores(request)
+
+
 def test_a_page_that_nobody_scored_is_computed_again_where_its_scores_are_wanted():
     engine, programs = start(**SIZES)
     engine.submit(ask(prompt_of(0, 12), 1))
