@@ -12,7 +12,7 @@ from ...checkpoints.overrides import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
-from ...model.weights.turned import unprepared
+from ...model.weights.prepared import unprepared
 from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
@@ -91,9 +91,8 @@ class LLM:
     ) -> "LLM":
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
-        They are used as they are, without a copy, unless `quantization` says otherwise; a CPU's projections
-        in 16 bits are copied into the order that it multiplies fastest. The cache is split as the heads of
-        the keys' projections are.
+        They are used without a copy, unless `quantization` says otherwise; a CPU's projections in 16 bits
+        are copied as it multiplies them fastest. The cache is split as the heads of the keys' projections are.
         """
         chosen = engine_options(options)
         if chosen.hf_overrides or chosen.load_format != "auto":
@@ -240,8 +239,7 @@ class LLM:
     # ------------------------------------------------------------ the engine
 
     def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation, and without a copy where
-        those of the start were not copied.
+        """Serve other weights of the same shapes from now on, without a compilation.
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
         differs, TypeError for parameters that are not on a device.

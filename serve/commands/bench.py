@@ -27,7 +27,7 @@ from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.tree import init
 from ...model.weights.compress import form_spec
-from ...model.weights.turned import turned
+from ...model.weights.transposed import transposed
 from ...sampling.params import SamplingParams
 from ..api.llm import LLM
 from ..host import clock
@@ -89,13 +89,13 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
         options = origin.settled(options, download_dir=args.download_dir)
         dtype = compute_dtype(args.dtype, device, origin.model)
         config, params = read_folder(origin.model, dtype, device, options.quantization)
-        return Model(args.model or "demo", config, turned(params, donate=True), options)
+        return Model(args.model or "demo", config, transposed(params, donate=True), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
     dtype = compute_dtype(args.dtype, device)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
-    return Model(args.shape, config, turned(init(jax.random.key(0), specs, chosen), donate=True), options)
+    return Model(args.shape, config, transposed(init(jax.random.key(0), specs, chosen), donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:

@@ -18,8 +18,7 @@ from ...model.sharding import device_bytes, fitted, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
 from ...model.weights.compress import form_spec
-from ...model.weights.fixed import fixed
-from ...model.weights.turned import turned
+from ...model.weights.prepared import prepared
 from ..loading.folder import DEMO, compute_dtype, read_shapes
 from ..loading.origin import Origin, stored_form
 from ..options.engine import EngineOptions
@@ -119,8 +118,7 @@ def abstract_arguments(plan: EnginePlan) -> Arguments:
     devices."""
     weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
     params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
-    params = turned(params)
-    params = fixed(params) if plan.options.fixed_products else params
+    params = prepared(params, plan.options.fixed_products)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 

@@ -15,7 +15,7 @@ from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.weights.turned import prepared_as
+from ...model.weights.prepared import prepared_as
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs, fill
 from ..programs.shapes import Shape, least_row

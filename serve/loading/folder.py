@@ -18,7 +18,7 @@ from ...model.sharding import shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, init
 from ...model.weights.compress import in_form
-from ...model.weights.turned import turned
+from ...model.weights.transposed import transposed
 from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
 from ..host.devices import default_device, multiplies_bfloat16
@@ -93,7 +93,7 @@ def load_folder(
     if dtype_name(dtype) == "auto" and chosen == jnp.bfloat16:
         progress.say("computing in bfloat16, which this processor multiplies; the choice is dtype's")
     config, params = read(path, chosen, where, quantization)
-    return config, turned(params, donate=True), defaults
+    return config, transposed(params, donate=True), defaults
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:

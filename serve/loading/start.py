@@ -15,8 +15,7 @@ from ...model.pair import PairConfig, Params
 from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...model.weights.compress import in_form
-from ...model.weights.fixed import fixed
-from ...model.weights.turned import turned
+from ...model.weights.prepared import prepared
 from ..engine.engine import Engine
 from ..engine.guessing import Speculation
 from ..engine.scheduler import Limits
@@ -51,8 +50,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
     params = in_form(params, options.quantization, params.embed.dtype)
-    params = turned(params)
-    params = fixed(params) if options.fixed_products else params
+    params = prepared(params, options.fixed_products)
     if device.platform == "cpu":
         keep_freed()
     beside = read_beside(options.speculation, config, params)

@@ -85,7 +85,7 @@ def fingerprint(params: Any) -> str:
 def probing(
     programs: Programs, arguments: Arguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
 ) -> tuple[Any, Arguments]:
-    """What comes of a probe's work in an idle engine; cache and slots are used as scratch."""
+    """What comes of a probe's work in an idle engine; the cache is used as scratch."""
     probe = Probe(programs, canonical, programs.steps)
     probe.lent = [list(range(probe.needed))] * len(programs.sizes.pages)
     probe.take(arguments.params, arguments.cache)

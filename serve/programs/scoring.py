@@ -62,18 +62,18 @@ def score_prompt(
         new = score(unembed(params, config, flat[own]), targets[own], n_top)
         return jax.tree.map(lambda all, x: all.at[at].set(x, mode="drop", unique_indices=True), found, new)
 
-    def turned(wanted: Bool[Array, " rows"], turns: Any, order: Int[Array, " rows"]) -> Scores:
+    def looped(turns: Any, order: Int[Array, " rows"]) -> Scores:
         order = jnp.concatenate([order, beyond])
         return jax.lax.fori_loop(0, turns, partial(one, order=order), no_scores(rows, n_top))
 
     def those(wanted: Bool[Array, " rows"]) -> Scores:
         """Wanted positions first, and no turn for tiles without any."""
         turns = -(-jnp.sum(wanted, dtype=jnp.int32) // tile)
-        return turned(wanted, turns, jnp.argsort(~wanted, stable=True).astype(jnp.int32))
+        return looped(turns, jnp.argsort(~wanted, stable=True).astype(jnp.int32))
 
     def every(wanted: Bool[Array, " rows"]) -> Scores:
         """An accelerator is to know the number of turns."""
-        return turned(wanted, all_turns, jnp.arange(rows, dtype=jnp.int32))
+        return looped(all_turns, jnp.arange(rows, dtype=jnp.int32))
 
     scored = jax.lax.platform_dependent(wanted.reshape(rows), cpu=those, default=every)
     return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), scored)

@@ -38,7 +38,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "quant.quantised",
             "quant.group_scales",
             "fixed.Fixed.einsum",
-            "turned.Turned.einsum",
+            "transposed.Transposed.einsum",
             "fixed.in_rows",
             "fixed.kernel_for",
             "quant.Quantised.by_widening",

@@ -123,10 +123,10 @@ def test_the_cache_follows_the_axes_of_the_keys(tiny):
 
 
 def test_each_device_is_filled(tiny, mesh):
-    """With its part of the weights and of the cache, and whole slots and temporaries."""
+    """With its part of the weights and of the cache, and whole slots, those of a warm-up, and temporaries."""
     config, options = tiny.config, EngineOptions()
     slots = nbytes(jax.eval_shape(lambda: empty_slots(options.seats, config.vocab_size)))
-    beside = slots + scratch_bytes(PairConfig(config), options, jnp.float32)
+    beside = 2 * slots + scratch_bytes(PairConfig(config), options, jnp.float32)
     memory = int((beside + nbytes(tiny.params) + (1 << 20)) / options.gpu_memory_utilization) + 1
     (page,) = page_bytes(config.layers, options.page_size, jnp.float32)
     pages = []

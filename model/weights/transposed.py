@@ -15,14 +15,13 @@ from ..layers import einsum, ragged_product
 from ..sharding import fitted
 from ..tree import pytree, static
 from .compress import CONTRACTED, replaced
-from .fixed import fixed, is_fixed, unfixed
 
 T = TypeVar("T")
 NAMES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @pytree
-class Turned:
+class Transposed:
     """A projection [*inputs, *outputs], kept as a matrix [outputs, inputs]: XLA turns back one of more axes
     in every step."""
 
@@ -59,16 +58,16 @@ def like(x: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding and fitted(x.sharding, shape))
 
 
-def turn(weight: Any, inputs: int) -> Turned:
+def transpose(weight: Any, inputs: int) -> Transposed:
     """A weight, an array or a ShapeDtypeStruct, whose product sums over its first axes."""
     first, last = weight.shape[:inputs], weight.shape[inputs:]
     if isinstance(weight, jax.ShapeDtypeStruct):
-        return Turned(like(weight, (prod(last), prod(first))), first, last)
-    return Turned(weight.reshape(prod(first), prod(last)).T, first, last)
+        return Transposed(like(weight, (prod(last), prod(first))), first, last)
+    return Transposed(weight.reshape(prod(first), prod(last)).T, first, last)
 
 
-def turned(params: T, donate: bool = False) -> T:
-    """A tree of parameters, or of ShapeDtypeStructs, with a CPU's projections of 16 bits as `Turned`.
+def transposed(params: T, donate: bool = False) -> T:
+    """A tree of parameters, or of ShapeDtypeStructs, with a CPU's projections of 16 bits as `Transposed`.
 
     Left as they are: experts, latents' projections, records, weights of 32 bits and those that lie on several
     devices; a tree with nothing else is given back itself. With `donate` each weight is deleted when its copy
@@ -77,16 +76,16 @@ def turned(params: T, donate: bool = False) -> T:
 
     def leaf(key: Any, weight: Any) -> Any:
         name = jax.tree_util.keystr(key, simple=True, separator=".").rpartition(".")[2]
-        if not can_be_turned(name, weight):
+        if not can_be_transposed(name, weight):
             return weight
-        done = turn(weight, len(CONTRACTED[name]))
+        done = transpose(weight, len(CONTRACTED[name]))
         return replaced(weight, done, donate) if isinstance(weight, jax.Array) else done
 
     found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
-    return found if is_turned(found) else params
+    return found if is_transposed(found) else params
 
 
-def can_be_turned(name: str, weight: Any) -> bool:
+def can_be_transposed(name: str, weight: Any) -> bool:
     if name not in NAMES or not isinstance(weight, jax.Array | jax.ShapeDtypeStruct):
         return False
     devices = weight.sharding.device_set if weight.sharding is not None else ()
@@ -96,28 +95,17 @@ def can_be_turned(name: str, weight: Any) -> bool:
     return on_cpu and is_projection and is_narrow
 
 
-def unturned(params: T) -> T:
-    """The tree with projections in place of `Turned`, which are copied; itself where it has none."""
-    if not is_turned(params):
+def untransposed(params: T) -> T:
+    """The tree with projections in place of `Transposed`, which are copied; itself where it has none."""
+    if not is_transposed(params):
         return params
     return jax.tree.map(lambda x: x.whole if is_record(x) else x, params, is_leaf=is_record)
 
 
-def prepared_as(served: Any, params: T) -> T:
-    """Parameters in the forms that those of a running engine have."""
-    params = turned(params) if is_turned(served) else params
-    return fixed(params) if is_fixed(served) else params
-
-
-def unprepared(params: T) -> T:
-    """An engine's parameters as arrays in the forms that they came in."""
-    return unturned(unfixed(params))
-
-
-def is_turned(params: Any) -> bool:
+def is_transposed(params: Any) -> bool:
     """Whether a tree has such projections."""
     return any(map(is_record, jax.tree.leaves(params, is_leaf=is_record)))
 
 
 def is_record(x: Any) -> bool:
-    return isinstance(x, Turned)
+    return isinstance(x, Transposed)

@@ -1,4 +1,4 @@
-"""Projections that lie turned: which they are, that their products are the array's, and the way back."""
+"""Projections that lie transposed: which they are, that their products are the array's, and the way back."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, init, paths
 from duetto.model.weights.fixed import Fixed, fixed
-from duetto.model.weights.turned import Turned, is_turned, prepared_as, turn, turned, unturned
+from duetto.model.weights.prepared import prepared_as
+from duetto.model.weights.transposed import Transposed, is_transposed, transpose, transposed, untransposed
 
 LEADING = {"q": 1, "o": 2, "down": 1}
 
@@ -27,42 +28,42 @@ def narrow(*shape: int, seed: int = 0) -> jax.Array:
 def test_a_product_is_the_arrays(name: str, dtype: Any):
     equation, left, right = PRODUCTS[name]
     x, w = narrow(*left), narrow(*right, seed=1)
-    other = turn(w, LEADING[name])
+    other = transpose(w, LEADING[name])
     one, two = (jax.jit(lambda x, w: einsum(equation, x, w, dtype))(x, w) for w in (w, other))
     assert one.dtype == two.dtype and one.shape == two.shape
     np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=0.01, atol=0.02)
     assert other.whole.tobytes() == w.tobytes() and other.factors == (w.shape,)
 
 
-def test_dense_projections_of_16_bits_on_one_cpu_are_turned_and_nothing_else():
+def test_dense_projections_of_16_bits_on_one_cpu_are_transposed_and_nothing_else():
     where = SingleDeviceSharding(jax.devices("cpu")[0])
     params = abstract(decoder_spec(MIXED), jnp.bfloat16, where)
-    found = {path.removesuffix(".array") for path in paths(turned(params)) if path.endswith(".array")}
+    found = {path.removesuffix(".array") for path in paths(transposed(params)) if path.endswith(".array")}
     assert {f"layers.0.attention.{name}" for name in "qkvo"} <= found
     assert {f"layers.0.ffn.{name}" for name in ("gate", "up", "down")} <= found
     assert "layers.1.ffn.shared.gate" in found
     assert not any(word in path for path in found for word in ("experts", "router", "embed", "head", "_up"))
-    assert turned(turned(params)) == turned(params) and unturned(turned(params)) == params
+    assert transposed(transposed(params)) == transposed(params) and untransposed(transposed(params)) == params
     mesh = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tensor",)), PartitionSpec())
-    assert is_turned(turned(abstract(decoder_spec(MIXED), jnp.bfloat16, mesh)))
-    assert not is_turned(turned(abstract(decoder_spec(MIXED), jnp.float32, where)))
-    assert not is_turned(turned(abstract(decoder_spec(MIXED), jnp.bfloat16)))  # it is not known where
+    assert is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.bfloat16, mesh)))
+    assert not is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.float32, where)))
+    assert not is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.bfloat16)))  # it is not known where
 
 
 def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
     params = init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
     kept = jax.tree.map(np.asarray, params)
-    there = turned(params)
+    there = transposed(params)
     assert not params.layers[0].attention.q.is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, unturned(there), kept)
-    jax.tree.map(np.testing.assert_array_equal, unturned(turned(params, donate=True)), kept)
+    jax.tree.map(np.testing.assert_array_equal, untransposed(there), kept)
+    jax.tree.map(np.testing.assert_array_equal, untransposed(transposed(params, donate=True)), kept)
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
 
 
 def test_new_weights_take_the_forms_of_those_before():
     params = init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
-    served = fixed(turned(params))
+    served = fixed(transposed(params))
     found = prepared_as(served, params)
     assert jax.tree.structure(found) == jax.tree.structure(served)
-    assert isinstance(found.layers[0].attention.q, Turned) and isinstance(found.head, Fixed)
+    assert isinstance(found.layers[0].attention.q, Transposed) and isinstance(found.head, Fixed)
     assert prepared_as(params, params) is params

@@ -1,0 +1,25 @@
+"""The forms in which an engine multiplies weights on its device, whatever form they came in."""
+
+from typing import Any, TypeVar
+
+from .fixed import fixed, is_fixed, unfixed
+from .transposed import is_transposed, transposed, untransposed
+
+T = TypeVar("T")
+
+
+def prepared(params: T, fixed_products: bool) -> T:
+    """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
+    params = transposed(params)
+    return fixed(params) if fixed_products else params
+
+
+def prepared_as(served: Any, params: T) -> T:
+    """Parameters in the forms that those of a running engine have."""
+    params = transposed(params) if is_transposed(served) else params
+    return fixed(params) if is_fixed(served) else params
+
+
+def unprepared(params: T) -> T:
+    """An engine's parameters as arrays in the forms that they came in."""
+    return untransposed(unfixed(params))
