@@ -92,7 +92,7 @@ class LLM:
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
         They are used without a copy, unless `quantization` says otherwise; a CPU's projections in 16 bits
-        are copied as it multiplies them fastest. The cache is split as the heads of the keys' projections are.
+        are copied as it multiplies them fastest. The cache is split as the keys' heads are.
         """
         chosen = engine_options(options)
         if chosen.hf_overrides or chosen.load_format != "auto":
