@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {"drafters": options.drafters, "ks": options.guesses, "loads": options.rows}
     plan = replace(QUICK if options.quick else FULL, **{k: tuple(v) for k, v in given.items() if v})
     versions = f"jax {jax.__version__}, Python {platform.python_version()}"
-    about = f"demo model in float32, {versions}, {time.strftime('%Y-%m-%d')}"
+    about = f"demo model with dtype auto, {versions}, {time.strftime('%Y-%m-%d')}"
     print(f"{about}\n\n{HEADER}")
     found, swept = measure(None, prompts(max(plan.loads)), plan)
     if options.stories:

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="show figures of earlier runs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (SVG)")
     options = parser.parse_args(arguments)
-    about = f"demo model in float32, jax {jax.__version__}, Python {platform.python_version()}"
+    about = f"demo model with dtype auto, jax {jax.__version__}, Python {platform.python_version()}"
     print(f"{about}, {time.strftime('%Y-%m-%d')}\n\n{HEADER}", flush=True)
     found: list[Row] = []
     if options.read:
