@@ -6,7 +6,8 @@ so many tokens, whosever they are: its places go to the guesses that are likelie
 
 Guesses need the last step's tokens, so a step that is asked for them waits for those, and the host's work on
 them is in its time. A plain step overlaps with that work: it is the cheaper way to verify nothing, and has a
-time of its own. What asked steps lost against plain ones is written down, and bounds how often steps are
+time of its own, in units of the pace that asked steps have at the moment: contexts and the machine change
+both alike. What asked steps lost against plain ones is written down, and bounds how often steps are
 asked where that does not pay. Plain Python; its choices follow from what it was told, in that order.
 """
 
@@ -20,13 +21,14 @@ from .acceptance import Acceptance, Offer
 
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
 PLAIN_WEIGHT = 0.1  # the same of plain steps, which are measured seldom
+USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # of a shape's usual time, and of the pace beside it
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
 ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
 LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
 LEAST_WAIT = 0.1  # of a plain step's time is lost at least by one that was asked and had nothing to verify
 FIRST_LOAN = 4.0  # the same before anything is known
 CREDIT = 4.0  # plain steps' time that was won and may be lost again
-CREDIT_OF_ONE = 20.0  # the same of one row, which is given now much and now nothing
+CREDIT_OF_ONE = 60.0  # the same of one row, which is given now much and now nothing
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
 MARGIN = 0.06  # of a plain step's time is to be won by an asked one: no time is known exactly
@@ -100,6 +102,7 @@ class Ledger:
         if self.debt > self.limit * plain:
             first = self.limit == FIRST_LOAN  # which is never paid back in full
             self.debt, self.awake = LOAN * plain if first else self.debt, False
+            self.left = MEASURED_PLAIN
 
     def rest(self, plain: float) -> None:
         """A plain step: time in which a debt is paid off."""
@@ -144,14 +147,14 @@ class Controller:
         self.depths = sorted({k for _, k in self.keys})
         self.acceptance = Acceptance.of_places(self.depths[-1])
         self.asked, self.plain = Times(self.seconds), Times(self.seconds, PLAIN_WEIGHT)
+        self.usual, self.pace = Times(self.seconds, USUAL_WEIGHT), 1.0
 
     # ------------------------------------------------------------ a step to come
 
     def asks(self, rows: int) -> bool:
         """Whether the next step of `rows` rows may verify guesses, and waits for the last tokens; otherwise
         it is plain."""
-        width = self._width(rows)
-        ledger, plain = self._ledger(rows), self.plain.of((width, 0))
+        ledger, plain = self._ledger(rows), self._plain(rows)
         if ledger.awake and not ledger.left:
             return True
         ledger.rest(plain)
@@ -177,9 +180,9 @@ class Controller:
         ]
         best = [max(self._choices(step), key=self._rate) for step in steps]
         plain = self.plain.of((self._width(rows), 0))
-        seconds = sum(self.asked.of(choice.key) for choice in best)
+        seconds = sum(self.usual.of(choice.key) for choice in best)
         if any(choice.guesses for choice in best) and seconds / plain < sum(c.tokens for c in best) / rows:
-            self._ledger(rows).wake(plain)
+            self._ledger(rows).wake(self._plain(rows))
 
     def _choices(self, offers: Sequence[Offer]) -> list[Choice]:
         """The kinds of steps that hold the rows; places go to the guesses that are likeliest to be kept."""
@@ -233,19 +236,31 @@ class Controller:
 
         None stands for the time of a step that did something else too.
         """
-        rows = len(guesses)
-        key, plain = self._key(guesses), self.plain.of((self._width(rows), 0))
+        rows, key = len(guesses), self._key(guesses)
         if seconds is not None:
+            self.usual.learn(key, seconds)
+            self._learn_pace(seconds / self.usual.of(key))
             self.asked.learn(key, seconds)
+        plain = self._plain(rows)
         expected = self.asked.of(key)
         lost = min(seconds or expected, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
         self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
 
     def plainly(self, rows: int, seconds: float) -> None:
         """A plain step took so long."""
-        self.plain.learn((self._width(rows), 0), seconds)
-        ledger = self._ledger(rows)
-        ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
+        key, ledger = (self._width(rows), 0), self._ledger(rows)
+        if ledger.left:  # asked steps have just told the pace
+            self.plain.learn(key, seconds / self.pace)
+            ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
+        else:
+            self._learn_pace(seconds / self.plain.of(key))
+
+    def _learn_pace(self, found: float) -> None:
+        self.pace += PACE_WEIGHT * (min(found, MOST_TIMES_EXPECTED * self.pace) - self.pace)
+
+    def _plain(self, rows: int) -> float:
+        """Seconds of a plain step at the present pace."""
+        return self.pace * self.plain.of((self._width(rows), 0))
 
     def judged(self, form: int, offered: int, accepted: int) -> None:
         """Of a row's guesses the first `accepted` were right."""
