@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from duetto.model.attention import causal
-from duetto.model.config import ModelConfig, Rope
+from duetto.model.config import ModelConfig
 from duetto.model.heads import advance, head_spec
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
@@ -28,9 +28,7 @@ from duetto.serve.roofline.presets import PRESETS
 
 MODELS: dict[str, ModelConfig] = {
     "demo": ModelConfig.uniform(2048, 192, 512, 5, 6, 2, 32, 512, tied_embeddings=True),
-    "135m": PRESETS["135m"],
-    "360m": ModelConfig.uniform(49152, 960, 2560, 32, 15, 5, 64, 8192, rope=Rope(100000.0)),
-    "0.6b": PRESETS["0.6b"],
+    **{name: PRESETS[name] for name in ("135m", "360m", "0.6b")},
 }
 GUESSES, REPEATS = (1, 3), 9
 

@@ -24,11 +24,7 @@ from ..host import progress
 from ..host.devices import default_device, multiplies_bfloat16
 
 DEMO = Path(checkpoints.__file__).parent / "demo"
-
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
 SHORT_NAMES = {"half": "float16", "float": "float32"}
 
 

@@ -227,6 +227,21 @@ def test_plain_steps_are_measured_however_slow_they_are_thought_to_be():
     assert controller.plain.of((8, 0)) < 0.5 and not controller.asks(1)
 
 
+def test_plain_steps_are_taken_to_be_as_slow_as_asked_ones_are():
+    """Long contexts and short ones come in turn, and asking always pays."""
+    controller, asked = Controller({(8, 0): 1.0, (8, 4): 1.1}), 0
+    for step in range(3000):
+        slow = (1.0, 2.5)[step // 150 % 2]
+        if controller.asks(1):
+            guesses = controller.choose([Offer(4)])
+            controller.judged(UNKNOWN, 4, step % 2)
+            controller.verified(guesses, 1 + (step % 2 if any(guesses) else 0), 1.2 * slow)
+            asked += 1
+        else:
+            controller.plainly(1, slow)
+    assert asked > 0.9 * 3000
+
+
 def test_trials_cost_no_more_than_their_share():
     controller = settled({(8, 0): 1.0, (8, 4): 3.0, (16, 4): 5.0}, 0.0)
     chosen = [sum(controller.choose([Offer(4)])) for _ in range(20_000)]
