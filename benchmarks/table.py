@@ -1,8 +1,8 @@
-"""Markdown tables from a run's JSON file, printed, or put into documents between their marks.
+"""Markdown tables from runs' JSON files, printed, or put into documents between their marks.
 
-    python -m benchmarks.table benchmarks/results/2026-11-22-cpu-135m.json [--into README.md docs/results.md]
+    python -m benchmarks.table benchmarks/results/*-cpu-135m.json [--into README.md docs/results.md]
 
-A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names
+Of several runs each table is of the last one that has its part. A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names
 are those of the parts, `summary`, and `machine`.
 """
 
@@ -64,14 +64,30 @@ def machine(result: Result) -> str:
     )
 
 
-def block(result: Result, name: str) -> str:
-    """The text of a name. Raises ValueError where the run has nothing under it."""
+def parts(result: Result) -> list[str]:
+    return list(dict.fromkeys(row.part for row in result.rows))
+
+
+def machines(results: Sequence[Result]) -> str:
+    """The machine of the last run, and what is of earlier ones."""
+    *earlier, last = results
+    later, also = set(parts(last)), []
+    for result in reversed(earlier):
+        own = [part for part in parts(result) if part not in later]
+        later |= set(own)
+        also += [f" Of a run of {result.about['date']}: {', '.join(own)}."] if own else []
+    return machine(last) + "".join(also)
+
+
+def block(results: Sequence[Result], name: str) -> str:
+    """The text of a name. Raises ValueError where no run has anything under it."""
     if name == "machine":
-        return machine(result)
-    rows = summary(result) if name == "summary" else [row for row in result.rows if row.part == name]
-    if not rows:
-        raise ValueError(f"benchmarks: {name}: this run has no such part")
-    return table(rows)
+        return machines(results)
+    for result in reversed(results):
+        rows = summary(result) if name == "summary" else [row for row in result.rows if row.part == name]
+        if rows:
+            return table(rows)
+    raise ValueError(f"benchmarks: {name}: no run has such a part")
 
 
 def summary(result: Result) -> list[Row]:
@@ -85,24 +101,24 @@ def summary(result: Result) -> list[Row]:
     return [row for row in rows if counts[row.engine] == len(chosen)]
 
 
-def fill(text: str, result: Result) -> str:
+def fill(text: str, results: Sequence[Result]) -> str:
     """A document with the tables that it asks for. Raises ValueError."""
-    return MARKS.sub(lambda found: f"{found[1]}{block(result, found[2])}\n{found[3]}", text)
+    return MARKS.sub(lambda found: f"{found[1]}{block(results, found[2])}\n{found[3]}", text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.table", description="Markdown tables of a run.")
-    parser.add_argument("result", type=Path, help="JSON file of a run")
+    parser = argparse.ArgumentParser("python -m benchmarks.table", description="Markdown tables of runs.")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="JSON file of a run")
     parser.add_argument(
         "--into", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks"
     )
     args = parser.parse_args()
-    result = load(args.result)
+    results = [load(file) for file in args.results]
     for document in args.into:
-        document.write_text(fill(document.read_text(), result))
+        document.write_text(fill(document.read_text(), results))
     if not args.into:
-        parts = dict.fromkeys(row.part for row in result.rows)
-        print("\n\n".join([machine(result), *(f"## {part}\n\n{block(result, part)}" for part in parts)]))
+        every = dict.fromkeys(part for result in results for part in parts(result))
+        print("\n\n".join([machines(results), *(f"## {part}\n\n{block(results, part)}" for part in every)]))
 
 
 if __name__ == "__main__":

@@ -124,11 +124,14 @@ def test_results_come_back_from_their_file_and_fill_documents(tmp_path: Path):
     result = load(tmp_path / "new" / "r.json")
     assert result == Result({"date": "2026-01-01"}, ["a note"], rows)
     text = "a\n<!-- benchmarks: decode -->\nold\n<!-- end -->\nb\n"
-    filled = fill(text, result)
+    filled = fill(text, [result])
     assert "| 1 rows | ms | 20 | 40 (2.00 x) |" in filled and "old" not in filled
-    assert fill(filled, result) == filled
-    with pytest.raises(ValueError, match="serving: this run has no such part"):
-        block(result, "serving")
+    assert fill(filled, [result]) == filled
+    earlier = Result({}, [], [*rows, Row("serving", "p50", OURS, "ms", [7.0])])
+    assert block([earlier, result], "decode") == block([result], "decode")
+    assert "| p50 | ms | 7 |" in block([earlier, result], "serving")
+    with pytest.raises(ValueError, match="serving: no run has such a part"):
+        block([result], "serving")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other\.json: has no about"):
         load(tmp_path / "other.json")
@@ -143,7 +146,7 @@ def test_a_summary_has_a_few_figures_of_the_engines_that_have_all_of_them():
     rows = [Row(part, what, OURS, unit, [1.0]) for part, what, unit in figures]
     rows += [Row(part, what, "peer", unit, [2.0], {OURS: 2.0}) for part, what, unit in figures if unit != "%"]
     rows.append(Row("decode", "1 rows", "decodes only", "ms", [3.0], {OURS: 3.0}))
-    found = block(Result({}, [], rows), "summary").splitlines()
+    found = block([Result({}, [], rows)], "summary").splitlines()
     assert found[0] == f"| | unit | {OURS} | peer |"
     assert [line.split(" | ")[0] for line in found[2:]] == [
         "| at once",
@@ -151,8 +154,8 @@ def test_a_summary_has_a_few_figures_of_the_engines_that_have_all_of_them():
         "| 32 rows",
         "| 512 tokens",
     ]
-    with pytest.raises(ValueError, match="summary: this run has no such part"):
-        block(Result({}, [], []), "summary")
+    with pytest.raises(ValueError, match="summary: no run has such a part"):
+        block([Result({}, [], [])], "summary")
 
 
 def test_unknown_parts_and_engines_are_refused(capsys: pytest.CaptureFixture[str]):
