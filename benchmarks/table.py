@@ -2,8 +2,9 @@
 
     python -m benchmarks.table benchmarks/results/*-cpu-135m.json [--into README.md docs/results.md]
 
-Of several runs each table is of the last one that has its part. A document says which table it wants, and where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names
-are those of the parts, `summary`, and `machine`.
+Of several runs each table is of the last one that has its part. A document says which table it wants, and
+where: `<!-- benchmarks: decode -->` ... `<!-- end -->`. The names are those of the parts, `summary`, and
+`machine`.
 """
 
 import argparse
