@@ -1,6 +1,6 @@
 """Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
@@ -98,3 +98,17 @@ def paths(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by dotted path, e.g. `layers.0.attention.q`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def holds(tree: Any, kind: type) -> bool:
+    """Whether a tree has records of a kind."""
+    return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
+
+
+def unwrapped(tree: T, kind: type, whole: Callable[[Any], Any]) -> T:
+    """The tree with `whole` of each record of a kind in its place; itself where it has none."""
+    if not holds(tree, kind):
+        return tree
+    return jax.tree.map(
+        lambda x: whole(x) if isinstance(x, kind) else x, tree, is_leaf=lambda x: isinstance(x, kind)
+    )

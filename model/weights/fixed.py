@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..gpus import on_hopper, shipped
 from ..layers import einsum, ragged_product
-from ..tree import pytree
+from ..tree import holds, pytree, unwrapped
 from .compress import CONTRACTED
 from .quant import leading
 
@@ -159,14 +159,12 @@ def can_be_fixed(name: str, weight: Any) -> bool:
 
 def unfixed(params: T) -> T:
     """The tree with arrays in place of `Fixed`: the same ones, without a copy; itself where it has none."""
-    if not is_fixed(params):
-        return params
-    return jax.tree.map(lambda x: x.array if is_record(x) else x, params, is_leaf=is_record)
+    return unwrapped(params, Fixed, lambda x: x.array)
 
 
 def is_fixed(params: Any) -> bool:
     """Whether a tree has such weights."""
-    return any(map(is_record, jax.tree.leaves(params, is_leaf=is_record)))
+    return holds(params, Fixed)
 
 
 def is_record(x: Any) -> bool:

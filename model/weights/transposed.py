@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..layers import einsum, ragged_product
 from ..sharding import fitted
-from ..tree import pytree, static
+from ..tree import holds, pytree, static, unwrapped
 from .compress import CONTRACTED, replaced
 
 T = TypeVar("T")
@@ -97,14 +97,12 @@ def can_be_transposed(name: str, weight: Any) -> bool:
 
 def untransposed(params: T) -> T:
     """The tree with projections in place of `Transposed`, which are copied; itself where it has none."""
-    if not is_transposed(params):
-        return params
-    return jax.tree.map(lambda x: x.whole if is_record(x) else x, params, is_leaf=is_record)
+    return unwrapped(params, Transposed, lambda x: x.whole)
 
 
 def is_transposed(params: Any) -> bool:
     """Whether a tree has such projections."""
-    return any(map(is_record, jax.tree.leaves(params, is_leaf=is_record)))
+    return holds(params, Transposed)
 
 
 def is_record(x: Any) -> bool:
