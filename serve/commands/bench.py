@@ -34,7 +34,8 @@ from ..host import clock
 from ..host.devices import default_device
 from ..host.memory import keep_freed
 from ..host.signals import raise_on_interrupt
-from ..loading.folder import compute_dtype, read_folder
+from ..loading.dtype import compute_dtype
+from ..loading.folder import read_folder
 from ..loading.origin import Origin
 from ..options.engine import EngineOptions
 from ..options.flags import numbers, positive

@@ -12,7 +12,8 @@ from ...checkpoints.hub import resolve
 from ...model.transformer import Decoder
 from ...model.weights.compress import FORMS
 from ..host.signals import raise_on_interrupt
-from ..loading.folder import dtype_name, read_folder
+from ..loading.dtype import dtype_name
+from ..loading.folder import read_folder
 from ..loading.origin import stored_form
 from ..options.engine import STORED
 

@@ -19,7 +19,8 @@ from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, is_spec
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
-from ..loading.folder import DEMO, compute_dtype, read_shapes
+from ..loading.dtype import compute_dtype
+from ..loading.folder import DEMO, read_shapes
 from ..loading.origin import Origin, stored_form
 from ..options.engine import EngineOptions
 from ..programs.compile import Arguments, Programs, arguments_like, lower

@@ -21,48 +21,10 @@ from ...model.weights.compress import in_form
 from ...model.weights.transposed import transposed
 from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
-from ..host.devices import default_device, multiplies_bfloat16
+from ..host.devices import default_device
+from .dtype import compute_dtype, dtype_name
 
 DEMO = Path(checkpoints.__file__).parent / "demo"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-SHORT_NAMES = {"half": "float16", "float": "float32"}
-
-
-def dtype_name(dtype: Any) -> str:
-    """One of DTYPES, from its name (vLLM's "half" and "float" too), numpy's, jax's or torch's dtype. Raises
-    ValueError.
-    """
-    if isinstance(dtype, str) or str(dtype).startswith("torch."):
-        name = str(dtype).removeprefix("torch.")
-    else:
-        try:
-            name = jnp.dtype(dtype).name
-        except TypeError:
-            name = ""
-    name = SHORT_NAMES.get(name, name)
-    if name not in DTYPES:
-        raise ValueError(f'dtype {dtype!r} is not allowed: "auto", "float32", "bfloat16" or "float16"')
-    return name
-
-
-def compute_dtype(dtype: Any, device: Any, folder: Path | None = None) -> Any:
-    """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
-
-    "auto" is the checkpoint's own. On CPUs it is float32, which holds every checkpoint's numbers, unless
-    these are bfloat16 and the processor multiplies that: no CPU has a product of float16 that XLA uses.
-    """
-    name = dtype_name(dtype)
-    if name != "auto":
-        return jnp.dtype(name)
-    if device.platform != "cpu":
-        return "auto"
-    own = multiplies_bfloat16(device) and (folder is None or stored_dtype(folder) == jnp.bfloat16)
-    return jnp.dtype("bfloat16" if own else "float32")
-
-
-def stored_dtype(folder: Path) -> Any:
-    """The checkpoint's own dtype. Raises CheckpointError."""
-    return (orbax if orbax.is_orbax(folder) else huggingface).stored_dtype(folder)
 
 
 def load_folder(

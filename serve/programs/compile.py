@@ -22,6 +22,7 @@ from ...sampling.state import load_history
 from ..host import progress
 from . import kept
 from .phases import Phases
+from .places import packed
 from .shapes import Shape, Sizes
 from .step import Output, Seat, Slots, empty_slots, seat
 from .tuning import tuning
@@ -251,14 +252,6 @@ class Programs:
         )
         after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
         return Batch(tokens, start, count, tables, slot, after)
-
-
-def packed(batch: Batch, rows: int) -> Int[np.ndarray, " rows"]:
-    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may."""
-    B, T = batch.tokens.shape
-    real = np.flatnonzero(np.arange(T) < batch.count[:, None])
-    assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
-    return np.pad(real, (0, rows - len(real)), constant_values=B * T).astype(np.int32)
 
 
 def fill(

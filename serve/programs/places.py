@@ -1,6 +1,7 @@
 """The tokens of a verification as rows of one token each: what decode computes, with its bits."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ...kvcache.pages import Batch
@@ -52,3 +53,11 @@ def each_place(batch: Batch) -> Batch:
         page_tables=tuple(map(each, batch.page_tables)),
         slot=each(batch.slot),
     )
+
+
+def packed(batch: Batch, rows: int) -> Int[np.ndarray, " rows"]:
+    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may."""
+    B, T = batch.tokens.shape
+    real = np.flatnonzero(np.arange(T) < batch.count[:, None])
+    assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
+    return np.pad(real, (0, rows - len(real)), constant_values=B * T).astype(np.int32)

@@ -11,7 +11,8 @@ from tokenizers import models
 from duetto import SamplingParams
 from duetto.checkpoints.generation import GenerationDefaults
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.loading.folder import checked_defaults, dtype_name
+from duetto.serve.loading.dtype import dtype_name
+from duetto.serve.loading.folder import checked_defaults
 from duetto.serve.loading.origin import Origin, ending, stored_form
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.tokenizer import Tokenizer

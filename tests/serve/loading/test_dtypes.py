@@ -15,7 +15,8 @@ from duetto.checkpoints import huggingface
 from duetto.serve.commands.convert import convert
 from duetto.serve.commands.planning import plan_job
 from duetto.serve.host import devices, progress
-from duetto.serve.loading.folder import DEMO, compute_dtype, load_folder
+from duetto.serve.loading.dtype import compute_dtype
+from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.roofline.targets import here
 

@@ -1,7 +1,7 @@
 """At which model size a head or a draft model pays: times of a decode step, and of a guess of either, with
 random weights.
 
-    python benchmarks/studies/guessers.py [--sizes demo 135m 360m 0.6b] [--rows 8]
+    python benchmarks/studies/drafter_sizes.py [--sizes demo 135m 360m 0.6b] [--rows 8]
 
 A step is the model's products for `rows` rows of one token, without a cache; guesses are one row's. The draft
 model has two layers of a quarter of the width.
