@@ -46,7 +46,8 @@ def seconds(run: Callable[..., Any], *arguments: Any) -> float:
 
 def drafter_of(config: ModelConfig) -> ModelConfig:
     D = max(64, config.hidden_size // 4)
-    return ModelConfig.uniform(config.vocab_size, D, 3 * D, 2, D // 32, max(1, D // 64), 32, 512)
+    heads = max(1, D // 64)
+    return ModelConfig.uniform(config.vocab_size, D, 3 * D, 2, 2 * heads, heads, 32, 512)
 
 
 def step(config: ModelConfig) -> Callable[..., Any]:
