@@ -54,7 +54,11 @@ def duetto_bench(bench: Bench, parts: list[str], flags: list[str]) -> list[dict]
             return []
         found = json.loads(file.read_text())
     bench.note(found["about"])
-    bench.note("peaks: {flops32:.3g} FLOP/s, {bandwidth:.3g} bytes/s".format(**found["peaks"]))
+    bench.note(
+        "peaks: {flops16:.3g} and {flops32:.3g} FLOP/s in 16 and 32 bits, {bandwidth:.3g} bytes/s".format(
+            **found["peaks"]
+        )
+    )
     return found["rows"]
 
 
