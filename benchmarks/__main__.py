@@ -20,6 +20,7 @@ from benchmarks.harness import QUICK, Amount, Bench, Row, installed
 from benchmarks.models import cache, folder_for
 from benchmarks.parts import alone, beside, scoring
 from benchmarks.parts import short as short_prompts
+from benchmarks.parts import tiers as page_tiers
 from benchmarks.plot import plot
 from benchmarks.report import HEAD, about, line, save
 from benchmarks.traces import AZURE, MOONCAKE, Scale
@@ -37,6 +38,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "padding": alone.padding,
     "growth": alone.growth,
     "short": short_prompts.short,
+    "tiers": page_tiers.tiers,
 }
 DEMO = HERE.parent / "checkpoints" / "demo"
 

@@ -18,6 +18,8 @@ class PagePool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        # pages and the names that they have lost, where somebody asks for them
+        self.evicted: list[tuple[int, bytes]] | None = None
 
     @property
     def free(self) -> int:
@@ -34,6 +36,8 @@ class PagePool:
         name = self._name_of.pop(page, None)
         if name is not None:
             del self._page_of[name]
+            if self.evicted is not None:
+                self.evicted.append((page, name))
         self.references[page] = 1
         return page
 
@@ -52,6 +56,10 @@ class PagePool:
         if name not in self._page_of and page not in self._name_of:
             self._page_of[name] = page
             self._name_of[page] = name
+
+    def named(self) -> list[tuple[bytes, int]]:
+        """All names with their pages."""
+        return list(self._page_of.items())
 
     def find(self, name: bytes) -> int | None:
         """The page of a name, if it is here; nothing is taken yet."""

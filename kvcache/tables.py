@@ -6,12 +6,15 @@ see, and those behind return to their pool (as in vLLM's hybrid cache). As many 
 admitted, so they never run out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import cast
 
 from .pool import PagePool
 
 GONE = -1  # in a page table: behind the window, and no longer owned
+AWAY = -2  # in what was found: not in a pool, but in a tier
+Away = Callable[[int, bytes], bool]  # whether a tier has a window's page of a name
 Tables = list[list[int]]  # of one sequence: its pages in order, for each group
 
 
@@ -40,15 +43,23 @@ class PageTables:
         """Share of the pages that sequences own, in the group where it is highest."""
         return max(1 - (pool.free + self.lent) / pool.pages for pool in self.pools)
 
-    def find(self, names: Sequence[bytes]) -> Tables:
-        """Pages of the longest prefix that is here: all of it, or what its window sees. Nothing is taken
-        yet."""
-        here = [[pool.find(name) for name in names] for pool in self.pools]
+    def find(self, names: Sequence[bytes], away: Away | None = None) -> Tables:
+        """Pages of the longest prefix that is here or `away`: all of it, or what its window sees. Nothing is
+        taken yet."""
+        here: list[list[int | None]] = []
         count = len(names)
+        for g, window in enumerate(self.windows):
+            places = (self._place(g, name, away) for name in names[:count])
+            here.append(list(places if window else takewhile(lambda place: place is not None, places)))
+            count = len(here[-1])  # what an unlimited window lacks ends every prefix
         while (gap := min(self._gap(g, found, count) for g, found in enumerate(here))) < count:
             count = gap
         seen = [self._first(g, count * self.page_size) for g in range(len(here))]
         return [[GONE] * seen[g] + cast(list[int], found[seen[g] : count]) for g, found in enumerate(here)]
+
+    def _place(self, g: int, name: bytes, away: Away | None) -> int | None:
+        page = self.pools[g].find(name)
+        return AWAY if page is None and away is not None and away(g, name) else page
 
     def _gap(self, g: int, found: list[int | None], count: int) -> int:
         """The first page that a token behind `count` pages sees and that is not here; `count` if all are."""
@@ -68,16 +79,20 @@ class PageTables:
         )
         if self.full is None or not room:
             return room
-        new = self._pages_for(tokens) - len(found[0])
-        return new + self.full.idle(found[0]) + spare + self.claimed <= self.full.free
+        here = [page for page in found[0] if page != AWAY]
+        new = self._pages_for(tokens) - len(here)
+        return new + self.full.idle(here) + spare + self.claimed <= self.full.free
 
     def admit(self, found: Tables, tokens: int, end: int) -> Tables:
-        """A sequence's tables: what was found, and pages for its tokens where no window bounds them. It
-        `fits`."""
+        """A sequence's tables: what was found, with pages of its own for those that are away, and pages for
+        its tokens where no window bounds them. It `fits`."""
         for g, (pool, pages) in enumerate(zip(self.pools, found, strict=True)):
-            pool.share(page for page in pages if page != GONE)
+            pool.share(page for page in pages if page >= 0)
             self.reserved[g] += self._charge(g, end)
-        tables = [list(pages) for pages in found]
+        tables = [
+            [pool.issue(1)[0] if page == AWAY else page for page in pages]
+            for pool, pages in zip(self.pools, found, strict=True)
+        ]
         grown = self.grow(tables, tokens)
         assert grown
         return tables

@@ -29,7 +29,9 @@ from jaxtyping import config, install_import_hook
 CHECKED = ("model", "kvcache", "sampling", "serve.programs", "serve.speculation")
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 
-from duetto import SamplingParams
+from cases.invariance import BASE, PARAMS, bits, prompts
+
+from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
@@ -241,3 +243,30 @@ def next_token(params, config, tokens, position, state):
     zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     token = sample(logits, position, zero, yes, state).token
     return token, commit(state, zero, token, yes)
+
+
+# ---------------------------------------------------------------- the invariance suite
+
+
+@pytest.fixture(scope="module")
+def serve(model):
+    """Starts an engine; the programs of the demo model are compiled as users' are."""
+    jax.config.update("jax_disable_most_optimizations", model.name != "demo")
+    yield lambda **options: LLM.from_params(model.config, model.params, **(BASE | options))
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def base(serve):
+    with serve() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(base, model):
+    """Each request served alone by an engine that has seen nothing before."""
+    outputs = []
+    for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
+        base.engine.tables.forget()
+        outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
+    return outputs

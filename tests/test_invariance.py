@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
+from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
@@ -16,31 +16,6 @@ from duetto.serve.programs.shapes import Canonical
 from duetto.serve.speculation.ngram import NgramDrafter
 from duetto.serve.speculation.suffix import SuffixDrafter
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3)
-SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=11, max_tokens=24, logprobs=3)
-PENALISED = SamplingParams(
-    temperature=0.8,
-    min_p=0.01,
-    seed=5,
-    presence_penalty=0.5,
-    frequency_penalty=0.3,
-    repetition_penalty=1.2,
-    max_tokens=24,
-    logprobs=3,
-)
-BIASED = SamplingParams(
-    temperature=0.7, seed=2**40 + 1, logit_bias={5: 2.0, 9: -3.0}, max_tokens=24, logprobs=3
-)
-PARAMS = [GREEDY, SEEDED, PENALISED, BIASED, GREEDY, SEEDED, PENALISED]
-LENGTHS = [1, 5, 63, 64, 65, 130, 200]
-
-BASE = {
-    "max_num_seqs": 8,
-    "max_prefill_tokens": 128,
-    "max_model_len": 256,
-    "page_size": 64,
-    "decode_steps": 4,
-}
 CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
 # several rows.
@@ -58,11 +33,6 @@ MORE = {  # of the demo model only, whose programs are compiled as users' are
 }  # fmt: skip
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(3, vocab_size, n).tolist() for n in LENGTHS]
-
-
 Scores = tuple[tuple[int, float, int | None], ...]  # of a token and those likeliest beside it
 
 
@@ -71,38 +41,6 @@ def prompt_bits(output: RequestOutput) -> list[Scores]:
     entries = output.prompt_logprobs
     assert entries is not None and entries[0] is None and len(entries) == len(output.prompt_token_ids)
     return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
-
-
-def bits(output: RequestOutput) -> list[tuple[int, bytes, tuple[int, ...]]]:
-    """A request's tokens with the bits of every log-probability that it reports."""
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    steps = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [(t, np.array([x.logprob for x in at.values()]).tobytes(), tuple(at)) for t, at in steps]
-
-
-@pytest.fixture(scope="module")
-def serve(model):
-    """Starts an engine; the programs of the demo model are compiled as users' are."""
-    jax.config.update("jax_disable_most_optimizations", model.name != "demo")
-    yield lambda **options: LLM.from_params(model.config, model.params, **(BASE | options))
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
-@pytest.fixture(scope="module")
-def base(serve):
-    with serve() as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def expected(base, model):
-    """Each request served alone by an engine that has seen nothing before."""
-    outputs = []
-    for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
-        base.engine.tables.forget()
-        outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
-    return outputs
 
 
 @pytest.mark.parametrize("model", [*RANDOM, "int8", "demo"], indirect=True, scope="session")

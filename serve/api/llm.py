@@ -27,7 +27,7 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import likelihood, vllm
+from . import likelihood, snapshots, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .session import Session
@@ -190,6 +190,7 @@ class LLM:
         return self._conversation(messages, **options)["prompt_token_ids"]
 
     log_likelihood = likelihood.log_likelihood
+    save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
 
     # ------------------------------------------------------------ streams
 
@@ -223,8 +224,7 @@ class LLM:
         return tickets[0].id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; returns those queued with `add_request` that have finished
-        since."""
+        """Advance all requests by one step; returns those of `add_request` that have finished since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
     def has_unfinished_requests(self) -> bool:

@@ -275,7 +275,9 @@ class Session:
             if self._engine is not None and self._engine.warmup is not None:
                 self._engine.warmup.stop()
             self.drop([ticket for ticket in self.tickets.values() if ticket is not None])
-            self._engine = None
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
 
 def warm_idle(session: "weakref.ref[Session]", warmup: Warmup) -> bool:

@@ -135,12 +135,16 @@ def reset_prefix_cache(
     """Forget the pages of prompts that have been computed. False, and nothing is done, while requests run.
 
     With `reset_running_requests` those go back into the queue, and are computed again from their tokens.
-    `reset_connector` is without effect: there is no other cache.
+    With `reset_connector` pages in the host's memory (`swap_space`) are forgotten too, and a loaded cache is
+    left; files stay.
     """
     with llm._session.turn():
-        if llm.engine.scheduler.running and not reset_running_requests:
+        engine = llm.engine
+        if engine.scheduler.running and not reset_running_requests:
             return False
-        llm.engine.vacate()
+        engine.vacate()
+        if reset_connector:
+            engine.tiers.replaced(engine.everything)
         return True
 
 

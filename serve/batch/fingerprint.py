@@ -32,7 +32,10 @@ SETTINGS = (
 )
 
 # Options that decide no answer, or are known by more than their values.
-ELSEWHERE = ("seed", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config")
+ELSEWHERE = (
+    "seed", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config", "swap_space",
+    "kv_disk_space", "kv_disk_path",
+)  # fmt: skip
 
 
 def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:

@@ -41,6 +41,7 @@ class BatchEngine(Protocol):
     def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def report(self, explained: bool = False) -> dict[str, Any]: ...
+    def save_cache(self, path: str) -> int: ...
     def close(self) -> None: ...
 
 
@@ -67,7 +68,8 @@ class BatchOptions:
 
     Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
     not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
-    `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report.
+    `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report;
+    `save_cache` is a folder for what the engine's cache holds at the end.
     """
 
     in_flight: int = 128
@@ -77,6 +79,7 @@ class BatchOptions:
     max_line_bytes: int = 8 << 20
     progress: bool = True
     explain: bool = False
+    save_cache: str | None = None
 
 
 class OrderedStream:
@@ -150,7 +153,10 @@ class Job:
         try:
             while self._fill(lines) or self._running:
                 self._step()
-            self.engine_report = self._engine.report(self._options.explain) if self._engine else None
+            if self._engine is not None:
+                self.engine_report = self._engine.report(self._options.explain)
+                if self._options.save_cache:
+                    self._engine.save_cache(self._options.save_cache)
         finally:
             self._progress.close()
             try:

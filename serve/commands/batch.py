@@ -12,6 +12,7 @@ from ..host.devices import default_device, memory_limit
 from ..loading.folder import checked_defaults
 from ..options.flags import given, positive
 from .command import (
+    cache_flags,
     check_report,
     checked,
     engine_flags,
@@ -49,6 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     report_flags(parser)
     sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
     engine_flags(parser)
+    cache_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         model_name=args.model_name,
         progress=args.progress,
         explain=args.explain,
+        save_cache=args.save_cache,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured

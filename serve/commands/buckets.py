@@ -17,9 +17,10 @@ from typing import NamedTuple
 from ...checkpoints.hub import resolve
 from ...kvcache.tables import PageTables
 from ...sampling.params import SamplingParams
+from ..engine.plan import Limits, Work
 from ..engine.request import Request
 from ..engine.rows import calls, prompt_rows
-from ..engine.scheduler import Limits, Scheduler, Work
+from ..engine.scheduler import Scheduler
 from ..host.signals import raise_on_interrupt
 from ..loading.folder import DEMO
 from ..options.engine import EDGE, SMALLEST_CHUNK, EngineOptions, round_up

@@ -44,6 +44,15 @@ def engine_flags(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, EngineOptions, "engine", leave_out=("seed",))
 
 
+def cache_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load-cache", metavar="DIR", help="find the prompts that --save-cache has kept there"
+    )
+    parser.add_argument(
+        "--save-cache", metavar="DIR", help="keep the prompts and answers that the cache holds at the end"
+    )
+
+
 def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str]) -> None:
     from ...sampling.params import SamplingParams
 
@@ -86,11 +95,14 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     raise_on_interrupt()
     kept = None if args.compilation_cache == "none" else args.compilation_cache
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
-    return LLM(
+    llm = LLM(
         args.model, dtype=args.dtype, tokenizer=args.tokenizer, revision=args.revision,
         tokenizer_revision=args.tokenizer_revision, download_dir=args.download_dir, compilation_cache=kept,
         **asdict(options),
     )  # fmt: skip
+    if args.load_cache:
+        llm.load_cache(args.load_cache)
+    return llm
 
 
 def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:

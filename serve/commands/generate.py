@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...sampling.params import SamplingParams
 from ..loading.folder import checked_defaults
 from .command import (
+    cache_flags,
     check_report,
     checked,
     engine_flags,
@@ -35,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         NOT_STREAMED,
     )
     engine_flags(parser)
+    cache_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,5 +55,7 @@ def run(args: argparse.Namespace) -> int:
         for piece in llm.stream(prompt, sampling_params(args, defaults)):
             print(piece.text, end="", flush=True)
         print(flush=True)
+        if args.save_cache:
+            llm.save_cache(args.save_cache)
         finish(llm.report(args.explain), args)
     return 0

@@ -17,7 +17,7 @@ from ..api.intake import Intake
 from ..api.session import Session
 from ..api.ticket import Ticket
 from ..engine.engine import Engine
-from ..engine.scheduler import Limits
+from ..engine.plan import Limits
 from ..options.engine import EngineOptions
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs

@@ -15,20 +15,22 @@ from .command import engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
     Memory,
+    TierPlan,
     abstract_arguments,
     main_shapes,
     make_rows,
     measured,
     memory_of,
     plan_job,
+    planned_tiers,
 )
 
 
 def render(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan as text."""
-    return "\n\n".join(
-        [head(plan), render_memory(plan, memory), render_rows(plan, rows), *render_facts(plan, rows)]
-    )
+    tiers = [render_tier(plan, tier) for tier in planned_tiers(plan, rows)]
+    parts = [head(plan), render_memory(plan, memory), *tiers, render_rows(plan, rows)]
+    return "\n\n".join([*parts, *render_facts(plan, rows)])
 
 
 def head(plan: EnginePlan) -> str:
@@ -54,6 +56,20 @@ def render_memory(plan: EnginePlan, memory: Memory) -> str:
         allowed = f"{memory.limit * share / 2**20:.1f} MiB, {share:.0%} of the memory that jax takes"
         lines.append(f"{verdict} in {allowed}")
     return "\n".join(lines)
+
+
+def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
+    """What a tier holds, and what a page from it costs beside computing it."""
+    page = f"a page of {plan.options.page_size} tokens, {tier.page_bytes / 2**20:.2f} MiB"
+    gain = tier.gain
+    pays = "" if gain is None else f": fetching is {gain:.1f} x as fast"
+    fetch, compute = (
+        "-" if seconds is None else f"{seconds * 1e3:.3f} ms" for seconds in (tier.fetch, tier.compute)
+    )
+    return (
+        f"{tier.name} holds {tier.tokens} tokens; {page}, is fetched in {fetch} at least, "
+        f"computed in {compute} at least{pays}"
+    )
 
 
 def render_rows(plan: EnginePlan, rows: list[Cost]) -> str:
@@ -100,6 +116,7 @@ def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
             "context": plan.context,
             "sizes": asdict(plan.sizes),
             "memory": asdict(memory),
+            "tiers": [asdict(tier) for tier in planned_tiers(plan, rows)],
             "programs": shown,
         }
     )

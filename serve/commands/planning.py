@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...checkpoints.huggingface import read_config
+from ...kvcache.pages import page_bytes
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes, fitted, shardings
@@ -32,8 +33,9 @@ from ..roofline.floor import Demand, demand, pools
 from ..roofline.measured import measure
 from ..roofline.presets import PRESETS
 from ..roofline.table import Cost, floored
-from ..roofline.targets import Target, described, is_gpu
+from ..roofline.targets import NVME, Target, described, is_gpu
 from ..roofline.thunks import Thunks, compile_thunks
+from ..tiers.opening import GIB
 
 
 @dataclass(frozen=True)
@@ -215,3 +217,36 @@ def measured(
     found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
     timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
     return replace(memory, peak=found.peak), timed
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """A tier of pages: tokens that it holds, bytes of a page of all layers, and the least seconds in which
+    one is fetched and in which its tokens are computed; None where a rate is not known."""
+
+    name: str
+    tokens: int
+    page_bytes: int
+    fetch: float | None
+    compute: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """How many times a page is computed while it is fetched once."""
+        return self.compute / self.fetch if self.compute and self.fetch else None
+
+
+def planned_tiers(plan: EnginePlan, rows: list[Cost]) -> list[TierPlan]:
+    """The tiers that the options ask for."""
+    layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
+    size, peaks = sum(page_bytes(layers, W, plan.dtype)), plan.target.peaks
+    floors = [row.floor / row.shape.area for row in rows if row.floor and row.shape.phase == "prefill"]
+    compute = W * min(floors) if floors else None
+    over = size / peaks.host if peaks and peaks.host else None
+    read = max(size / NVME, over or 0.0)
+    spaces = {"host memory": (plan.options.swap_space, over), "disk": (plan.options.kv_disk_space, read)}
+    return [
+        TierPlan(name, int(space * GIB) // size * W, size, fetch, compute)
+        for name, (space, fetch) in spaces.items()
+        if space and plan.options.has_tiers
+    ]

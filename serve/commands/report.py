@@ -33,6 +33,20 @@ def compiled(report: Mapping[str, Any]) -> str:
     return f"{found}, {report['compilations']} while requests waited"
 
 
+def tiers(found: Mapping[str, Any]) -> list[str]:
+    """What became of the pages that the cache had no room for, and whether keeping them pays."""
+    if not found:
+        return []
+    fetch, compute = found["page_fetch_seconds"], found["page_compute_seconds"]
+    why = "" if None in (fetch, compute) else f": {span(fetch)} a page, computing it {span(compute)}"
+    places = [
+        f"{name} {tier['pages']} ({tier['bytes'] / 2**20:.0f} MiB, {tier['hits']} hits)"
+        for name, tier in found.items()
+        if isinstance(tier, dict)
+    ]
+    return [f"tiers        pages: {', '.join(places)}; {found['fetched']} fetched{why}"]
+
+
 def render(report: Mapping[str, Any]) -> str:
     """An engine's report (`LLM.report`) as a few lines of text."""
     r = report
@@ -54,6 +68,7 @@ def render(report: Mapping[str, Any]) -> str:
         f"programs     {compiled(r)}",
         f"dtype        {r['dtype']}",
     ]
+    lines += tiers(r.get("tiers", {}))
     gathered = r["gathering"]
     if gathered["groups"]:
         lines.append(

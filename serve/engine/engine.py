@@ -17,18 +17,20 @@ from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.weights.prepared import prepared_as
 from ..programs.classes import Classes
-from ..programs.compile import Arguments, Programs, fill
+from ..programs.compile import Arguments, Programs
 from ..programs.shapes import Shape, least_row
 from ..programs.warmup import Warmup
+from ..tiers.mover import Mover
+from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
 from .meter import Compilations, Meter
 from .params import require_alike
+from .plan import Limits, StepPlan, Work
 from .request import Request
 from .results import Ran, note_passes, take
-from .rows import calls, prompt_rows
-from .scheduler import Limits, Scheduler, StepPlan, Work
-from .scores import tell_following
+from .rows import batch_of, calls, prompt_rows
+from .scheduler import Scheduler
 from .seats import seated
 from .sleep import Sleep
 
@@ -78,6 +80,19 @@ class Engine:
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
+    def attach(self, mover: Mover) -> None:
+        """Keep the pages that the pools lose in tiers, and find them there."""
+        self.scheduler.tiers = Tiering(mover, self.tables, self.meter.token_seconds)
+        weakref.finalize(self, mover.close)
+
+    def close(self) -> None:
+        """Keep the pages that outlive the process, if they can be read."""
+        self.tiers.close(self.cache if hasattr(self, "_state") and not self.is_sleeping else None)
+
+    @property
+    def tiers(self) -> Untiered:
+        return self.scheduler.tiers
+
     @cached_property
     def _products(self) -> str | None:
         return self.programs.products(self.classes.shapes)
@@ -112,8 +127,7 @@ class Engine:
             self._ended(request)
 
     def step(self) -> list[Request]:
-        """StepPlan and dispatch one step, then take in the results of the one before; gives the requests that
-        got tokens.
+        """Plan and dispatch a step, then take in the one before; gives the requests that got tokens.
 
         A step that fails on the device, or is interrupted, costs its cache: every running request is put back
         into the queue, and its pages are computed again. Raises the device's error when that does not help
@@ -135,27 +149,23 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-        own: dict[str, Any] = {"gathering": self._gathering.report()}
-        own |= {} if self.speculation is None else {"speculation": self.speculation.report()}
-        return (
-            self.meter.report()
-            | own
-            | ({} if self.warmup or self._products is None else {"products": self._products})
-            | {
-                "dtype": str(self.params.embed.dtype),
-                "programs": self.programs.count,
-                "warmup_seconds": self.programs.seconds,
-                "compiled_at": {str(s): round(t, 3) for s, t in sorted(self.programs.ready.items())},
-                "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
-                "compilations": self._compilations.count,
-                "preemptions": self.scheduler.preemptions,
-            }
-            | {"cache_pages": sum(self.sizes.pages), "page_size": self.sizes.page_size}
-        )
+        speculation = {} if self.speculation is None else {"speculation": self.speculation.report()}
+        products = {} if self.warmup or self._products is None else {"products": self._products}
+        own = {
+            **speculation,
+            **products,
+            "gathering": self._gathering.report(),
+            "dtype": str(self.params.embed.dtype),
+            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
+            "compilations": self._compilations.count,
+            "preemptions": self.scheduler.preemptions,
+            "cache_pages": sum(self.sizes.pages),
+            "page_size": self.sizes.page_size,
+        }
+        return self.meter.report() | self.tiers.report() | self.programs.report() | own
 
     def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation; cached prefixes are
-        forgotten.
+        """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten.
 
         Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
         differs.
@@ -169,6 +179,7 @@ class Engine:
         self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self._sleep.replaced(params)
+        self.tiers.replaced(self.everything)
 
     # ------------------------------------------------------------ memory given back
 
@@ -180,10 +191,12 @@ class Engine:
             self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self._conclude(request, new=0)
+                self._conclude(request, len(request.tokens) - 1)
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
+        self.scheduler.drop_tickets()
+        self.tiers.lose()
 
     @property
     def is_sleeping(self) -> bool:
@@ -224,6 +237,7 @@ class Engine:
             self._recover()
         else:
             self._state = replace(self._state, cache=cache)
+        self.tiers.lose()  # what was lent has been written over
         if warmup.classes != self.classes:
             self._serve_with(warmup.classes)
         if warmup.done:
@@ -251,8 +265,9 @@ class Engine:
             touched = self._settle()
             plan = self.scheduler.plan(settled=True)
             assert plan is not None
-        flight = self._dispatch(plan)
-        before, self._flight = self._flight, flight
+        if not (plan or self._flight):
+            self.tiers.pause()
+        before, self._flight = self._flight, self._dispatch(plan)
         return touched + self._commit(before)
 
     def _settle(self) -> list[Request]:
@@ -260,6 +275,7 @@ class Engine:
         return self._commit(flight, waited=True)
 
     def _dispatch(self, plan: StepPlan) -> list[Ran]:
+        self._state = replace(self._state, cache=self.tiers.step(self.cache, [r.ticket for r in plan.seats]))
         for request in plan.seats:
             self._seat(request)
         classes = self.classes
@@ -274,20 +290,14 @@ class Engine:
         return ran
 
     def _run(self, shape: Shape, works: list[Work]) -> Ran:
-        batch = self.programs.empty_batch(shape, self.sizes.max_num_seqs)
-        for row, work in enumerate(works):
-            request, slot = work.request, work.request.slot
-            assert slot is not None
-            known = request.tokens[work.start : work.start + work.count]
-            fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
-            batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
-            tell_following(batch, row, work)
+        batch = batch_of(self.programs, shape, works)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
+        request.ticket = None
         slots = seated(self.programs, self._state.slots, request)
         self._state = replace(self._state, slots=slots)
         self.meter.admitted(request)
@@ -310,15 +320,15 @@ class Engine:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:
             if row.work.request.slot is not None:
-                self._conclude(row.work.request, len(row.tokens))
+                self._conclude(row.work.request, row.work.start)
         return [row.work.request for row in taken if row.tokens]
 
-    def _conclude(self, request: Request, new: int) -> None:
-        """A request has got its new tokens from a step: its full pages are named, and it gives up its seat
-        where it has finished, or reached what its keys are good for."""
+    def _conclude(self, request: Request, since: int) -> None:
+        """A step has computed a request's tokens from `since` on: its full pages are named, and it gives up
+        its seat where it has finished, or reached what its keys are good for."""
         tokens = len(request.tokens)
-        if self.classes.same_bits and tokens <= request.reach:
-            self.scheduler.name_pages(request, tokens - new - 1, tokens - 1)
+        if tokens <= request.reach:
+            self.scheduler.name_pages(request, since, min(request.computed, tokens - 1))
         if request.finished:
             self.scheduler.release(request)
             self._ended(request)
@@ -333,8 +343,7 @@ class Engine:
             self.on_end(request)
 
     def _recover(self) -> None:
-        """Start again from the tokens that the host knows: what a failed step consumed cannot be read any
-        more."""
+        """Start again from the host's tokens: what a failed step consumed cannot be read any more."""
         self.vacate()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit

@@ -10,8 +10,8 @@ from ...kvcache.pages import ON_DEVICE
 from ..speculation.acceptance import UNKNOWN, Offer, form_of
 from ..speculation.controller import Controller
 from ..speculation.drafter import DeviceDrafter, Drafter
+from .plan import Guess, Work
 from .request import Request
-from .scheduler import Guess, Work
 
 STEPS_BETWEEN_GLANCES = 16  # plain steps between two looks at what would have been guessed
 GLANCED = 2  # requests that are looked at

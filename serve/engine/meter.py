@@ -64,6 +64,7 @@ class Meter:
     medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
     flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
     arrived: float = 0.0  # when the last results did
+    prefill_seconds: float = 0.0
     ttft: Sample = field(default_factory=Sample)
     tpot: Sample = field(default_factory=Sample)
     e2e: Sample = field(default_factory=Sample)
@@ -96,7 +97,9 @@ class Meter:
         """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
         the results before, whichever is later."""
         (name, begun), now = self.flight.popleft(), time.perf_counter()
-        self.spans.setdefault(name, deque(maxlen=SPANS)).append(now - max(begun, self.arrived))
+        span = now - max(begun, self.arrived)
+        self.spans.setdefault(name, deque(maxlen=SPANS)).append(span)
+        self.prefill_seconds += span if name.startswith("prefill") else 0.0
         self.arrived = now
 
     def seconds_of(self, shape: Shape) -> float:
@@ -114,6 +117,10 @@ class Meter:
         if self.medians.get(name, (-1, 0.0))[0] != turn:
             self.medians[name] = turn, statistics.median(spans)
         return self.medians[name][1]
+
+    def token_seconds(self) -> float | None:
+        """What a prompt's token has taken on average; None before any."""
+        return self.prefill_seconds / self.computed["prefill"] if self.prefill_seconds else None
 
     def lost(self) -> None:
         """Results of the steps in flight will not arrive."""

@@ -8,6 +8,7 @@ import numpy as np
 from ...sampling.params import SamplingParams
 from ..outputs import Pass, RequestMetrics
 from ..text.stops import Detokenizer
+from ..tiers.mover import Ticket
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Request:
     pages: list[list[int]] = field(default_factory=list)  # for each window
     names: list[bytes] = field(default_factory=list)
     slot: int | None = None
+    ticket: Ticket | None = None  # for pages that come from a tier
     reach: int = 0  # tokens up to which it can stay in its slot
     cached: int = 0
     preemptions: int = 0

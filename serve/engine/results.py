@@ -10,7 +10,7 @@ from ..programs.shapes import Shape
 from ..programs.step import Output
 from .guessing import Taken
 from .page_scores import PageScores
-from .scheduler import Work
+from .plan import Work
 from .scores import score_fields, take_prompt_scores
 
 

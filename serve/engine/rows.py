@@ -1,9 +1,12 @@
-"""How a step's work is cut into rows, and the rows into calls of compiled shapes."""
+"""How a step's work is cut into rows, the rows into calls of compiled shapes, and what a call is told."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ...kvcache.pages import Batch
+from ..programs.compile import Programs, fill
 from ..programs.shapes import Shape, row_tokens, smallest
-from .scheduler import Work
+from .plan import Work
+from .scores import tell_following
 
 
 def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work]) -> list[Work]:
@@ -52,3 +55,16 @@ def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
     """Rows of at most so many tokens that one call can take, and tokens of all of them: those of one shape,
     since a larger one may lack."""
     return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))
+
+
+def batch_of(programs: Programs, shape: Shape, works: Sequence[Work]) -> Batch:
+    """The host batch of a step: of each row the tokens that are known, and its guesses."""
+    batch = programs.empty_batch(shape, programs.sizes.max_num_seqs)
+    for row, work in enumerate(works):
+        request, slot = work.request, work.request.slot
+        assert slot is not None
+        known = request.tokens[work.start : work.start + work.count]
+        fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot)
+        batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
+        tell_following(batch, row, work)
+    return batch

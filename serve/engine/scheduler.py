@@ -5,62 +5,16 @@ al., arXiv 2308.16369).
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
-from ..options.engine import most_tokens, round_up
+from ..options.engine import round_up
+from ..tiers.tiering import Untiered
 from .gathering import Gathering
 from .page_scores import PageScores
+from .plan import Guess, Limits, StepPlan, Work
 from .request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request's tokens [start, start + count) are computed in this step; the last of them may be guesses.
-
-    ON_DEVICE among them stands for one that the device makes.
-    """
-
-    request: Request
-    start: int
-    count: int
-    guesses: tuple[int, ...] = ()
-
-
-Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
-
-
-@dataclass
-class StepPlan:
-    """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has
-    guesses."""
-
-    seats: list[Request] = field(default_factory=list)
-    prefill: list[Work] = field(default_factory=list)
-    decode: list[Work] = field(default_factory=list)
-    verify: list[Work] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.prefill or self.decode or self.verify)
-
-
-class Limits(NamedTuple):
-    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`,
-    decode steps of one dispatch, guesses of a row."""
-
-    max_num_seqs: int
-    max_prefill_tokens: int
-    row: int
-    decode_steps: int
-    guesses: int = 0
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of one sequence that a step computes at most."""
-        return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)
 
 
 class Scheduler:
@@ -71,8 +25,9 @@ class Scheduler:
     the request that is last in line gives up its pages and waits again; the first in line always goes on, so
     everything finishes. A sequence that grows beyond `boundary` tokens waits again too: all of its keys
     become others (longrope). `recompute_outputs` says that pages written by prefill and by decode have the
-    same bits; otherwise what a preempted request had generated is fed through decode again, which writes the
-    same bits as the first time.
+    same bits; otherwise those that decode writes have other names, and what a preempted request had generated
+    and is not found is fed through decode again, which writes the same bits as the first time. With `tiers`
+    pages are found there too, and a prompt waits in line until they have come.
     """
 
     def __init__(
@@ -92,6 +47,7 @@ class Scheduler:
         self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
         self.scores = PageScores(self.page_size)
+        self.tiers = Untiered(tables)
         self.preemptions = 0
         self.aborted = 0  # while they waited, since the queue was last rid of such
 
@@ -154,7 +110,8 @@ class Scheduler:
     def _extend_names(self, request: Request, pages: int) -> None:
         assert self.root is not None
         start = self.root + b"long" if self._is_long(request) else self.root
-        extend(request.names, request.tokens, pages, self.page_size, start)
+        prompt = None if self.recompute_outputs else len(request.prompt)
+        extend(request.names, request.tokens, pages, self.page_size, start, prompt)
 
     def _is_long(self, request: Request) -> bool:
         return self.boundary is not None and len(request.tokens) > self.boundary
@@ -168,6 +125,16 @@ class Scheduler:
         self.reading.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
+        self._drop_ticket(request)
+
+    def drop_tickets(self) -> None:
+        """Nobody waits for pages any more; those who do will ask again."""
+        for _, request in self.waiting:
+            self._drop_ticket(request)
+
+    def _drop_ticket(self, request: Request) -> None:
+        self.tiers.drop(request.ticket)
+        request.ticket = None
 
     def abort(self, request: Request) -> None:
         """Forget a finished request; those that wait leave the queue together when they are half of it:
@@ -175,6 +142,7 @@ class Scheduler:
         if request.slot is not None:
             self.release(request)
         else:
+            self._drop_ticket(request)
             self.aborted += 1
         if 2 * self.aborted > len(self.waiting):
             self.waiting, self.aborted = [entry for entry in self.waiting if not entry[1].finished], 0
@@ -240,6 +208,7 @@ class Scheduler:
             self._drop_finished()
             request.pages = self.tables.admit(found, len(request.tokens), request.end)
             request.computed = len(found[0]) * self.page_size
+            self.tiers.admit(found, request.names, request.pages, request.ticket)
             self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
@@ -257,13 +226,13 @@ class Scheduler:
         It needs a slot, and the pages of its known tokens beside one spare page for each running request;
         while pages are lent, those of all its tokens beside what running requests may take. It waits for a
         page of its prompt, or the scores of one, that a running request is about to make, rather than compute
-        the same again.
+        the same again; and for pages that come from a tier.
         """
         if not self.waiting or not self.free_slots:
             return None
         request = self.waiting[0][1]
-        found = self._find(request)
-        if self._is_coming(request, len(found[0])):
+        found, request.ticket = self.tiers.look(self._usable(request), request.ticket)
+        if found is None or self._is_coming(request, len(found[0])):
             return None
         tokens, spare = len(request.tokens), len(self.running)
         if self.tables.is_lending:
@@ -286,13 +255,17 @@ class Scheduler:
         return any(name in r.names[r.computed // self.page_size :] for r in reading)
 
     def _find(self, request: Request) -> Tables:
-        """Pages of the request's prompt that are already written; at least one token is left to compute."""
+        """Pages of the request's known tokens that are already written; at least one token is left to
+        compute."""
+        return self.tiers.find(self._usable(request), request.ticket)
+
+    def _usable(self, request: Request) -> Sequence[bytes]:
+        """Names of the pages that a request that waits can use, if they are found."""
         if self.root is None:
-            return self.tables.find([])
-        usable = self._prefill_end(request) if request.generated else len(request.prompt) - 1
-        full = usable // self.page_size
+            return []
+        full = (len(request.tokens) - 1) // self.page_size
         self._extend_names(request, full)
-        return self.tables.find(request.names[: self.scores.known(request, full)])
+        return request.names[: self.scores.known(request, full)]
 
     def _chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count

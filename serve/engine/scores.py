@@ -8,8 +8,8 @@ from ...sampling.sample import Sampled, Scores
 from ..programs.scoring import NEVER
 from ..programs.step import Output
 from .page_scores import PageScores
+from .plan import Work
 from .request import Request
-from .scheduler import Work
 
 
 def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:

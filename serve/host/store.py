@@ -30,6 +30,12 @@ def warn(text: str) -> None:
     logging.getLogger("duetto").warning("duetto: %s", text)
 
 
+def cache_home(of: str) -> Path:
+    """Where duetto keeps something: a folder in the user's cache directory. Raises RuntimeError for a user
+    without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duetto" / of
+
+
 def owned(found: os.stat_result) -> bool:
     """Whether a file or folder is the user's or root's, and nobody else can write it; true where the system
     has no users."""

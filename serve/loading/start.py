@@ -18,7 +18,7 @@ from ...model.weights.compress import in_form
 from ...model.weights.prepared import prepared
 from ..engine.engine import Engine
 from ..engine.guessing import Speculation
-from ..engine.scheduler import Limits
+from ..engine.plan import Limits
 from ..host import progress
 from ..host.devices import memory_limit
 from ..host.memory import keep_freed
@@ -33,13 +33,18 @@ from ..programs.warmup import Aim, Warmup, first_shapes
 from ..speculation.beside import read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
+from ..tiers.opening import check, mover_of
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for
     others."""
+    if options.has_tiers:
+        check(options)
     with progress.telling(options.use_tqdm_on_load):
         engine = warm_engine(config, params, options)
+        if options.has_tiers:
+            engine.attach(mover_of(options, engine.programs, engine.everything))
     jaxcache.seal()
     return engine
 

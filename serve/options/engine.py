@@ -86,6 +86,13 @@ class EngineOptions:
         "0 elsewhere",
     )
     enable_prefix_caching: bool = knob(True, "find the pages of prompts that begin alike")
+    swap_space: float = knob(
+        0.0, "GiB of the host's memory for pages that the cache has no room for any more (default: none)"
+    )
+    kv_disk_space: float = knob(0.0, "GiB of files for the same, kept for later processes (default: none)")
+    kv_disk_path: str | None = knob(
+        None, "folder of those files; default: duetto/pages in your cache directory"
+    )
     speculative_config: Mapping[str, Any] | None = knob(
         None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
     )
@@ -139,6 +146,7 @@ class EngineOptions:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
+        self._check_tiers()
         self._check_buckets()
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
@@ -150,6 +158,20 @@ class EngineOptions:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
             )
+
+    def _check_tiers(self) -> None:
+        for name in ("swap_space", "kv_disk_space"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} {getattr(self, name)} is not allowed: 0 or more GiB")
+        if self.kv_disk_space and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_disk_space is not allowed without enable_prefix_caching: pages have no names"
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether pages are kept beside the pools; they are found by the names that prefix caching gives."""
+        return self.enable_prefix_caching and bool(self.swap_space or self.kv_disk_space)
 
     def _check_buckets(self) -> None:
         edges = self.prefill_buckets

@@ -28,7 +28,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": ({},),
     "disable_sliding_window": (False,),
     "cpu_offload_gb": (0, 0.0),
-    "swap_space": (4, 4.0, 0, 0.0),
     "kv_cache_memory_bytes": (),
     "num_gpu_blocks_override": (),
     "kv_offloading_size": (),

@@ -165,6 +165,11 @@ class Programs:
     def count(self) -> int:
         return len(self.steps) + SMALL
 
+    def report(self) -> dict[str, Any]:
+        """How many there are, the seconds of the start, and when each was there."""
+        ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
+        return {"programs": self.count, "warmup_seconds": self.seconds, "compiled_at": ready}
+
     def add(self, shape: Shape) -> None:
         """Compile a missing shape; it is not kept if jax's settings are others than at the start."""
         if self._keys[shape] != self._key(shape):

@@ -6,7 +6,6 @@ is told a size.
 """
 
 import hashlib
-import os
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +22,6 @@ SUMS = "sums"  # what the checksums are kept under
 PROGRAM, USED = "-cache", "-atime"  # how names end of jax's files: a program, and the time of its last use
 
 
-def cache_home() -> Path:
-    """Where compiled programs are kept: `duetto/xla` in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duetto" / "xla"
-
-
 def keep_compiled(folder: str | Path | None = "auto") -> None:
     """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None
     changes nothing.
@@ -38,7 +32,7 @@ def keep_compiled(folder: str | Path | None = "auto") -> None:
     if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
     try:
-        chosen = str(cache_home() if folder == "auto" else folder)
+        chosen = str(store.cache_home("xla") if folder == "auto" else folder)
     except RuntimeError as error:  # the user has no home
         return store.warn(f"compiled programs are not kept: {error}")
     local = "://" not in chosen

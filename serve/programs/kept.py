@@ -55,12 +55,17 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
         return None
     (device,) = devices
     shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    facts = *environment(device), phase, repr(phases), str(structure), shapes
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def environment(device: Any) -> tuple[Any, ...]:
+    """What the bits of a result on a device follow from, beside the program and what it is given."""
     kernels = find_spec("absl") is not None  # which some of jax's kernels need
     versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
-    facts = source(), versions, machine, settings, phase, repr(phases), str(structure), shapes
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    return source(), versions, machine, settings
 
 
 @cache

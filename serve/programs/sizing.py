@@ -22,6 +22,7 @@ from ...model.weights.quant import Quantised
 from ..options.engine import EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
+from .transfers import OFFERED, STAGED
 
 HOST_SHARE = 4  # the cache takes at most this fraction of a CPU's physical memory, and
 HOST_MOST = 4 << 30  # at most this number of bytes
@@ -67,6 +68,9 @@ def cache_budget(config: PairConfig, options: EngineOptions, params: Params, mem
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(everywhere(params).device_set)
     slots, dtype = 2 * slot_bytes(config, options), target_of(params).embed.dtype  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params)
+    if options.has_tiers:
+        moved = (OFFERED + STAGED) * sum(page_bytes(config.layers, options.page_size, dtype))
+        scratch += moved // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
 

@@ -37,13 +37,14 @@ class MissingCompiler(TargetError):
 @dataclass(frozen=True)
 class Peaks:
     """What one device can do at most: FLOP/s in 16 and in 32 bits, bytes/s of memory and of its links, bytes
-    of memory."""
+    of memory, and bytes/s between it and the host's memory, 0 where that is not known."""
 
     flops16: float
     flops32: float
     bandwidth: float
     link: float
     memory: int
+    host: float = 0.0
 
     def flops(self, dtype: Any) -> float:
         """FLOP/s of matrix products of a dtype; 32 bits are exact ones, without tensor cores or in six passes
@@ -62,9 +63,11 @@ class Target:
     memory: int | None
 
 
+PCIE = 64e9  # bytes/s of 16 lanes of PCIe 5.0, one way
+NVME = 7e9  # bytes/s read from a drive on four lanes of PCIe 4.0
 GPUS = {
-    "h100": Peaks(989e12, 67e12, 3.35e12, 450e9, 85_000_000_000),
-    "h200": Peaks(989e12, 67e12, 4.8e12, 450e9, 150_000_000_000),
+    "h100": Peaks(989e12, 67e12, 3.35e12, 450e9, 85_000_000_000, PCIE),
+    "h200": Peaks(989e12, 67e12, 4.8e12, 450e9, 150_000_000_000, PCIE),
 }
 TPUS = {
     "v5e": Peaks(197e12, 197e12 / 6, 0.82e12, 200e9, 16 << 30),

@@ -87,6 +87,9 @@ class FakePrograms:
     count, seconds, age = 0, 0.0, 0.0
     ready: ClassVar[dict[Shape, float]] = {}
 
+    def report(self) -> dict[str, Any]:
+        return {}
+
     def products(self, shapes: Iterable[Shape]) -> None:
         """Those of a host."""
 

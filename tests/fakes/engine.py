@@ -11,8 +11,8 @@ from duetto import SamplingParams
 from duetto.kvcache.tables import window_pages
 from duetto.serve.engine.engine import Engine
 from duetto.serve.engine.guessing import Speculation
+from duetto.serve.engine.plan import Limits
 from duetto.serve.engine.request import Request
-from duetto.serve.engine.scheduler import Limits
 from duetto.serve.programs.classes import Classes
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.speculation.acceptance import Offer

@@ -211,6 +211,19 @@ def test_a_run_explains_its_programs():
         assert 0 < least < touched
 
 
+def test_tiers_are_planned_in_tokens(capsys):
+    flags = ["--shape", "0.6b", "--compile", "none", "--max-num-seqs", "8", "--dtype", "bfloat16"]
+    assert main(["plan", *flags, "--swap-space", "2", "--kv-disk-space", "0.5", "--json"]) == 0
+    host, disk = json.loads(capsys.readouterr().out)["tiers"]
+    page = 2 * 28 * 8 * 128 * 64 * 2  # keys and values of 28 layers with 8 heads of 128, 64 tokens
+    assert host["page_bytes"] == disk["page_bytes"] == page
+    assert host["tokens"] == (2 << 30) // page * 64 and disk["tokens"] == (1 << 29) // page * 64
+    assert main(["plan", *flags, "--swap-space", "2"]) == 0
+    assert f"host memory holds {host['tokens']} tokens; a page of 64 tokens" in capsys.readouterr().out
+    assert main(["plan", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tiers"] == []
+
+
 def test_a_plan_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--target", "h300"]) == 1
     assert main(["plan", "--target", "h200", "--measure"]) == 1

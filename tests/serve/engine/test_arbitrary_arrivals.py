@@ -4,9 +4,11 @@ import math
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
-from fakes.device import fake_score
+from fakes.device import Cell, fake_score
 from fakes.engine import StopsAfter, ask, expected, prompt_of, start
+from fakes.tiers import PHASES, attach
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -37,18 +39,23 @@ class Serving(RuleBasedStateMachine):
         boundary=st.sampled_from([None, None, 9]),
         guesses=st.sampled_from([0, 0, 1, 3, 6]),
         adaptive=st.booleans(),
+        tier=st.sampled_from([0, 0, 3, 9, 100]),
+        loses=st.sampled_from([None, None, 1, 3]),
+        late=st.sampled_from([False, False, False, True]),
     )
-    def begin(self, size: int, tokens: int, **options: Any) -> None:
+    def begin(self, size: int, tokens: int, tier: int, loses: int | None, late: bool, **options: Any) -> None:
         if options["guesses"]:
             options["decode_steps"] = 1
         options |= {"page_size": size, "pages": -(-tokens // size), "max_model_len": 24}
         self.engine, self.programs = start(**options)
+        tiered = tier and options["caching"]
+        self.mover = attach(self.engine, self.programs, tier, loses, late) if tiered else None
         # seats cost nothing in half of the engines: nobody in line gets one before a shape is full
         cheap = 1e-9 if options["rows"] > 1 else 1.0
         self.engine._gathering._seconds = lambda s: s.area * (1.0 if s.phase == "prefill" else cheap)
         self.options = options
         self.asked: list[tuple[Request, int | None]] = []
-        self.book: dict[bytes, tuple[tuple[int, ...], bool]] = {}
+        self.book: dict[bytes, tuple[tuple[int, ...], bool, int]] = {}
 
     @rule(
         family=st.integers(0, 1),
@@ -92,8 +99,14 @@ class Serving(RuleBasedStateMachine):
             tokens = request.prompt + self._expected(request, stop_after)[0]
             for long, start in ((False, root), (True, root + b"long")):
                 names: list[bytes] = []
-                extend(names, tokens, len(tokens) // W, W, start)
-                self.book |= {name: (tuple(tokens[: (i + 1) * W]), long) for i, name in enumerate(names)}
+                prompt = len(request.prompt)
+                extend(names, tokens, len(tokens) // W, W, start, None if self.same_bits else prompt)
+                texts = {name: tuple(tokens[: (i + 1) * W]) for i, name in enumerate(names)}
+                self.book |= {name: (text, long, prompt) for name, text in texts.items()}
+
+    @property
+    def same_bits(self) -> bool:
+        return self.options["same_bits"]
 
     def _expected(self, request: Request, stop_after: int | None) -> tuple[list[int], str]:
         return expected(request, stop_after, self.options["windows"][0])
@@ -103,6 +116,12 @@ class Serving(RuleBasedStateMachine):
         for _ in range(times):
             self._advance()
 
+    @precondition(lambda self: self.mover is not None)
+    @rule(jobs=st.integers(1, 9))
+    def move(self, jobs: int) -> None:
+        self.mover.work(jobs)
+        self._check_tier()
+
     @rule(which=st.integers(0, 100))
     def abort(self, which: int) -> None:
         left = [request for request, _ in self.asked if not request.finished]
@@ -110,10 +129,15 @@ class Serving(RuleBasedStateMachine):
             self.engine.abort(left[which % len(left)])
             self._check_books()
 
-    @precondition(lambda self: self.programs.fail is None and self.engine._failures < MAX_FAILURES - 1)
+    @precondition(lambda self: self._may_fail())
     @rule(how=st.sampled_from(["dispatch", "read", "interrupt"]))
     def fail(self, how: str) -> None:
         self.programs.fail = how
+
+    def _may_fail(self) -> bool:
+        """Whether no failure is under way, and one more is not the caller's."""
+        pending = self.programs.fail is not None or self.programs.pages.broken
+        return not pending and self.engine._failures < MAX_FAILURES - 1
 
     def teardown(self) -> None:
         bound = 10 + 5 * sum(request.end for request, _ in self.asked if not request.finished)
@@ -121,6 +145,8 @@ class Serving(RuleBasedStateMachine):
             if not self.engine.has_work:
                 break
             self._advance()
+            if self.mover is not None:
+                self.mover.work()
         assert not self.engine.has_work, f"unfinished after {bound} steps without arrivals"
         assert self.engine.tables.occupancy == 0 and not any(self.engine.tables.reserved)
         for request, stop_after in self.asked:
@@ -181,6 +207,13 @@ class Serving(RuleBasedStateMachine):
                 self._check_shared(g, page, those)
         self._check_names()
 
+    def _check_tier(self) -> None:
+        """What a tier has of a name are the cells of that name."""
+        W, (tier,) = self.engine.sizes.page_size, self.mover.tier.tiers
+        for key, content in tier.own():
+            cells = np.frombuffer(content, np.int32).reshape(W, 4).tolist()
+            self._check_name(key[:-1], [Cell(p, t, PHASES[phase], bool(long)) for p, t, phase, long in cells])
+
     def _check_contents(self, request: Request) -> None:
         """A request's pages hold its tokens; outputs come from decode unless prefill writes the same bits."""
         W = self.engine.sizes.page_size
@@ -206,11 +239,14 @@ class Serving(RuleBasedStateMachine):
         named = [(g, *entry) for g, pool in enumerate(pools) for entry in pool._page_of.items()]
         assert self.options["caching"] or not named
         for g, name, page in named:
-            tokens, long = self.book[name]
-            for offset, token in enumerate(tokens[-W:]):
-                cell = self.programs.pages.cells[g, page, offset]
-                assert (cell.position, cell.token, cell.long) == (len(tokens) - W + offset, token, long)
-                assert self.options["same_bits"] or cell.phase == "prefill"
+            self._check_name(name, [self.programs.pages.cells[g, page, offset] for offset in range(W)])
+
+    def _check_name(self, name: bytes, cells: list[Cell]) -> None:
+        (tokens, long, prompt), W = self.book[name], len(cells)
+        first = len(tokens) - W
+        for position, (token, cell) in enumerate(zip(tokens[first:], cells, strict=True), first):
+            assert (cell.position, cell.token, cell.long) == (position, token, long)
+            assert self.same_bits or cell.phase == ("prefill" if position < prompt else "decode")
 
     def _check_result(self, request: Request, outputs: list[int], reason: str) -> None:
         assert request.outputs == outputs[: len(request.outputs)]

@@ -10,8 +10,9 @@ import pytest
 from duetto import SamplingParams
 from duetto.kvcache.tables import PageTables
 from duetto.serve.engine.meter import REQUESTS, Meter, Sample
+from duetto.serve.engine.plan import Limits
 from duetto.serve.engine.request import Request
-from duetto.serve.engine.scheduler import Limits, Scheduler
+from duetto.serve.engine.scheduler import Scheduler
 from duetto.serve.outputs import RequestMetrics
 
 

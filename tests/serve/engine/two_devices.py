@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.tiers import always_fetching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from duetto import LLM, SamplingParams
@@ -93,6 +94,22 @@ def test_the_reproducibility_contract_holds_on_a_mesh(tiny, mesh, alone):
     with LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL | {"reproducible": True}) as llm:
         assert generated(llm) == expected == [generated(llm, [prompt])[0] for prompt in PROMPTS]
         assert llm.report()["compilations"] == 0
+
+
+def test_pages_come_back_from_the_host_and_from_a_folder_to_the_devices_of_their_heads(
+    tiny, mesh, alone, tmp_path
+):
+    expected = alone(tiny)
+    with always_fetching(LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL, swap_space=1)) as llm:
+        for _ in range(2):
+            assert generated(llm) == expected
+        assert llm.report()["tiers"]["fetched"] > 0 and llm.report()["compilations"] == 0
+        for pool in llm.engine.cache.k:
+            assert device_bytes(pool) * 2 == nbytes(pool)
+        llm.save_cache(tmp_path)
+        llm.reset_prefix_cache(reset_connector=True)
+        llm.load_cache(tmp_path)
+        assert generated(llm) == expected and llm.report()["tiers"]["snapshot"]["hits"] > 0
 
 
 def test_a_mesh_with_explicit_axes_is_one_too(tiny, alone):

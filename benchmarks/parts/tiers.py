@@ -1,0 +1,74 @@
+"""The part for pages beyond the pool: conversations whose pages are ten times what the pool holds."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import Served, Setting
+from benchmarks.harness import Bench, Row, own_workers, rows_of
+from benchmarks.parts.beside import spans
+from benchmarks.traces import BLOCK, Entry, conversations, read, with_prefixes
+
+DIVISOR = 8  # a block of the trace is then a page of 64 tokens
+LONGEST = 1024  # tokens of a prompt
+TIMES = 2  # as many requests as the prefix part takes
+SHARE = 10  # of the trace's pages, the pool holds one in so many
+LOAD = 0.8  # of the rate that an engine without tiers serves
+SPACE = 8  # GiB of a tier
+OFF = "no tier"
+
+
+def tiers(bench: Bench) -> Iterator[Row]:
+    """The Mooncake trace's conversations, arriving at a rate that an engine without tiers bears: how much of
+    the prompts is found, how much computed, and what that does to latencies."""
+    found_in_trace = read(bench.mooncake)
+    longest = min(LONGEST, bench.config["max_position_embeddings"] // 2)
+    entries = conversations(found_in_trace, TIMES * bench.amount.prefix_requests, longest * DIVISOR)
+    requests = with_prefixes(entries, bench.vocabulary, DIVISOR)
+    room = max(len(r.prompt) + r.output for r in requests)
+    distinct = len({name for entry in entries for name in entry.blocks}) * BLOCK // DIVISOR
+    memory = {"max_batched_token_mem": max(distinct // SHARE, room)}
+    prompts = sum(len(r.prompt) for r in requests)
+    bench.note(f"{len(requests)} requests, {prompts} prompt tokens, {distinct} of them distinct, {memory}")
+    with tempfile.TemporaryDirectory() as folder:
+        options = {name: memory | own for name, own in choices(Path(folder)).items()}
+        seats = max(1, bench.seats // 4)
+        with own_workers(bench, {n: Setting(seats, room, o) for n, o in options.items()}) as workers:
+            rate = LOAD * len(requests) / workers[OFF].serve(requests).seconds
+            arriving = [
+                replace(r, arrival=at) for r, at in zip(requests, moments(entries, rate), strict=True)
+            ]
+            bench.note(f"arriving at {rate:.2f} requests/s")
+            runs = {name: worker.serve(arriving) for name, worker in workers.items()}
+    yield from figures(runs, prompts)
+
+
+def choices(folder: Path) -> dict[str, dict[str, Any]]:
+    """Options of the engines that are compared, by name."""
+
+    def disk(name: str) -> dict[str, Any]:
+        return {"kv_disk_space": SPACE, "kv_disk_path": str(folder / name)}
+
+    host = {"swap_space": SPACE}
+    return {OFF: {}, "host": host, "disk": disk("alone"), "host and disk": host | disk("both")}
+
+
+def moments(entries: list[Entry], rate: float) -> list[float]:
+    """The trace's arrivals, stretched to so many requests a second on average."""
+    stretch = len(entries) / rate / max(entries[-1].arrival, 1e-9)
+    return [entry.arrival * stretch for entry in entries]
+
+
+def figures(runs: dict[str, Served], prompts: int) -> Iterator[Row]:
+    hits = {name: [100 * run.counts["cached_tokens"] / prompts] for name, run in runs.items()}
+    computed = {name: [float(prompts - run.counts["cached_tokens"])] for name, run in runs.items()}
+    yield from (Row("tiers", "prompt tokens found", name, "%", share) for name, share in hits.items())
+    yield from rows_of("tiers", "prompt tokens computed", "tokens", computed, references=(OFF,))
+    latencies = {name: spans(run) for name, run in runs.items()}
+    for span in ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"):
+        values = {name: [1e3 * found[span]] for name, found in latencies.items()}
+        yield from rows_of("tiers", span, "ms", values, references=(OFF,))
+    seconds = {name: [run.seconds] for name, run in runs.items()}
+    yield from rows_of("tiers", "all requests", "s", seconds, references=(OFF,))

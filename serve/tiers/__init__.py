@@ -1,0 +1,1 @@
+"""Where pages are kept beside the device's pools."""

@@ -1,0 +1,197 @@
+"""Carries pages between leaves on the device and a tier, in a thread of its own.
+
+The engine's thread dispatches a gather of pages and goes on: their copy to the host waits for the device, not
+the other way round. Back, the thread puts leaves on the device while other requests' steps run.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..host.store import warn
+from ..programs.transfers import MOST, OFFERED, STAGED, Leaves, Transfers, contents, count_for, filled
+from .tier import Chain, Key, window_of
+
+FADE = 0.9  # of earlier fetches' seconds and bytes, with each
+REFRESH = 2.0  # seconds without work after which a tier looks for what others have kept
+END = 10.0  # seconds that the end of an engine waits for its mover
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Pages that a request waits for. `parts` are those that have arrived; at its admission `places` says
+    into which pages they go."""
+
+    rounds: int = 0  # how often pages were asked for
+    pages: int = 0
+    until: float = 0.0  # the time when nobody waits any more
+    pending: threading.Event | None = None  # of the last round
+    parts: list[tuple[list[Key], Leaves]] = field(default_factory=list)
+    staged: int = 0  # of their pages on the device
+    places: dict[Key, int] = field(default_factory=dict)
+    dropped: bool = False  # nobody wants it
+
+    @property
+    def is_late(self) -> bool:
+        """Whether pages have not arrived in time."""
+        return self._is_open and time.monotonic() > self.until
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether pages may still arrive in time."""
+        return self._is_open and time.monotonic() <= self.until
+
+    @property
+    def _is_open(self) -> bool:
+        return self.pending is not None and not self.pending.is_set()
+
+    @property
+    def arrived(self) -> set[Key]:
+        return {key for keys, _ in self.parts for key in keys}
+
+
+Job = Callable[[], None]
+
+
+class Mover:
+    """Offers pages to a tier and fetches from it, one job after the other; `reopen` gives a tier for the
+    pages of other parameters.
+
+    Pages that are on their way to the tier are there already for whoever asks. Beyond OFFERED of them no more
+    are taken, since a page that is nowhere is computed again; beyond STAGED what was fetched waits in the
+    host's memory for its step.
+    """
+
+    def __init__(self, tier: Chain, transfers: Transfers, reopen: Callable[[Any], Chain]):
+        self.tier, self.transfers, self.reopen = tier, transfers, reopen
+        self.seconds = self.bytes = 0.0  # of what was fetched, the latest counting most
+        self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
+        self._refreshed = time.monotonic()
+        self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="duetto-mover", daemon=True)
+        self._thread.start()
+
+    def has(self, key: Key) -> bool:
+        return key in self._coming or self.tier.has(key)
+
+    def has_room(self, window: int, pages: int) -> bool:
+        """Whether so many pages of a window may be offered now."""
+        return self._offered[window] + count_for(pages) <= OFFERED
+
+    def offer(self, keys: Sequence[Key], leaves: Leaves) -> None:
+        """Keep the first pages of leaves of one window, which are nobody else's."""
+        with self._lock:
+            self._offered[window_of(keys[0])] += count_for(len(keys))
+            for key in keys:
+                self._coming[key] = self._coming.get(key, 0) + 1
+        self._jobs.put(lambda: self._keep(keys, leaves))
+
+    def fetch(self, keys: Sequence[Key], ticket: Ticket, patience: float) -> None:
+        """Bring pages to the device, for as many seconds as somebody waits."""
+        done = threading.Event()
+        ticket.pending, ticket.until = done, time.monotonic() + patience
+        ticket.rounds += 1
+        asked = time.perf_counter()
+        self._jobs.put(lambda: self._bring(keys, ticket, done, asked))
+
+    def taken(self, ticket: Ticket) -> None:
+        """A request has its pages, or wants them no more."""
+        with self._lock:
+            ticket.dropped = True
+            self._staged -= ticket.staged
+            ticket.staged, ticket.parts = 0, []
+
+    def replaced(self, params: Any) -> None:
+        """Other parameters are served from now on, whose pages `reopen` finds a tier for."""
+        self.wait()
+        self.tier = Chain([])  # whatever happens: names say nothing of the weights
+        self.tier = self.reopen(params)
+
+    def wait(self) -> None:
+        """Until all that was asked so far is done."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        """Do what was asked, and end."""
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END)
+
+    # ------------------------------------------------------------ in its thread
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=REFRESH)
+            except queue.Empty:
+                job = self._refresh
+            if job is None:
+                return
+            try:
+                job()
+                self._refresh()
+            except Exception as error:  # noqa: BLE001 - a page that does not arrive is computed again
+                warn(f"pages were not moved: {type(error).__name__}: {error}")
+            del job  # its leaves
+
+    def _refresh(self) -> None:
+        """See what others have kept, also where there is always something to do."""
+        if time.monotonic() - self._refreshed > REFRESH:
+            self.tier.refresh()
+            self._refreshed = time.monotonic()
+
+    def _keep(self, keys: Sequence[Key], leaves: Leaves) -> None:
+        try:
+            for key, content in zip(keys, contents(leaves, len(keys)), strict=True):
+                self.tier.offer(key, content)
+        finally:
+            with self._lock:
+                self._offered[window_of(keys[0])] -= count_for(len(keys))
+                for key in keys:
+                    self._coming[key] -= 1
+                    if not self._coming[key]:
+                        del self._coming[key]
+
+    def _bring(self, keys: Sequence[Key], ticket: Ticket, done: threading.Event, asked: float) -> None:
+        """The last pages first: a tier keeps those longest that it has fetched last, and a prefix ends where
+        one lacks. What others' pages take before these counts too."""
+        self.bytes *= FADE
+        try:
+            for window in self.transfers.windows:
+                own = [key for key in reversed(keys) if window_of(key) == window]
+                for i in range(0, len(own), MOST):
+                    if not ticket.dropped:
+                        self._bring_part(window, own[i : i + MOST], ticket)
+        finally:
+            self.seconds = FADE * self.seconds + time.perf_counter() - asked
+            done.set()
+
+    def _bring_part(self, window: int, keys: Sequence[Key], ticket: Ticket) -> None:
+        found = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
+        if not found:
+            return
+        n = count_for(len(found))
+        leaves = filled(self.transfers.leaves(window, n), list(found.values()))
+        if self._stage(n, ticket):
+            leaves = self.transfers.put(window, leaves)
+        self.bytes += len(found) * self.transfers.page_bytes[window]
+        with self._lock:
+            if not ticket.dropped:
+                ticket.parts.append((list(found), leaves))
+
+    def _stage(self, pages: int, ticket: Ticket) -> bool:
+        with self._lock:
+            fits = not ticket.dropped and self._staged + pages <= STAGED
+            self._staged += pages if fits else 0
+            ticket.staged += pages if fits else 0
+            return fits

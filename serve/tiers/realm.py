@@ -1,0 +1,69 @@
+"""What a page's bits follow from besides its tokens, as a name for pages that outlive their process."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped, UInt32
+
+from ..host.devices import memory_limit
+from ..options.engine import EngineOptions
+from ..programs import kept
+from ..programs.compile import Programs
+from ..programs.shapes import Canonical
+from ..programs.warmup import THREADS
+
+LANES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knuth's and of xxHash
+
+
+def realm(programs: Programs, params: Any, options: EngineOptions) -> bytes:
+    """32 bytes that are equal for engines whose pages of the same name have the same bits: of the same code
+    and machine, the same model with the same weights, and the same canonical shapes."""
+    device = min(programs.like.everywhere.device_set, key=lambda d: d.id)
+    canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
+    pools = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in jax.tree.leaves(programs.like.cache)]
+    placed = [(x.shape, str(x.dtype), str(x.sharding)) for x in jax.tree.leaves(params)]
+    products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
+    facts = repr(programs.config), pools, placed, canonical, products, options.reproducible
+    with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
+        weights = pool.submit(weights_hash, params).result()
+    return hashlib.sha256(repr((*kept.environment(device), *facts, weights)).encode()).digest()
+
+
+def weights_hash(params: Any) -> str:
+    """A hash of every number of the parameters, computed where they are."""
+    found = hashlib.sha256()
+    for sums in [digest(leaf) for leaf in jax.tree.leaves(params)]:
+        found.update(jax.device_get(sums).tobytes())
+    return found.hexdigest()
+
+
+@jax.jit
+def digest(x: Shaped[Array, "..."]) -> UInt32[Array, "lanes"]:
+    """Sums over all numbers' bits, each mixed with its place, in several lanes; they are whole numbers, so
+    their order does not matter."""
+    bits = as_bits(x)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    lanes = [jnp.uint32(lane) for lane in LANES]
+    return jnp.stack([jnp.sum(mixed(bits ^ mixed(place * lane + lane)), dtype=jnp.uint32) for lane in lanes])
+
+
+def as_bits(x: Shaped[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Each number's bits; integers of fewer than 8 bits are widened."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.uint32)
+    width = jnp.dtype(x.dtype).itemsize * 8
+    if width not in (8, 16, 32):
+        raise TypeError(f"parameters of {x.dtype} cannot be named: floats of 8, 16 or 32 bits, or integers")
+    return jax.lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint32)
+
+
+def mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """MurmurHash3's last mixing of 32 bits (Appleby)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

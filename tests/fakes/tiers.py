@@ -1,0 +1,120 @@
+"""Tiers without a device: a mover that works when it is told to, and pages of the fake device as leaves."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+from fakes.device import BROKEN, Cell, Donated, FakePrograms
+
+from duetto import LLM
+from duetto.serve.engine.engine import Engine
+from duetto.serve.programs.transfers import count_for
+from duetto.serve.tiers.host import HostTier
+from duetto.serve.tiers.mover import Mover
+from duetto.serve.tiers.tier import Chain, Content, Key
+from duetto.serve.tiers.tiering import Tiering
+
+PHASES = "prefill", "decode"
+
+
+class Copied:
+    """A leaf [1,n,W,4] of cells on its way to the host; those of a broken device do not arrive."""
+
+    def __init__(self, value: np.ndarray, broken: bool):
+        self.value, self.broken, self.shape = value, broken, value.shape
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.broken:
+            raise BROKEN("INTERNAL: the fake device had failed")
+        return self.value
+
+
+class FakeTransfers:
+    """Copies of the fake device's pages: a cell is its position, token, phase and length."""
+
+    def __init__(self, programs: FakePrograms):
+        self.sizes, self.windows = programs.sizes, range(len(programs.windows))
+        self.page_bytes = [16 * self.sizes.page_size] * len(self.windows)
+
+    def leaves(self, window: int, n: int) -> tuple[jax.ShapeDtypeStruct]:
+        return (jax.ShapeDtypeStruct((1, n, self.sizes.page_size, 4), np.int32),)
+
+    def gather(self, cache: Donated, window: int, pages: Sequence[int]) -> tuple[Copied]:
+        assert not cache.taken
+        found = np.full((1, count_for(len(pages)), self.sizes.page_size, 4), -9, np.int32)
+        for i, page in enumerate(pages):
+            for offset in range(self.sizes.page_size):
+                position, token, phase, long = cache.value.cells[window, page, offset]
+                found[0, i, offset] = position, token, PHASES.index(phase), long
+        return (Copied(found, cache.value.broken),)
+
+    def put(self, window: int, leaves: Any) -> Any:
+        return leaves
+
+    def scatter(self, cache: Donated, window: int, leaves: Any, pages: Sequence[int | None]) -> Donated:
+        value = cache.take()
+        for i, page in enumerate(pages):
+            for offset in range(self.sizes.page_size) if page is not None else ():
+                position, token, phase, long = leaves[0][0, i, offset].tolist()
+                value.cells[window, page, offset] = Cell(position, token, PHASES[phase], bool(long))
+        return Donated(value)
+
+
+class Forgetful(HostTier):
+    """A tier that loses every so many pages between `has` and `fetch`."""
+
+    def __init__(self, most_bytes: int, every: int | None):
+        super().__init__(most_bytes)
+        self.every, self.asked = every, 0
+
+    def fetch(self, key: Key) -> Content | None:
+        self.asked += 1
+        if self.every and self.asked % self.every == 0:
+            self.nbytes -= len(self._kept.pop(key, b""))
+        return super().fetch(key)
+
+
+class HandMover(Mover):
+    """A mover without a thread: `work` does some of its jobs."""
+
+    def begin(self) -> None: ...
+    def close(self) -> None: ...
+
+    def work(self, most: int = 1_000_000) -> None:
+        for _ in range(min(most, self._jobs.qsize())):
+            job = self._jobs.get()
+            assert job is not None
+            try:
+                job()
+            except BROKEN:
+                continue
+
+    def wait(self) -> None:
+        self.work()
+
+
+def attach(
+    engine: Engine, programs: FakePrograms, pages: int, every: int | None = None, late: bool = False
+) -> HandMover:
+    """Give an engine over a fake device a tier for so many pages, of which every so many cannot be fetched,
+    or all come too late; fetching always pays."""
+
+    def reopen(params: Any) -> Chain:
+        return Chain([Forgetful(pages * 16 * programs.sizes.page_size, every)])
+
+    mover = HandMover(reopen(None), cast(Any, FakeTransfers(programs)), reopen)
+    engine.attach(mover)
+    assert isinstance(engine.tiers, Tiering)
+    seconds = -1.0 if late else 3600.0
+    engine.tiers._patience = lambda pages: seconds  # type: ignore[method-assign]
+    engine.tiers.token_seconds, engine.tiers.pause = lambda: 3600.0, lambda: None  # type: ignore[method-assign]
+    return mover
+
+
+def always_fetching(llm: LLM) -> LLM:
+    """Fetching pays, whatever was measured."""
+    tiers = llm.engine.tiers
+    assert isinstance(tiers, Tiering)
+    tiers.token_seconds = lambda: 3600.0
+    return llm
