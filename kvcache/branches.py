@@ -16,6 +16,7 @@ from ..model.attention import Attend, Keys, Reading
 from ..model.tree import pytree
 from .kernels import attend_with
 from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, running_softmax, stored, with_layer
+from .quantised import read_back
 from .tiles import Pages
 
 
@@ -90,7 +91,10 @@ def branching(
         pools = state.cache.k[layer], state.cache.v[layer]
         k = k.reshape(-1, n, *k.shape[2:])
         v = None if v is None else v.reshape(-1, n, *v.shape[2:])
-        tails: Any = nodes.paths(k), None if v is None else nodes.paths(v)
+        tails: Any = tuple(
+            None if new is None else nodes.paths(read_back(pool, new))
+            for pool, new in zip(pools, (k, v), strict=True)
+        )
 
         def laid_over(
             pool: Pool,

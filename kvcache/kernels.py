@@ -12,6 +12,7 @@ The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pag
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
 from ..model.gpus import compiles_for_gpus
+from .quantised import Pool, QuantisedPool
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -38,30 +40,28 @@ MOST_ROWS = 64  # of a single token's product
 ADDED = 32  # parts that are added at once at most
 SUMMED = 8192  # their numbers
 Given = Array | jax.ShapeDtypeStruct  # arrays or shapes
+GivenPool = Shaped[Given, "K P W _"] | QuantisedPool
 Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `parts_of`
 
 
-def supported(
-    q: Shaped[Given, "B T N _"],
-    k: Shaped[Given, "K P W H"],
-    v: Shaped[Given, "K P W _"] | None,
-    reading: Reading,
-) -> bool:
+def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: Reading) -> bool:
     """Whether the kernels read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
-    same = q.shape[-1] == k.shape[-1] and q.dtype == k.dtype and q.dtype.name in DTYPES
+    readable = all(
+        isinstance(pool, QuantisedPool) or pool.dtype == q.dtype for pool in (k, v) if pool is not None
+    )
+    same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
         return same and sizes and T == K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
     if v is None or reading.expand is not None:
         return False
-    same = same and v.shape == k.shape and v.dtype == k.dtype
-    return same and H in HEAD_SIZES and N // K <= MOST_GROUPED
+    return same and v.shape == k.shape and H in HEAD_SIZES and N // K <= MOST_GROUPED
 
 
 def attend_with(
     q: Float[Array, "B T N H"],
-    pools: tuple[Shaped[Array, "K P W _"], Shaped[Array, "K P W _"] | None],
+    pools: tuple[Pool, Pool | None],
     reading: Reading,
     pages: Callable[[], Pages],
     reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
@@ -103,12 +103,12 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
     """Every device of a mesh reads the key heads whose pools it holds, or its query heads of latent rows,
     which all hold."""
     q, pages, sinks = shapes[:3]
-    axis, group = axis_of(pages.k, 0), None if reading.rank is None else axis_of(q, 3)
+    axis, group = axis_of(jax.tree.leaves(pages.k)[0], 0), None if reading.rank is None else axis_of(q, 3)
     specs = (axis,), (None, None, axis, group), (None, None, axis), ()
     pool, queries, heads, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
-    values = None if pages.v is None else pool
+    keys, values = jax.tree.map(lambda _: pool, pages[:2])
     own = None if pages.own is None else (heads, values and heads, whole)
-    places = queries, Pages(pool, values, whole, whole, whole, own), None if sinks is None else pool
+    places = queries, Pages(keys, values, whole, whole, whole, own), None if sinks is None else pool
     local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
     return mesh, local, queries, places
 
@@ -121,12 +121,13 @@ def axis_of(x: Any, i: int) -> Any:
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
     """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
-    pools = 2 if reading.rank is None else 1
-    optional = len(values) - pools - 4  # behind q, pools and three of rows: own ones and their root, sinks
-    own = [*["b n k h"] * pools, "b"] if optional > pools else []
-    sinks = ["k g"] if optional > len(own) else []
-    before = ["b t k g h", *["k p w h"] * pools, "b m", "b", "b"]
-    return ", ".join([*before, *own, *sinks]) + f" -> b t k g {'h' if pools == 2 else 'u'}"
+    ranks = [value.rank for value in values]
+    table = ranks.index(
+        2
+    )  # before it q and the pools, behind it three of rows; own ones with their root, sinks
+    pools = [{4: "k p w h", 3: "k p w"}[rank] for rank in ranks[1:table]]
+    others = [{4: "b n k h", 1: "b", 2: "k g"}[rank] for rank in ranks[table + 1 :]]
+    return ", ".join(["b t k g h", *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
 
 
 partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
@@ -304,9 +305,9 @@ def cost(q: Float[Array, "B T K G H"], pages: Pages, new: float, reading: Readin
     B, T, K, G, H = q.shape
     keys = most_tiles(pages, reading) * tile_of(reading) + (new if reading.window else -new)
     pairs = int(B * T * K * G * max(keys, 1))
-    moved = (1 if pages.v is None else 2) * B * K * keys * H + 2 * q.size
+    token = sum(prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(pages[:2]))  # a head's bytes
     return pl.CostEstimate(
         flops=2 * (H + value_size(q, reading)) * pairs,
         transcendentals=pairs,
-        bytes_accessed=int(moved) * q.dtype.itemsize,
+        bytes_accessed=int(B * K * keys) * token + 2 * q.size * q.dtype.itemsize,
     )

@@ -22,6 +22,7 @@ from ..model.scatter import apart
 from ..model.tree import pytree
 from .groups import by_length
 from .kernels import attend_with
+from .quantised import Kept, Pool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
@@ -29,7 +30,6 @@ ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesse
 FEW = 16  # queries of a row that share a key head
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
-Pool = Shaped[Array, "K P W H"]  # on CPUs 16-bit floats are their bits
 Pools = tuple[Pool, Pool | None]  # a layer's keys and values; a latent layer has keys only
 # of a block of some rows; the heads of a latent layer are more than its pool has
 Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
@@ -75,18 +75,24 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def page_bytes(layers: Sequence[LayerKind], page_size: int, dtype: Any) -> tuple[int, ...]:
+def row_bytes(kind: LayerKind, kept: Kept) -> int:
+    """Bytes that a token leaves in the cache of a layer."""
+    return sum(heads * head_bytes(size, kept) for heads, size in filter(None, kind.mixer.cached))
+
+
+def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together."""
 
     def row(window: int | None) -> int:
-        mixers = [layer.mixer for layer in layers if layer.mixer.window == window]
-        return sum(heads * size for m in mixers for heads, size in filter(None, m.cached))
+        return sum(row_bytes(layer, kept) for layer in layers if layer.mixer.window == window)
 
-    return tuple(row(w) * page_size * jnp.dtype(dtype).itemsize for w in windows_of(layers))
+    return tuple(row(w) * page_size for w in windows_of(layers))
 
 
-def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: Any) -> KVCache:
-    """A cache of zeros of a dtype for layers, with `pages[i]` pages for their i-th window.
+def empty_cache(
+    layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, kept: Kept, device: Any = None
+) -> KVCache:
+    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -95,7 +101,7 @@ def empty_cache(layers: Sequence[LayerKind], pages: Sequence[int], page_size: in
     count = dict(zip(windows_of(layers), pages, strict=True))
 
     def pool(window: int | None, row: tuple[int, int] | None) -> Pool | None:
-        return row and jnp.zeros((row[0], count[window], page_size, row[1]), dtype)
+        return row and empty_pool((row[0], count[window], page_size, row[1]), kept, device)
 
     mixers = [layer.mixer for layer in layers]
     return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))
@@ -108,35 +114,30 @@ def write(
     token."""
     # a slice here costs a TPU a copy of the pool
     head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]
-    new = as_dtype(new.transpose(2, 0, 1, 3), pool.dtype)
-    return pool.at[head, page[None], offset[None]].set(new, mode="drop", unique_indices=True)
 
+    def put(own: Shaped[Array, "K P W ..."], new: Shaped[Array, "B T K ..."]) -> Shaped[Array, "K P W ..."]:
+        new = as_dtype(jnp.moveaxis(new, 2, 0), own.dtype)
+        return own.at[head, page[None], offset[None]].set(new, mode="drop", unique_indices=True)
 
-def pool_dtype(dtype: Any, device: Any) -> Any:
-    """The type of a pool's numbers: a CPU keeps 16-bit floats as their bits, or XLA would widen the pool to
-    write a token."""
-    bits = device.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
-    return jnp.dtype(jnp.uint16 if bits else dtype)
-
-
-def as_dtype(x: Shaped[Array, "*shape"], dtype: Any) -> Shaped[Array, "*shape"]:
-    """Numbers as a pool's bits, or a pool's bits as numbers."""
-    if x.dtype == dtype or jnp.uint16 not in (x.dtype, dtype):
-        return x.astype(dtype)
-    return jax.lax.bitcast_convert_type(x, dtype)
+    return jax.tree.map(put, pool, encoded(pool, new))
 
 
 def read_block(
     pool: Pool, page_table: Int[Array, "B M"], j: Int[Array, " B"], dtype: Any
 ) -> Float[Array, "K B S H"]:
     """Positions [j*BLOCK, (j+1)*BLOCK) of every row, j its own; past the table its last page is read."""
-    K, _, W, H = pool.shape
+    K, _, W, _ = pool.shape
     per_block, per_page = max(1, BLOCK // W), max(1, W // BLOCK)
     entry = (j // per_page * per_block)[:, None] + jnp.arange(per_block, dtype=jnp.int32)[None]
     page = jnp.take_along_axis(page_table, entry, axis=1, mode="clip")
-    blocks = pool.reshape(K, -1, W // per_page, H)  # a page of several blocks is seen as several small pages
-    block = blocks[:, page * per_page + (j % per_page)[:, None]].reshape(K, len(j), BLOCK, H)
-    return as_dtype(block, dtype)
+    page = page * per_page + (j % per_page)[:, None]
+
+    def block(own: Shaped[Array, "K P W ..."]) -> Shaped[Array, "K B S ..."]:
+        rest = own.shape[3:]
+        blocks = own.reshape(K, -1, W // per_page, *rest)  # a page of several blocks is several small pages
+        return blocks[:, page].reshape(K, len(j), BLOCK, *rest)
+
+    return decoded(jax.tree.map(block, pool), dtype)
 
 
 def read_keys(

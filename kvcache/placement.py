@@ -35,7 +35,8 @@ def split(own: NamedSharding, spec: PartitionSpec) -> NamedSharding:
 
 
 def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
-    """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters."""
+    """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters, and for its scales
+    [K,P,W] if it has some."""
     own = target_of(params).embed.sharding
 
     def pool(kind: LayerKind, layer: Any) -> Any:

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..model.attention import UNSEEN, Reading
 from ..model.layers import einsum
+from .quantised import QuantisedPool, decoded
 
 TILE = 64  # keys of one product
 LATENT_TILE = 32  # of latent rows, which are wide
@@ -89,7 +90,7 @@ def over_keys(
 
     def tile(j: Any, state: Any) -> Any:
         keys = j * size + jnp.arange(size, dtype=jnp.int32)
-        k, v = load_keys(pages, at, keys, parts)
+        k, v = load_keys(pages, at, keys, parts, q.dtype)
         products = [einsum("qh,sh->qs", x, y, jnp.float32) for x, y in zip(rows, k, strict=True)]
         scores = products[0] if len(products) == 1 else products[0] + products[1]
         scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), reading.scores(scores), UNSEEN)
@@ -103,7 +104,7 @@ def over_keys(
 
 
 def load_keys(
-    pages: Pages, at: Queries, keys: Int[Array, " S"], parts: Sequence[Piece]
+    pages: Pages, at: Queries, keys: Int[Array, " S"], parts: Sequence[Piece], dtype: Any
 ) -> tuple[list[Float[Array, "S _"]], Float[Array, "S _"]]:
     """The pieces of keys, and the values, of positions, or of the nearest ones that are seen: others may hold
     anything. A latent layer's values are its keys' first piece."""
@@ -113,7 +114,7 @@ def load_keys(
     page = pages.table[at.row, old // W]
 
     def read(i: int, piece: Piece) -> Float[Array, "S _"]:
-        found = load(pages[i], at.head, page, old % W, piece=piece)
+        found = load_pool(pages[i], at.head, page, old % W, piece=piece, dtype=dtype)
         if pages.own is None:
             return found
         new = load(own[i], at.row, jnp.maximum(keys - root, 0), at.head, piece=piece)
@@ -123,9 +124,17 @@ def load_keys(
     return k, k[0] if pages.v is None else read(1, parts[0])
 
 
+def load_pool(pool: Any, *place: Any, piece: Piece, dtype: Any) -> Float[Array, "S size"]:
+    """A piece of the heads at vectors of places, as numbers where the pool has codes."""
+    if not isinstance(pool, QuantisedPool):
+        return load(pool, *place, piece=piece)
+    codes = load(pool.values, *place, piece=piece)
+    return decoded(QuantisedPool(codes, pool.scales[place], pool.scheme), dtype)
+
+
 def load(
     ref: Any, *place: Any, piece: Piece, mask: Bool[Array, "*rows"] | None = None
-) -> Float[Array, "*rows size"]:
+) -> Shaped[Array, "*rows size"]:
     """A piece of the heads at vectors of places, zeros where the mask is false. Sizes in a kernel are powers
     of two: zeros follow a piece."""
     first, size = piece
@@ -140,7 +149,7 @@ def load(
     if mask is not None:
         mask = jnp.broadcast_to(mask[..., None], shape)
         here = mask if here is None else here & mask
-    return triton.load(ref.at[index], mask=here, other=None if here is None else 0.0)
+    return triton.load(ref.at[index], mask=here, other=None if here is None else jnp.zeros((), ref.dtype))
 
 
 def no_keys(at: Queries, sinks: Any, U: int) -> Running:

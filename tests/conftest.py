@@ -33,6 +33,7 @@ from cases.invariance import BASE, PARAMS, bits, prompts
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
+from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.rope import Rope
@@ -162,11 +163,13 @@ def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters to serve in tests, under the name that the test report shows."""
+    """Parameters to serve in tests, under the name that the test report shows, and how their keys are
+    kept."""
 
     name: str
     config: ModelConfig
     params: Decoder
+    kv_cache_dtype: str = "auto"
 
 
 def random_model(name: str) -> Model:
@@ -183,9 +186,16 @@ OTHERWISE = {  # parameters of the model "tiny", kept in another way
     "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
     "int8": lambda params: quantize_params(params, "int8"),
 }
+CACHES = {  # others with caches in eight bits
+    "windows, int8 cache": "int8",
+    "latent, fp8_e5m2 cache": "fp8_e5m2",
+    "bfloat16, fp8_e4m3 cache": "fp8_e4m3",
+}
 
 
 def make_model(name: str) -> Model:
+    if name in CACHES:
+        return replace(make_model(name.partition(",")[0]), name=name, kv_cache_dtype=CACHES[name])
     if name in RANDOM:
         return random_model(name)
     if name in OTHERWISE:
@@ -195,7 +205,7 @@ def make_model(name: str) -> Model:
     return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 
 
-@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, "demo"])
+@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, *CACHES, "demo"])
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 
@@ -230,15 +240,24 @@ def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) ->
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         position = jnp.full(1, len(tokens), jnp.int32)
-        token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)
+        args = jnp.asarray(padded), position, state, model.kv_cache_dtype
+        token, state = next_token(model.params, model.config, *args)
         tokens.append(int(token[0]))
     return tokens[len(prompt) :]
 
 
-@partial(jax.jit, static_argnames="config")
-def next_token(params, config, tokens, position, state):
+def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
+    """The attention without a cache, over keys and values as one in eight bits would give them back."""
+    pool = QuantisedPool(None, None, SCHEMES[kv_cache_dtype].name)
+    k, v = (None if x is None else read_back(pool, x) for x in (k, v))
+    return causal(state, layer, q, k, v, reading)
+
+
+@partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
+def next_token(params, config, tokens, position, state, kv_cache_dtype="auto"):
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    hidden, _ = forward(params, config, tokens, places, causal, None, position)
+    attend = causal if kv_cache_dtype == "auto" else partial(causal_as_kept, kv_cache_dtype)
+    hidden, _ = forward(params, config, tokens, places, attend, None, position)
     logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
     zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     token = sample(logits, position, zero, yes, state).token
@@ -252,7 +271,8 @@ def next_token(params, config, tokens, position, state):
 def serve(model):
     """Starts an engine; the programs of the demo model are compiled as users' are."""
     jax.config.update("jax_disable_most_optimizations", model.name != "demo")
-    yield lambda **options: LLM.from_params(model.config, model.params, **(BASE | options))
+    own = BASE | {"kv_cache_dtype": model.kv_cache_dtype}
+    yield lambda **options: LLM.from_params(model.config, model.params, **(own | options))
     jax.config.update("jax_disable_most_optimizations", True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
-from conftest import RANDOM, Model
+from conftest import CACHES, RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.weights.fixed import is_fixed
@@ -43,7 +43,12 @@ def prompt_bits(output: RequestOutput) -> list[Scores]:
     return [tuple((t, x.logprob, x.rank) for t, x in entry.items()) for entry in entries[1:] if entry]
 
 
-@pytest.mark.parametrize("model", [*RANDOM, "int8", "demo"], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    "model",
+    [*RANDOM, "int8", "windows, int8 cache", "latent, fp8_e5m2 cache", "demo"],
+    indirect=True,
+    scope="session",
+)
 def test_alone_equals_oracle(model, expected, oracle):
     """Not in bfloat16, where the oracle's sums are rounded elsewhere."""
     plain = oracle(model)
@@ -145,7 +150,7 @@ def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:
         llm.update_params(model.params)
         is_wrapped = is_fixed(llm.engine.params)
         assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
-    assert is_wrapped == ("fixed_products" in options and model.name == "bfloat16")
+    assert is_wrapped == ("fixed_products" in options and model.params.embed.dtype == "bfloat16")
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0
     return report
@@ -254,7 +259,7 @@ def guessing(serve, model):
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny", "windows", "latent", "bfloat16", "demo"], indirect=True, scope="session"
+    "model", ["tiny", "windows", "latent", "bfloat16", *CACHES, "demo"], indirect=True, scope="session"
 )
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
 def test_guesses_change_no_bit(model, guessing, expected, drafter):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from duetto.checkpoints.huggingface import load
-from duetto.model.attention import causal
+from duetto.model.attention import Attend, causal
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import nbytes
@@ -58,18 +58,23 @@ def held_out(tokens: int) -> np.ndarray:
     return found[:: max(1, len(found) // rows)][:rows]
 
 
-@partial(jax.jit, static_argnums=2)
-def scores(whole: Decoder, params: Decoder, config: ModelConfig, rows: jax.Array) -> jax.Array:
-    """Sums over rows [B,T+1] of nats per token, of equal likeliest tokens and of divergence, float32 [3]."""
+@partial(jax.jit, static_argnums=(2, 4))
+def scores(
+    whole: Decoder, params: Decoder, config: ModelConfig, rows: jax.Array, attend: Attend = causal
+) -> jax.Array:
+    """Sums over rows [B,T+1] of nats per token, of equal likeliest tokens and of divergence, float32 [3].
+
+    `attend` is how the compressed model reads its keys.
+    """
     places = jnp.broadcast_to(
         jnp.arange(rows.shape[1] - 1, dtype=jnp.int32)[None], (len(rows), rows.shape[1] - 1)
     )
 
-    def log_probabilities(model: Decoder) -> jax.Array:
-        hidden, _ = forward(model, config, rows[:, :-1], places, causal)
+    def log_probabilities(model: Decoder, attend: Attend) -> jax.Array:
+        hidden, _ = forward(model, config, rows[:, :-1], places, attend)
         return jax.nn.log_softmax(unembed(model, config, hidden))
 
-    expected, found = log_probabilities(whole), log_probabilities(params)
+    expected, found = log_probabilities(whole, causal), log_probabilities(params, attend)
     nats = -jnp.take_along_axis(found, rows[:, 1:, None], axis=-1).sum()
     equal = (expected.argmax(-1) == found.argmax(-1)).sum().astype(jnp.float32)
     return jnp.stack([nats, equal, (jnp.exp(expected) * (expected - found)).sum()])

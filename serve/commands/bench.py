@@ -126,7 +126,8 @@ class Bench:
         W, rows = model.options.page_size, shape.sequences
         longest = context + shape.area // rows
         pages = rows * -(-longest // W)
-        sizes = Sizes(max(longest, 2), rows, (pages,) * len(model.config.windows), W)
+        counts, kept = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
+        sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=kept)
         self.programs = Programs(Alone(model.config), model.params, sizes, [shape])
         self.shape, self.model = shape, model
         self.state = unending(self.programs.empty(model.params))
@@ -143,7 +144,8 @@ class Bench:
 def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
     """A row for one program whose every row has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
-    least = demand(shape, model.config, model.dtype, context, model.params)
+    kept = model.options.kv_cache_dtype
+    least = demand(shape, model.config, model.dtype, context, model.params, kept)
     floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
     return Figure(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
 

@@ -37,9 +37,10 @@ def head(plan: EnginePlan) -> str:
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
     flags = f"\nXLA_FLAGS={os.environ.get('XLA_FLAGS')}" if is_gpu(plan.target) else ""
     return (
-        f"{plan.name} in {plan.dtype} on {plan.target.name}{each}\n"
+        f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"
         f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
         f"{pages} pages of {s.page_size} tokens{flags}"
     )

@@ -170,7 +170,8 @@ def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: boo
     """One shape's figures, for one of the target's devices."""
     n = len(plan.target.devices)
     context = 0 if shape.phase == "prefill" else plan.context
-    whole = demand(shape, plan.config, plan.dtype, context, target_of(arguments.params))
+    params, kept = target_of(arguments.params), plan.sizes.kv_cache_dtype
+    whole = demand(shape, plan.config, plan.dtype, context, params, kept)
     found = facts_of(plan, arguments, shape, context) if compiled else None
     return floored(
         Cost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype

@@ -63,7 +63,8 @@ class Engine:
         sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, limits.most_tokens)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
-        salt = str(self.config), str(jax.tree.map(lambda x: x.dtype, state.params))
+        kinds = jax.tree.map(lambda x: x.dtype, state.params), sizes.kv_cache_dtype
+        salt = str(self.config), *map(str, kinds)
         self.scheduler = Scheduler(
             limits,
             self.tables,

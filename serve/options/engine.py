@@ -20,7 +20,11 @@ STORED = {
     "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
 }  # fmt: skip
 
-CHOICES = {"load_format": ("auto", "safetensors", "dummy"), "generation_config": ("auto", "vllm")}
+CHOICES = {
+    "load_format": ("auto", "safetensors", "dummy"),
+    "generation_config": ("auto", "vllm"),
+    "kv_cache_dtype": ("auto", "int8", "fp8_e4m3", "fp8_e5m2", "fp8"),
+}
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -72,6 +76,10 @@ class EngineOptions:
         0.9, "share of an accelerator's memory for weights, cache and temporaries"
     )
     page_size: int = knob(64, "tokens of a page of the KV cache: a divisor or a multiple of 128")
+    kv_cache_dtype: str = knob(
+        "auto",
+        "int8, fp8_e4m3 (or fp8) or fp8_e5m2 keep keys and values in 8 bits; auto in the model's dtype",
+    )
     decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
     reproducible: bool = knob(True, "a request's bits depend on the request alone; False may narrow decode")
     fixed_products: bool = knob(

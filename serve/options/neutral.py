@@ -17,7 +17,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "tokenizer_mode": ("auto", "hf"),
     "skip_tokenizer_init": (False,),
-    "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
     "logprobs_mode": ("raw_logprobs",),
     "hf_config_path": (),

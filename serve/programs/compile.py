@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Int
 
-from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache, pool_dtype
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache
 from ...kvcache.placement import automatic, cache_shardings, everywhere
+from ...kvcache.quantised import kept_as
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.params import NO_TOKEN
 from ...sampling.state import load_history
@@ -66,10 +67,11 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Argument
 
     whole, dtype = everywhere(params), target_of(params).embed.dtype
     (device, *_) = whole.device_set
-    stored = pool_dtype(dtype, device)  # some devices store a pool's numbers as another type
-    cache = jax.eval_shape(lambda: empty_cache(config.layers, sizes.pages, sizes.page_size, stored))
+    kept = kept_as(sizes.kv_cache_dtype, dtype)
+    cache = jax.eval_shape(lambda: empty_cache(config.layers, sizes.pages, sizes.page_size, kept, device))
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
-    cache = jax.tree.map(at, cache, cache_shardings(config.layers, params))
+    places = cache_shardings(config.layers, params)  # one for a pool and its scales
+    cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)
     return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
 
 
@@ -209,10 +211,12 @@ class Programs:
         return [self._lower_seat(), self._lower_history(), self._lower_cache(), self._lower_slots()]
 
     def _lower_cache(self) -> jax.stages.Lowered:
-        cache, dtype = self.like.cache, self.like.cache.k[0].dtype
-        out = jax.tree.map(lambda x: x.sharding, cache)
-        fresh = partial(empty_cache, self.config.layers, self.sizes.pages, self.sizes.page_size, dtype)
-        return jax.jit(fresh, out_shardings=out).lower()
+        like = self.like.cache
+
+        def fresh() -> KVCache:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        return jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
 
     def _lower_slots(self) -> jax.stages.Lowered:
         dtype = target_of(self.like.params).embed.dtype

@@ -6,14 +6,15 @@ an engine may serve between two of them.
 
 import hashlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
-from ...kvcache.pages import Batch, KVCache, Pool
+from ...kvcache.pages import Batch, KVCache
 from ...kvcache.tables import Tables
 from ...model.pair import Params
 from ...sampling.params import SamplingParams, knobs_row
@@ -25,7 +26,7 @@ from .step import Output, Seat, Slots
 
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
-NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 bits: few show that sums differ
+NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 or 8 bits: few show that sums differ
 WHOLE_NUMBERS = 1 << 14  # and in 32 bits, where most show it
 FEWEST_STEPS = 4  # of decode that are compared
 
@@ -162,7 +163,7 @@ class Probe:
         """Tokens that leave enough numbers in the cache to tell."""
         pools = [pool for pool, _ in self._pools(cache)]
         numbers = NUMBERS if pools[0].dtype.itemsize < 4 else WHOLE_NUMBERS
-        return -(-numbers // sum(K * H for K, _, _, H in (pool.shape for pool in pools)))
+        return -(-numbers // sum(pool.shape[0] * prod(pool.shape[3:]) for pool in pools))
 
     def _equal(self, shape: Shape, tokens: int, text: int) -> Runs[bool]:
         found, wanted = (yield from self.prefill(shape, tokens, text)), self._written.get((tokens, text))
@@ -253,19 +254,19 @@ class Probe:
         return self._state[1]
 
     def _pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
-        """The pools of the layers whose bits matter, each with the number of its window."""
+        """The arrays of the pools whose layers' bits matter, each with the number of its window."""
         windows = self.programs.config.windows
         for pools in (cache.k, cache.v):
             for layer, pool in zip(self.layers, pools, strict=False):
-                if pool is not None:
-                    yield pool, windows.index(layer.mixer.window)
+                for own in jax.tree.leaves(pool):
+                    yield own, windows.index(layer.mixer.window)
 
     def _digests(self, rows: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
         """A hash of each sequence's keys and values in all layers: its first tokens, in pages of its own."""
         found, pages = [hashlib.blake2b(digest_size=16) for _ in rows], self._own(rows.reshape(-1))
         for pool, window in self._pools(self._cache):
             read = self._read(pool, pages[window])
-            numbers = read.reshape(read.shape[0], len(rows), -1, read.shape[-1])[:, :, :tokens]
+            numbers = read.reshape(read.shape[0], len(rows), -1, *read.shape[3:])[:, :, :tokens]
             for row, own in enumerate(found):
                 own.update(numbers[:, row].tobytes())
         return [own.digest() for own in found]
@@ -277,7 +278,9 @@ class Probe:
         kinds = {kind(pool): pool for pool, _ in self._pools(cache)}
         return {name: jax.jit(read_pages).lower(pool, pages).compile() for name, pool in kinds.items()}
 
-    def _read(self, pool: Pool, pages: Int[np.ndarray, " M"]) -> Shaped[np.ndarray, "K M W H"]:
+    def _read(
+        self, pool: Shaped[Array, "K P W ..."], pages: Int[np.ndarray, " M"]
+    ) -> Shaped[np.ndarray, "K M W ..."]:
         """Pages of a pool, in one piece."""
         n, reader = self._at_once, self._readers[kind(pool)]
         parts = [np.resize(pages[i : i + n], n) for i in range(0, len(pages), n)]
@@ -287,7 +290,7 @@ class Probe:
 SMALLEST_READ = 8  # pages
 
 
-def read_pages(pool: Pool, pages: Any) -> Any:
+def read_pages(pool: Any, pages: Any) -> Any:
     return pool[:, pages]
 
 

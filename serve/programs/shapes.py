@@ -81,6 +81,7 @@ class Sizes:
     page_size: int
     hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
     n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+    kv_cache_dtype: str = "auto"  # as in the options
 
     @property
     def table_width(self) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ...kvcache.pages import BLOCK, page_bytes
 from ...kvcache.placement import everywhere, parts
+from ...kvcache.quantised import kept_as
 from ...kvcache.tables import window_pages
 from ...model.config import LayerKind, windows_of
 from ...model.pair import PairConfig, Params, target_of
@@ -102,7 +103,10 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     """
     check_slots(config, options, memory)
     W, budget = options.page_size, cache_budget(config, options, params, memory)
-    dtype, ways = target_of(params).embed.dtype, parts(config.layers, params)
+    kept, ways = (
+        kept_as(options.kv_cache_dtype, target_of(params).embed.dtype),
+        parts(config.layers, params),
+    )
     most = config.target.max_position
     longest = options.max_model_len or most
     if longest > most:
@@ -115,7 +119,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
 
     def cost(pages: int) -> int:
         counts = group_pages(layers, options, longest, pages)
-        return sum(n * size for n, size in zip(counts, page_bytes(layers, W, dtype), strict=True)) // ways
+        return sum(n * size for n, size in zip(counts, page_bytes(layers, W, kept), strict=True)) // ways
 
     if options.max_batched_token_mem is None:
         pages = bisect_right(range(1, pages + 1), budget, key=cost)
@@ -132,7 +136,8 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
             "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
     n_top = options.alternatives(config.target.vocab_size)
-    return Sizes(longest, options.seats, group_pages(layers, options, longest, pages), W, n_top=n_top)
+    counts = group_pages(layers, options, longest, pages)
+    return Sizes(longest, options.seats, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype)
 
 
 def group_pages(

@@ -30,7 +30,7 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     dtype = engine.params.embed.dtype
     mean = meter.cached[name] / meter.steps[name] / shape.rows
     context = max(round(mean - starts(shape, 0).mean()), 0)
-    whole = pair_demand(shape, config, dtype, context, params)
+    whole = pair_demand(shape, config, dtype, context, params, engine.sizes.kv_cache_dtype)
     read = pools(shape, config.layers, engine.cache, context)
     found = facts(engine.programs.steps[shape], read, shape.tokens)
     each = Demand(whole.flops / devices, whole.bytes / devices)

@@ -9,13 +9,16 @@ that does more is slower than its floor. Padding counts as work, since the shape
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...kvcache.groups import group_size
-from ...kvcache.pages import BLOCK, KVCache
+from ...kvcache.pages import BLOCK, KVCache, row_bytes
+from ...kvcache.quantised import kept_as
 from ...model.config import LayerKind, ModelConfig
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.sharding import device_bytes
@@ -47,7 +50,12 @@ class Demand:
 
 
 def demand(
-    shape: Shape, config: ModelConfig, dtype: Any, context: int, params: Decoder | None = None
+    shape: Shape,
+    config: ModelConfig,
+    dtype: Any,
+    context: int,
+    params: Decoder | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Demand:
     """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts
     of one prompt.
@@ -56,28 +64,37 @@ def demand(
     """
     B, T = shape.rows, shape.tokens
     params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
+    step = partial(step_demand, config, params, kv_cache_dtype, context=context)
     if shape.phase == "decode":
-        one = step_demand(config, params, rows=B, tokens=1, context=context, sampled=1)
+        one = step(rows=B, tokens=1, sampled=1)
         return Demand(T * one.flops, T * one.bytes)
     if shape.phase == "prefill":
-        return step_demand(config, params, rows=1, tokens=B * T, context=context, sampled=1)
-    return step_demand(config, params, rows=shape.rows_of(T), tokens=T, context=context, sampled=T)
+        return step(rows=1, tokens=B * T, sampled=1)
+    return step(rows=shape.rows_of(T), tokens=T, sampled=T)
 
 
-def pair_demand(shape: Shape, config: PairConfig, dtype: Any, context: int, params: Params) -> Demand:
+def pair_demand(
+    shape: Shape,
+    config: PairConfig,
+    dtype: Any,
+    context: int,
+    params: Params,
+    kv_cache_dtype: str = "auto",
+) -> Demand:
     """`demand` of a model and of the draft model beside it, which guesses one token after the other, and else
     only writes its keys.
 
     What a head computes is left out: it is one product or two.
     """
-    own = demand(shape, config.target, dtype, context, target_of(params))
+    own = demand(shape, config.target, dtype, context, target_of(params), kv_cache_dtype)
     if config.draft is None:
         return own
     assert isinstance(params, Pair)
     T = shape.tokens
     rows, tokens, times = (1, shape.area, 1) if shape.phase == "prefill" else (shape.rows_of(T), 1, T)
     sampled = int(shape.phase == "verify")
-    one = step_demand(config.draft, params.draft, rows=rows, tokens=tokens, context=context, sampled=sampled)
+    step = partial(step_demand, config.draft, params.draft, kv_cache_dtype, context=context)
+    one = step(rows=rows, tokens=tokens, sampled=sampled)
     return Demand(own.flops + times * one.flops, own.bytes + times * one.bytes)
 
 
@@ -94,25 +111,30 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 
-    def pool(kind: LayerKind, buffer: Any) -> Pool:
-        _, pages, width, _ = buffer.shape
+    def pool(kind: LayerKind, buffer: Any, arrays: int) -> Pool:
+        _, pages, width, *_ = buffer.shape
         own, window = device_bytes(buffer), kind.mixer.window
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
         live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
         first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
-        return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()))
+        return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
 
+    kept = [jax.tree.leaves(own) for own in zip(cache.k, cache.v, strict=True)]
     return tuple(
-        pool(kind, buffer)
-        for buffers in (cache.k, cache.v)
-        for kind, buffer in zip(layers, buffers, strict=True)
-        if buffer is not None
+        pool(kind, buffer, len(own)) for kind, own in zip(layers, kept, strict=True) for buffer in own
     )
 
 
 def step_demand(
-    config: ModelConfig, params: Decoder, *, rows: int, tokens: int, context: int, sampled: int
+    config: ModelConfig,
+    params: Decoder,
+    kv_cache_dtype: str,
+    *,
+    rows: int,
+    tokens: int,
+    context: int,
+    sampled: int,
 ) -> Demand:
     """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal."""
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
@@ -126,7 +148,8 @@ def step_demand(
     head_bytes = nbytes(output) if sampled else 0
     weights = inner_bytes(config, params, queries) + head_bytes + queries * config.hidden_size * size
     # read what is there, write and read what is new
-    cache = sum((seen(kind, context) + 2 * tokens) * row_size(kind) for kind in config.layers) * rows * size
+    kept = kept_as(kv_cache_dtype, params.embed.dtype)
+    cache = rows * sum((seen(kind, context) + 2 * tokens) * row_bytes(kind, kept) for kind in config.layers)
     return Demand(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
 
 

@@ -54,12 +54,12 @@ Computation = dict[str, Instruction]
 
 
 class Pool(NamedTuple):
-    """A layer's buffer of pages: its bytes, the live ones among them, and the blocks that a loop over its
-    keys takes."""
+    """A layer's buffer of pages: its bytes, the live ones, and the blocks that a loop over its keys takes."""
 
     bytes: int
     live: int
     blocks: int
+    arrays: int = 2  # that its layer has
 
 
 class Run(NamedTuple):
@@ -145,14 +145,14 @@ class Walk:
     def trips(self, computation: Computation, loop: Instruction) -> int:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
             return int(known[1])
-        condition = self.module.computations[loop.calls("condition")[0]]
-        if (bound := constant_bound(condition)) is not None:
+        if (bound := constant_bound(self.module.computations[loop.calls("condition")[0]])) is not None:
             return bound
         body = self.module.computations[loop.calls("body")[0]]
-        nested = any(x.operation == "while" for x in body.values())
-        sizes = {pool.bytes: pool.blocks for pool in self.pools}
+        sizes = {pool.bytes: pool for pool in self.pools}
         carried = [sizes[n] for n in map(nbytes, buffers(loop.kind)) if n in sizes]
-        return max(carried) if 0 < len(carried) <= 2 and not nested else self.steps
+        inner = all(x.operation != "while" for x in body.values())
+        one_layer = inner and len(carried) <= max((pool.arrays for pool in carried), default=-1)
+        return max(pool.blocks for pool in carried) if one_layer else self.steps
 
     # ------------------------------------------------------------ one instruction
 

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from duetto.kvcache.pages import Batch, KVCache, paged
+from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import Reading
+from duetto.model.sharding import device_bytes
 from duetto.serve.roofline.facts import facts
 from duetto.serve.roofline.targets import MissingCompiler, Target, described, find_target
 
@@ -26,7 +28,9 @@ def target_of(name: str) -> Target:
         pytest.skip(str(error))
 
 
-def compiled(name: str, T: int, H: int = 128, rank: int | None = None) -> tuple[jax.stages.Compiled, int]:
+def compiled(
+    name: str, T: int, H: int = 128, rank: int | None = None, kept: str = "auto"
+) -> tuple[jax.stages.Compiled, int]:
     """One layer's attention over a cache of up to 128 MiB, and the bytes of its pools on a device; latent
     rows have one."""
     target = target_of(name)
@@ -45,7 +49,9 @@ def compiled(name: str, T: int, H: int = 128, rank: int | None = None) -> tuple[
     B, N, K, P, W = 4, 16, 8 if rank is None else 1, 512, 64
     ints = partial(shape, whole, dtype=jnp.int32)
     batch = Batch(ints(B, T), ints(B), ints(B), (ints(B, 64),), ints(B))
-    keys, new = shape(pool, K, P, W, H), shape(heads, B, T, K, H)
+    empty = jax.eval_shape(lambda: empty_pool((K, P, W, H), kept_as(kept, jnp.bfloat16)))
+    keys = jax.tree.map(lambda x: shape(pool, *x.shape, dtype=x.dtype), empty)
+    new = shape(heads, B, T, K, H)
     reading = Reading(H**-0.5)
     if latent:
         reading = Reading(H**-0.5, expand=lambda rows: (rows, rows[..., :rank]), rank=rank)
@@ -53,7 +59,8 @@ def compiled(name: str, T: int, H: int = 128, rank: int | None = None) -> tuple[
     def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
         return paged(batch, (None,))(cache, 0, q, k, v, reading)
 
-    places = KVCache((pool,), (None if latent else pool,))
+    place = jax.tree.map(lambda x: x.sharding, keys)
+    places = KVCache((place,), (None if latent else place,))
     jitted = jax.jit(attend, donate_argnums=0, out_shardings=(places, queries))
     cache = KVCache((keys,), (None if latent else keys,))
     arguments = cache, batch, shape(queries, B, T, N, H), new, None if latent else new
@@ -61,18 +68,27 @@ def compiled(name: str, T: int, H: int = 128, rank: int | None = None) -> tuple[
         # jax stores what it compiled for an absent device, and cannot read it back
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        return jitted.lower(*arguments).compile(), sum(
-            x.size * 2 // (1 if latent else len(devices)) for x in jax.tree.leaves(cache)
-        )
+        return jitted.lower(*arguments).compile(), device_bytes(cache)
 
 
 @pytest.mark.parametrize("name", ["h200", "2xh200"])
 @pytest.mark.parametrize(
-    "T, H, rank, kernels",
-    [(1, 128, None, 2), (256, 128, None, 1), (1, 96, None, 2), (256, 80, None, 1), (1, 576, 512, 2)],
+    "T, H, rank, kept, kernels",
+    [
+        (1, 128, None, "auto", 2),
+        (256, 128, None, "auto", 1),
+        (1, 96, None, "auto", 2),
+        (256, 80, None, "auto", 1),
+        (1, 576, 512, "auto", 2),
+        (1, 128, None, "int8", 2),
+        (256, 128, None, "int8", 1),
+        (1, 128, None, "fp8_e4m3", 2),
+        (256, 80, None, "fp8_e5m2", 1),
+        (1, 576, 512, "fp8_e4m3", 2),
+    ],
 )
-def test_a_gpu_reads_pages_in_place(name: str, T: int, H: int, rank: int | None, kernels: int):
-    program, pools = compiled(name, T, H, rank)
+def test_a_gpu_reads_pages_in_place(name: str, T: int, H: int, rank: int | None, kept: str, kernels: int):
+    program, pools = compiled(name, T, H, rank, kept)
     found, text = facts(program), program.as_text() or ""
     assert len(re.findall(r'custom_call_target="__gpu\$xla\.gpu\.triton"', text)) == kernels
     assert found.aliased == pools

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from duetto.kvcache.groups import MOST, by_length
-from duetto.kvcache.pages import BLOCK, Batch, as_dtype, pool_dtype, read_keys, running_softmax
+from duetto.kvcache.pages import BLOCK, Batch, read_keys, running_softmax
+from duetto.kvcache.quantised import as_dtype, pool_dtype
 from duetto.model.attention import Reading
 
 pytestmark = pytest.mark.as_served

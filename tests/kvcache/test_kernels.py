@@ -12,6 +12,7 @@ import pytest
 from duetto.kvcache import kernels
 from duetto.kvcache.kernels import attend_pages, supported
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
+from duetto.kvcache.quantised import decoded, empty_pool, encoded, kept_as
 from duetto.kvcache.tiles import Pages
 from duetto.model.attention import Reading
 
@@ -34,6 +35,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     rank: int | None = None
+    kept: str = "auto"
 
 
 CASES = {
@@ -50,6 +52,11 @@ CASES = {
     "token, latent of 48": Case((130, 2), (1, 1), K=1, G=3, H=64, rank=48),
     "token, latent of many heads": Case((900, 40), (1, 1), K=1, G=80, H=48, W=128, M=8, rank=32),
     "token, latent, bfloat16": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
+    "token, int8": Case((0, 63, 300), (1, 0, 1), W=64, M=6, dtype=jnp.bfloat16, kept="int8"),
+    "token, heads of 80, e4m3": Case((0, 63, 250), (1, 0, 1), H=80, window=50, kept="fp8_e4m3"),
+    "token, latent, int8": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16, kept="int8"),
+    "chunk, int8, window, sinks": Case((0, 150), (70, 33), T=70, window=40, sinks=True, kept="int8"),
+    "chunk, e5m2": Case((64, 0), (40, 1), T=40, K=1, H=128, dtype=jnp.bfloat16, kept="fp8_e5m2"),
     "chunk": Case((0, 130, 9), (50, 33, 0), T=50, W=8, M=32),
     "chunk, window, cap, sinks": Case((0, 150), (70, 33), T=70, G=1, window=40, softcap=5.0, sinks=True),
     "chunk, heads of 112": Case((0, 30), (40, 17), T=40, H=112),
@@ -75,11 +82,18 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
     rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
     sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
     reading = Reading(case.H**-0.5, case.window, case.softcap, sinks)
+    k, v = (kept_in(case, pool) for pool in (k, v))
     if case.rank is not None:
         expand = partial(first_numbers, case.rank)
         reading = replace(reading, expand=expand, rank=case.rank)
-        return q, Pages(jnp.asarray(k, case.dtype), None, *rows), reading
-    return q, Pages(jnp.asarray(k, case.dtype), jnp.asarray(v, case.dtype), *rows), reading
+        return q, Pages(k, None, *rows), reading
+    return q, Pages(k, v, *rows), reading
+
+
+def kept_in(case: Case, pool: np.ndarray) -> Any:
+    """A pool of these numbers; where they are NaN, int8 has some code and a scale that is NaN."""
+    like = empty_pool((1, 1, 1, case.H), kept_as(case.kept, case.dtype))
+    return encoded(like, jnp.asarray(pool, case.dtype))
 
 
 def first_numbers(rank: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,16 +128,18 @@ def test_kernels_equal_the_reference(case: Case):
 
 def small_pages(pages: Pages, W: int) -> Pages:
     """The same keys in pages of W tokens, in another order, behind a wider table."""
-    K, P, whole, H = pages.k.shape
+    K, P, whole, _ = pages.k.shape
     n = whole // W
     order = np.random.default_rng(5).permutation(P * n)  # where each small page goes
 
-    def cut(pool: jax.Array | None) -> jax.Array | None:
-        return None if pool is None else jnp.asarray(pool).reshape(K, P * n, W, H)[:, np.argsort(order)]
+    def cut(pool: jax.Array) -> jax.Array:
+        return pool.reshape(K, P * n, W, *pool.shape[3:])[:, np.argsort(order)]
 
     small = order[(np.asarray(pages.table)[..., None] * n + np.arange(n)).reshape(len(pages.table), -1)]
     table = np.pad(small, ((0, 0), (0, 2 * small.shape[1])), constant_values=10**6)
-    return pages._replace(k=cut(pages.k), v=cut(pages.v), table=jnp.asarray(table, jnp.int32))
+    return pages._replace(
+        k=jax.tree.map(cut, pages.k), v=jax.tree.map(cut, pages.v), table=jnp.asarray(table, jnp.int32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,6 +148,8 @@ def small_pages(pages: Pages, W: int) -> Pages:
         "token, several parts",
         "token, heads of 80",
         "token, latent",
+        "token, int8",
+        "chunk, int8, window, sinks",
         "chunk, window, cap, sinks",
         "chunk, heads of 112",
     ],
@@ -194,28 +212,34 @@ def test_a_long_row_fills_a_gpu(K: int, G: int, rank: int | None):
     assert kernels.PROCESSORS <= parts(64, 1024) <= 64 * K * 16
 
 
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize("H, rank", [(64, None), (80, None), (48, 32)])
-def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None):
+def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None, kept: str):
     """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses, leave the bits
     as they are."""
-    case = Case((70, 1, 0), (1, 1, 1), K=2 if rank is None else 1, H=H, window=60, sinks=True, rank=rank)
+    heads = 2 if rank is None else 1
+    case = Case((70, 1, 0), (1, 1, 1), K=heads, H=H, window=60, sinks=True, rank=rank, kept=kept)
     q, pages, reading = inputs(case)
     root = jnp.asarray([67, 0, 0], jnp.int32)
 
-    def newest(pool: jax.Array | None) -> jax.Array | None:
+    def newest(pool: Any) -> jax.Array | None:
         if pool is None:
             return None
         at = np.minimum(np.asarray(root)[:, None] + np.arange(5), case.M * case.W - 1)
         page = np.take_along_axis(np.asarray(pages.table), at // case.W, axis=1)
-        return jnp.asarray(np.asarray(pool)[:, page, at % case.W].transpose(1, 2, 0, 3))
+        read = jax.tree.map(lambda x: x[:, page, at % case.W], pool)
+        return decoded(read, q.dtype).transpose(1, 2, 0, 3)
 
-    hidden = [None if pool is None else np.array(pool) for pool in pages[:2]]
-    for row, (first, last) in enumerate(zip(np.asarray(root), case.start, strict=True)):
-        for at in range(first, last + 1):
-            for pool in hidden[: 1 if rank else 2]:
-                pool[:, pages.table[row, at // case.W], at % case.W] = np.nan
+    ends = zip(np.asarray(root), case.start, strict=True)
+    hidden = [(row, at) for row, (first, last) in enumerate(ends) for at in range(first, last + 1)]
+    rows, at = (jnp.asarray(x) for x in zip(*hidden, strict=True))
+
+    def spoilt(x: jax.Array) -> jax.Array:
+        nothing = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 77
+        return x.at[:, pages.table[rows, at // case.W], at % case.W].set(nothing)
+
     own = newest(pages.k), newest(pages.v), root
-    k, v = (None if pool is None else jnp.asarray(pool) for pool in hidden)
+    k, v = jax.tree.map(spoilt, pages[:2])
     found = interpreted(q, pages._replace(k=k, v=v, own=own), reading)
     np.testing.assert_array_equal(found, interpreted(q, pages, reading))
 

@@ -76,6 +76,8 @@ def test_work_grows_as_it_should():
     assert decode(16, 1, 100).flops == 2 * decode(8, 1, 100).flops
     keys = 2 * SMALL.num_layers * 4 * 32 * 4
     assert decode(8, 1, 200).bytes - decode(8, 1, 100).bytes == 8 * 100 * keys
+    coded = [demand(Shape("decode", 8, 1), SMALL, "float32", n, None, "int8").bytes for n in (100, 200)]
+    assert coded[1] - coded[0] == 8 * 100 * 2 * SMALL.num_layers * 4 * (32 + 2)
     verify, prefill = (demand(Shape(phase, 1, 8), SMALL, "float32", 0) for phase in ("verify", "prefill"))
     assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
 

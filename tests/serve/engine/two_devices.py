@@ -73,11 +73,15 @@ def alone(oracle):
     return answers
 
 
-@pytest.mark.parametrize("model", ["tiny", "windows", "latent"], indirect=True)
+@pytest.mark.parametrize(
+    "model",
+    ["tiny", "windows", "latent", "windows, int8 cache", "latent, fp8_e5m2 cache"],
+    indirect=True,
+)
 def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
     params = spread(model, mesh)
     before, expected = pointers(params), alone(model)
-    with LLM.from_params(model.config, params, **SMALL) as llm:
+    with LLM.from_params(model.config, params, **SMALL, kv_cache_dtype=model.kv_cache_dtype) as llm:
         assert generated(llm) == expected
         report, one_table = llm.report(), len(model.config.windows) == 1
         assert report["compilations"] == 0 and (report["preemptions"] > 0 or not one_table)
@@ -85,7 +89,8 @@ def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
         state = llm.engine._state
         for kind, pool in zip(model.config.layers, state.cache.k, strict=True):
             ways = 2 if isinstance(kind.mixer, GroupedQuery) else 1
-            assert device_bytes(pool) * ways == nbytes(pool) and len(pool.sharding.device_set) == 2
+            assert device_bytes(pool) * ways == nbytes(pool)
+            assert all(len(own.sharding.device_set) == 2 for own in jax.tree.leaves(pool))
         assert all(x.is_fully_replicated for x in jax.tree.leaves(state.slots))
 
 

@@ -43,7 +43,10 @@ def test_no_name_is_in_two_tables():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not supported: only 'auto'"),
+        (
+            {"kv_cache_dtype": "int4"},
+            "kv_cache_dtype='int4' is not allowed: auto, int8, fp8_e4m3, fp8_e5m2, fp8$",
+        ),
         ({"enable_lora": True}, "enable_lora=True is not supported: only False"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: only 0"),
         ({"runner": "pooling"}, "runner='pooling' is not supported: only 'auto' or 'generate'"),

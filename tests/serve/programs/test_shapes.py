@@ -107,3 +107,18 @@ def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
     (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0])
     (page,) = page_bytes(config.layers, sizes.page_size, jnp.bfloat16)
     assert sizes.max_num_seqs == 256 and pages * page >= 50 * GIB
+
+
+def test_a_cache_in_eight_bits_holds_twice_the_tokens():
+    """Where the memory says how many there are, but for the scales: one of 16 bits for 128 numbers."""
+    config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
+    params = abstract_params(config, jnp.bfloat16, here())
+
+    def tokens(kv_cache_dtype: str) -> int:
+        options = EngineOptions(kv_cache_dtype=kv_cache_dtype, max_num_seqs=64)
+        sizes = choose_sizes(PairConfig(config), options, params, 30 * GIB)
+        assert sizes.kv_cache_dtype == kv_cache_dtype
+        return sizes.pages[0] * sizes.page_size
+
+    for name in ("int8", "fp8_e4m3", "fp8_e5m2"):
+        assert tokens(name) / tokens("auto") == pytest.approx(2 * 128 / 130, rel=0.01)

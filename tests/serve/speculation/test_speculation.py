@@ -1,6 +1,7 @@
 """Speculative decoding whole: guesses of the device change no bit, and what is refused."""
 
 import itertools
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -50,9 +51,9 @@ def bits(output: RequestOutput) -> list[tuple[int, bytes]]:
     return [(t, np.array([x.logprob for x in at.values()]).tobytes()) for t, at in steps]
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[tuple[int, bytes]]]:
-    with LLM(**SIZES) as llm:
+@cache
+def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
+    with LLM(**SIZES, kv_cache_dtype=kv_cache_dtype) as llm:
         assert not llm.engine.classes.verify and "speculation" not in llm.report()
         return [
             bits(llm.generate(t, p, use_tqdm=False)[0])
@@ -60,14 +61,24 @@ def expected() -> list[list[tuple[int, bytes]]]:
         ]
 
 
-@pytest.mark.parametrize("name", GUIDES)
-def test_guesses_of_the_device_change_no_bit(expected, name):
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        *((name, "auto") for name in GUIDES),
+        ("draft model", "int8"),
+        ("tree of heads", "fp8"),
+        ("tree of a draft model", "int8"),
+    ],
+)
+def test_guesses_of_the_device_change_no_bit(name, kept):
     """Tokens and log-probabilities, through preemption and prefix hits, in an engine that verifies at every
     step."""
     texts, params = zip(*itertools.product(TEXTS, PARAMS), strict=True)
-    with LLM(**SIZES, speculative_config=GUIDES[name] | {"adaptive": False}) as llm:
+    own = {"speculative_config": GUIDES[name] | {"adaptive": False}, "kv_cache_dtype": kept}
+    with LLM(**SIZES, **own) as llm:
         for _ in range(2):
-            assert [bits(o) for o in llm.generate(list(texts), list(params), use_tqdm=False)] == expected
+            found = llm.generate(list(texts), list(params), use_tqdm=False)
+            assert [bits(o) for o in found] == expected(kept)
         report = llm.report()
     assert report["preemptions"] > 0 and report["cached_tokens"] > 0
     assert report["speculation"]["tokens_per_pass"] > 1.3

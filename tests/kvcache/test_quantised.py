@@ -1,0 +1,138 @@
+"""Caches in eight bits: what a code costs, where it lies, and that no token depends on another."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import RANDOM
+
+from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, paged, read_block, write
+from duetto.kvcache.quantised import SCHEMES, QuantisedPool, empty_pool, encoded, kept_as, read_back
+from duetto.model.attention import Reading, causal
+from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind
+from duetto.model.tree import nbytes
+
+NAMES = ("int8", "fp8_e4m3", "fp8_e5m2")
+# Of a number: half of a step, as a share of the head's largest number and of the number itself.
+STEPS = {"int8": (0.51 / 127, 0.0), "fp8_e4m3": (2e-6, 2.0**-4), "fp8_e5m2": (1e-7, 2.0**-3)}
+K, P, W, H = 2, 9, 16, 64
+CPU = jax.devices("cpu")[0]
+
+
+def random(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def pool_of(name: str, *shape: int) -> Any:
+    return empty_pool(shape or (K, P, W, H), SCHEMES[name], CPU)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_moves_by_more_than_half_a_step(name: str, dtype: Any):
+    x = random(5, 3, K, H, dtype=dtype) * jnp.asarray(10.0 ** np.arange(-6, 9, 3), dtype)[:, None, None, None]
+    found = read_back(pool_of(name), x)
+    assert found.dtype == dtype and found.shape == x.shape
+    x, found = np.asarray(x, np.float64), np.asarray(found, np.float64)
+    of_head, of_number = STEPS[name]
+    rounding = 0 if dtype == jnp.float32 else 2.0**-8
+    allowed = of_head * np.abs(x).max(-1, keepdims=True) + (of_number + rounding) * np.abs(x)
+    assert (np.abs(found - x) <= allowed).all()
+    assert np.abs(found - x).max() > 0  # it is in eight bits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_and_the_largest_numbers(name: str):
+    x = jnp.zeros((3, H)).at[1, 0].set(-3e38).at[2].set(1e-38)
+    found = np.asarray(read_back(pool_of(name), x))
+    assert (found[0] == 0).all() and (found[1, 1:] == 0).all() and np.isfinite(found).all()
+    assert found[1, 0] == pytest.approx(-3e38, rel=0.01) and np.abs(found[2]).max() <= 1e-29
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_is_alone(name: str):
+    """Its codes and scales do not change with what is encoded beside it."""
+    x, pool = random(4, 7, K, H), pool_of(name)
+    together, alone = encoded(pool, x), encoded(pool, x[2:3, 5:6])
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(np.asarray(a[2:3, 5:6]), np.asarray(b))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read_back(name: str):
+    """Three rows in pages of their own; a token whose page is past the pool is dropped."""
+    new = random(3, 20, K, H)
+    at = np.arange(20)
+    pages = np.array([[4, 1], [8, 0], [2, 7]])
+    page = pages[:, at // W].copy()
+    page[1, 19] = P
+    offset = np.broadcast_to(at % W, page.shape)
+    pool = jax.jit(write)(pool_of(name), *(jnp.asarray(x, jnp.int32) for x in (page, offset)), new)
+    table = jnp.asarray(np.pad(pages, ((0, 0), (0, 6))), jnp.int32)
+    found = np.asarray(read_block(pool, table, jnp.zeros(3, jnp.int32), jnp.float32))  # [K,B,S,H]
+    wanted = np.asarray(read_back(pool, new).transpose(2, 0, 1, 3)).copy()
+    wanted[:, 1, 19] = 0
+    np.testing.assert_array_equal(found[:, :, :20], wanted)
+    untouched = np.delete(np.arange(P), [4, 1, 8, 0, 2, 7])
+    assert not any(np.asarray(x)[:, untouched].any() for x in jax.tree.leaves(pool))
+
+
+@pytest.mark.as_served
+@pytest.mark.parametrize("name", NAMES)
+def test_a_write_leaves_the_pool_in_place(name: str):
+    """On a CPU too, where XLA would widen short floats: it has no temporary of a pool's size."""
+    pool = pool_of(name, K, 1024, W, H)
+    ints = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    jitted = jax.jit(write, donate_argnums=0)
+    compiled = jitted.lower(pool, ints, ints, jax.ShapeDtypeStruct((4, 1, K, H), jnp.float32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < nbytes(pool) / 50
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(pool)
+
+
+def test_a_page_has_the_bytes_that_are_planned():
+    """And half of what it has in 16 bits, but for the scales."""
+    for layers in (RANDOM["windows"].layers, RANDOM["latent"].layers):
+        for name in NAMES:
+            kept = kept_as(name, jnp.bfloat16)
+            windows = {layer.mixer.window for layer in layers}
+            cache = jax.eval_shape(lambda: empty_cache(layers, [3] * len(windows), 16, kept, CPU))  # noqa: B023
+            assert nbytes(cache) == 3 * sum(page_bytes(layers, 16, kept))
+            assert all(own.shape[:2] == pool.shape[:2] for pool in cache.k for own in jax.tree.leaves(pool))
+    wide = (LayerKind(Latent(4, rank=512, nope_size=12, rope_size=64, value_size=10), Dense(96)),)
+    heads = [LayerKind(GroupedQuery(8, 2, size), Dense(96)) for size in (64, 128)]
+    for layers, least in ((heads[:1], 1.93), (heads[1:], 1.96), (wide, 1.99)):
+        whole, coded = (page_bytes(layers, 64, kept_as(name, jnp.bfloat16)) for name in ("auto", "int8"))
+        assert whole[0] / coded[0] > least
+
+
+def one_row(tokens: int, window: int | None) -> Batch:
+    ints = partial(jnp.full, dtype=jnp.int32)
+    table = jnp.arange(P - 1, dtype=jnp.int32)[None]
+    return Batch(ints((1, tokens), 1), ints(1, 0), ints(1, tokens), (table,), ints(1, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_reads_what_was_kept(name: str, window: int | None):
+    q, (k, v) = random(1, 100, 6, H), (random(1, 100, K, H, seed=i) for i in (1, 2))
+    reading, pools = Reading(H**-0.5, window), (pool_of(name), pool_of(name))
+    cache = KVCache(*((pool,) for pool in pools))
+    _, found = paged(one_row(100, window), (window,))(cache, 0, q, k, v, reading)
+    _, wanted = causal(None, 0, q, read_back(pools[0], k), read_back(pools[1], v), reading)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    _, whole = causal(None, 0, q, k, v, reading)
+    assert 1e-4 < np.abs(np.asarray(found - whole)).max() < 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_latent_rows_are_made_of_what_was_kept(name: str):
+    q, rows = random(1, 40, 4, 48), random(1, 40, 1, 48, seed=1)
+    reading = Reading(48**-0.5, expand=lambda rows: (rows, rows[..., :32]))
+    pool = pool_of(name, 1, P, W, 48)
+    cache, found = paged(one_row(40, None), (None,))(KVCache((pool,), (None,)), 0, q, rows, None, reading)
+    assert isinstance(cache.k[0], QuantisedPool)
+    _, wanted = causal(None, 0, q, read_back(pool, rows), None, reading)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
