@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
 from ..model.gpus import compiles_for_gpus
-from .quantised import Pool, QuantisedPool
+from .quantised import SCALE, Pool, QuantisedPool
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -47,9 +47,7 @@ Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `par
 def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: Reading) -> bool:
     """Whether the kernels read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
-    readable = all(
-        isinstance(pool, QuantisedPool) or pool.dtype == q.dtype for pool in (k, v) if pool is not None
-    )
+    readable = all(pool is None or keeps_numbers(pool, q.dtype) for pool in (k, v))
     same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
@@ -57,6 +55,11 @@ def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, re
     if v is None or reading.expand is not None:
         return False
     return same and v.shape == k.shape and H in HEAD_SIZES and N // K <= MOST_GROUPED
+
+
+def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
+    """Whether a pool's numbers, or its scales, lie as such: a CPU's are bits."""
+    return pool.scales.dtype == SCALE if isinstance(pool, QuantisedPool) else pool.dtype == dtype
 
 
 def attend_with(

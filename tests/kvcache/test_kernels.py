@@ -12,7 +12,7 @@ import pytest
 from duetto.kvcache import kernels
 from duetto.kvcache.kernels import attend_pages, supported
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
-from duetto.kvcache.quantised import decoded, empty_pool, encoded, kept_as
+from duetto.kvcache.quantised import SCHEMES, decoded, empty_pool, encoded, kept_as
 from duetto.kvcache.tiles import Pages
 from duetto.model.attention import Reading
 
@@ -250,6 +250,8 @@ def test_what_the_kernels_do_not_read():
     assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
     assert not supported(q.astype(jnp.bfloat16), pages.k, pages.v, reading)
     assert not supported(jnp.zeros((1, 1, 80, 64)), pages.k, pages.v, reading)
+    of_a_cpu = empty_pool((2, 9, 16, 64), SCHEMES["int8"], jax.devices("cpu")[0])
+    assert not supported(q, of_a_cpu, of_a_cpu, reading)
 
 
 def test_latent_rows_that_the_kernels_do_not_read():

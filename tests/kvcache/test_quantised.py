@@ -14,6 +14,7 @@ from duetto.kvcache.quantised import SCHEMES, QuantisedPool, empty_pool, encoded
 from duetto.model.attention import Reading, causal
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind
 from duetto.model.tree import nbytes
+from duetto.serve.options.engine import CHOICES
 
 NAMES = ("int8", "fp8_e4m3", "fp8_e5m2")
 # Of a number: half of a step, as a share of the head's largest number and of the number itself.
@@ -106,6 +107,10 @@ def test_a_page_has_the_bytes_that_are_planned():
     for layers, least in ((heads[:1], 1.93), (heads[1:], 1.96), (wide, 1.99)):
         whole, coded = (page_bytes(layers, 64, kept_as(name, jnp.bfloat16)) for name in ("auto", "int8"))
         assert whole[0] / coded[0] > least
+
+
+def test_the_option_names_every_scheme():
+    assert set(CHOICES["kv_cache_dtype"]) == {"auto", *SCHEMES}
 
 
 def one_row(tokens: int, window: int | None) -> Batch:

@@ -116,11 +116,12 @@ def test_parameters_at_hand_are_quantised_and_stay_the_callers(params):
 
 
 def test_pages_of_another_precision_have_other_names(params):
+    """Of the weights, and of the cache."""
     roots = []
-    for form in (None, "int8"):
-        with LLM.from_params(CONFIG, params, quantization=form, **SMALL) as llm:
+    for form, kept in ((None, "auto"), ("int8", "auto"), (None, "int8"), (None, "fp8_e4m3")):
+        with LLM.from_params(CONFIG, params, quantization=form, kv_cache_dtype=kept, **SMALL) as llm:
             roots.append(llm.engine.scheduler.root)
-    assert len(set(roots)) == 2 and None not in roots
+    assert len(set(roots)) == 4 and None not in roots
 
 
 @pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
