@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
 from ..model.gpus import compiles_for_gpus
-from .quantised import SCALE, Pool, QuantisedPool
+from .quantised import SCALE, QuantisedPool
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -64,7 +64,7 @@ def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
 
 def attend_with(
     q: Float[Array, "B T N H"],
-    pools: tuple[Pool, Pool | None],
+    pools: tuple[GivenPool, GivenPool | None],
     reading: Reading,
     pages: Callable[[], Pages],
     reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],

@@ -40,7 +40,7 @@ class KVCache:
     """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
-    keys only.
+    keys only. Every array of a pool has K as its first axis and the pages as its second.
     """
 
     k: tuple[Any, ...]  # L of [K,P,W,H]

@@ -1,7 +1,7 @@
 """What a cache in eight bits costs: quality of the shipped demo model, error of attention, bytes, and the
 time of a step of decode on this machine.
 
-    python benchmarks/studies/kv_precision.py [--tokens 8192] [--prompts 64] [--rounds 15]
+    python benchmarks/studies/kv_precision.py [--tokens 16384] [--prompts 64] [--rounds 15]
 
 Prints markdown tables. The text is that of `quality.py`, which the demo model never saw; greedy answers are
 compared with those of the same engine and its usual cache. A text that is told twice shows what is still read
@@ -12,7 +12,6 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -177,7 +176,9 @@ def print_sizes(rounds: int, dtype: str) -> None:
         cells = [f"{smaller(size, name):.2f}" for size in (64, 128)]
         usual = name == "auto"
         cells += ["0" if usual else f"{attention_error(name, outlier):.4f}" for outlier in (1.0, OUTLIER)]
-        if rounds:
+        if not rounds:
+            cells += ["-", "-"]
+        else:
             ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["auto"], strict=True))
             cells += [f"{statistics.median(seconds[name]) * 1e3:.1f}", f"{ratio:.2f}"]
         print(f"| {name} | {' | '.join(cells)} |")
@@ -187,16 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=1 << 13, help="of held-out text; 0 leaves quality out")
+    parser.add_argument("--tokens", type=int, default=1 << 14, help="of held-out text; 0 leaves quality out")
     parser.add_argument("--prompts", type=int, default=64, help="that are answered greedily (default 64)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer (default 64)")
     parser.add_argument("--rounds", type=int, default=15, help="of timed steps; 0 times nothing (default 15)")
     parser.add_argument("--dtype", default="float32", help="of the timed model (default float32)")
     options = parser.parse_args(arguments)
     if options.tokens:
-        text = held_out(max(options.tokens, 256 * options.prompts))
-        few = partial(quality, prompts=options.prompts, tokens=options.answer)
-        print_quality(few(text), options.prompts, options.answer)
+        text = held_out(options.tokens)
+        found = quality(text, options.prompts, options.answer)
+        print_quality(found, min(options.prompts, len(text)), options.answer)
     print_sizes(options.rounds, options.dtype)
 
 
