@@ -205,7 +205,7 @@ def make_model(name: str) -> Model:
     return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 
 
-@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, *CACHES, "demo"])
+@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, "windows, int8 cache", "demo"])
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
-from conftest import CACHES, RANDOM, Model
+from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.weights.fixed import is_fixed
@@ -259,7 +259,10 @@ def guessing(serve, model):
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny", "windows", "latent", "bfloat16", *CACHES, "demo"], indirect=True, scope="session"
+    "model",
+    ["tiny", "windows", "latent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
+    indirect=True,
+    scope="session",
 )
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
 def test_guesses_change_no_bit(model, guessing, expected, drafter):

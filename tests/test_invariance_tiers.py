@@ -11,7 +11,10 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny", "windows", "latent", "bfloat16", "demo"], indirect=True, scope="session"
+    "model",
+    ["tiny", "windows, int8 cache", "latent, fp8_e5m2 cache", "bfloat16", "demo"],
+    indirect=True,
+    scope="session",
 )
 def test_pages_from_the_host_and_from_a_saved_cache_have_the_same_bits(model, serve, expected, tmp_path):
     """Preempted requests go on from swapped pages, and prompts find what the pool has lost; then all of it is

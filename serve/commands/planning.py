@@ -13,6 +13,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...checkpoints.huggingface import read_config
 from ...kvcache.pages import page_bytes
+from ...kvcache.quantised import kept_as
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes, fitted, shardings
@@ -240,7 +241,8 @@ class TierPlan:
 def planned_tiers(plan: EnginePlan, rows: list[Cost]) -> list[TierPlan]:
     """The tiers that the options ask for."""
     layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
-    size, peaks = sum(page_bytes(layers, W, plan.dtype)), plan.target.peaks
+    kept, peaks = kept_as(plan.sizes.kv_cache_dtype, jnp.dtype(plan.dtype)), plan.target.peaks
+    size = sum(page_bytes(layers, W, kept))
     floors = [row.floor / row.shape.area for row in rows if row.floor and row.shape.phase == "prefill"]
     compute = W * min(floors) if floors else None
     over = size / peaks.host if peaks and peaks.host else None

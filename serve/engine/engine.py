@@ -43,8 +43,7 @@ class Engine:
     One step is always in flight: the next is planned and dispatched before the tokens of the last are read,
     since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
     callers take turns. `limits` are such that one of the last `classes` holds every row of decode and
-    verification; prompts are cut to fit. With a `warmup` classes grow while it serves, and speculation begins
-    at its end.
+    verification; prompts are cut to fit. With a `warmup` classes grow, and speculation begins at its end.
     """
 
     def __init__(

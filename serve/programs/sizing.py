@@ -70,7 +70,8 @@ def cache_budget(config: PairConfig, options: EngineOptions, params: Params, mem
     slots, dtype = 2 * slot_bytes(config, options), target_of(params).embed.dtype  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params)
     if options.has_tiers:
-        moved = (OFFERED + STAGED) * sum(page_bytes(config.layers, options.page_size, dtype))
+        kept = kept_as(options.kv_cache_dtype, dtype)
+        moved = (OFFERED + STAGED) * sum(page_bytes(config.layers, options.page_size, kept))
         scratch += moved // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
