@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import Served, Setting
+from benchmarks.engines import OURS_NARROW, Served, Setting
 from benchmarks.harness import Bench, Row, own_workers, rows_of
 from benchmarks.parts.beside import spans
 from benchmarks.traces import BLOCK, Entry, conversations, read, with_prefixes
 
 DIVISOR = 8  # a block of the trace is then a page of 64 tokens
 LONGEST = 1024  # tokens of a prompt
-TIMES = 2  # as many requests as the prefix part takes
 SHARE = 10  # of the trace's pages, the pool holds one in so many
 LOAD = 0.8  # of the rate that an engine without tiers serves
 SPACE = 8  # GiB of a tier
@@ -21,11 +20,11 @@ OFF = "no tier"
 
 
 def tiers(bench: Bench) -> Iterator[Row]:
-    """The Mooncake trace's conversations, arriving at a rate that an engine without tiers bears: how much of
-    the prompts is found, how much computed, and what that does to latencies."""
+    """The Mooncake trace's conversations in bfloat16, arriving at a rate that an engine without tiers bears:
+    how much of the prompts is found, how much computed, and what that does to latencies."""
     found_in_trace = read(bench.mooncake)
     longest = min(LONGEST, bench.config["max_position_embeddings"] // 2)
-    entries = conversations(found_in_trace, TIMES * bench.amount.prefix_requests, longest * DIVISOR)
+    entries = conversations(found_in_trace, bench.amount.prefix_requests, longest * DIVISOR)
     requests = with_prefixes(entries, bench.vocabulary, DIVISOR)
     room = max(len(r.prompt) + r.output for r in requests)
     distinct = len({name for entry in entries for name in entry.blocks}) * BLOCK // DIVISOR
@@ -35,7 +34,8 @@ def tiers(bench: Bench) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         options = {name: memory | own for name, own in choices(Path(folder)).items()}
         seats = max(1, bench.seats // 4)
-        with own_workers(bench, {n: Setting(seats, room, o) for n, o in options.items()}) as workers:
+        settings = {name: Setting(seats, room, own) for name, own in options.items()}
+        with own_workers(bench, settings, OURS_NARROW) as workers:
             rate = LOAD * len(requests) / workers[OFF].serve(requests).seconds
             arriving = [
                 replace(r, arrival=at) for r, at in zip(requests, moments(entries, rate), strict=True)
