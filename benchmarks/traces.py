@@ -99,8 +99,9 @@ def from_first(entries: list[Entry]) -> list[Entry]:
     return [replace(e, arrival=e.arrival - entries[0].arrival) for e in entries]
 
 
-def conversations(entries: Sequence[Entry], count: int, longest: int) -> list[Entry]:
-    """Whole conversations in the order in which they begin until they make `count` requests, by arrival.
+def conversations(entries: Sequence[Entry], count: int, longest: int, turns: int = 1) -> list[Entry]:
+    """Whole conversations of at least `turns` requests, in the order in which they begin until they make
+    `count` requests, by arrival.
 
     Requests of more than `longest` prompt tokens are left out. A conversation shares its prompts' second
     block.
@@ -111,7 +112,7 @@ def conversations(entries: Sequence[Entry], count: int, longest: int) -> list[En
             found.setdefault(entry.blocks[1] if len(entry.blocks) > 1 else -i - 1, []).append(entry)
     chosen: list[Entry] = []
     for conversation in found.values():
-        if len(chosen) < count:
+        if len(chosen) < count and len(conversation) >= turns:
             chosen += conversation
     return sorted(chosen, key=lambda e: e.arrival)
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ..model.config import ModelConfig
-from ..model.sharding import fitted
+from ..model.sharding import fitted, place_at
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
 from ..model.weights.compress import compressed_at, form_spec, plan_for
@@ -37,7 +37,7 @@ def load(
     path: str | Path,
     dtype: Any = "auto",
     shardings: Any = None,
-    place: Callable[[np.ndarray, Any], Any] = jax.device_put,
+    place: Callable[[np.ndarray, Any], Any] = place_at,
     quantization: str | None = None,
     told: Callable[[list[Group]], Iterable[Group]] = iter,
 ) -> tuple[ModelConfig, Decoder]:

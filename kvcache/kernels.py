@@ -25,7 +25,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from ..model.attention import Reading
 from ..model.gpus import compiles_for_gpus
+from ..model.sharding import automatic_axes, axes_of, in_shards
 from .quantised import SCALE, QuantisedPool
+from .shards import head_axes
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -87,7 +89,8 @@ def attend_pages(
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
     plain = Reading(reading.scale, reading.window, reading.softcap, rank=reading.rank)
-    out = grouped_attention(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
+    attend = attention_of_shards if in_shards(q) else grouped_attention
+    out = attend(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
     return out.reshape(B, T, N, -1)
 
 
@@ -103,23 +106,50 @@ def partitioned_attention(
 
 
 def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
-    """Every device of a mesh reads the key heads whose pools it holds, or its query heads of latent rows,
-    which all hold."""
+    """Every device of a mesh reads the key heads whose pools it holds, for its own part of their query heads
+    where several devices hold them."""
     q, pages, sinks = shapes[:3]
-    axis, group = axis_of(jax.tree.leaves(pages.k)[0], 0), None if reading.rank is None else axis_of(q, 3)
-    specs = (axis,), (None, None, axis, group), (None, None, axis), ()
-    pool, queries, heads, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
-    keys, values = jax.tree.map(lambda _: pool, pages[:2])
-    own = None if pages.own is None else (heads, values and heads, whole)
-    places = queries, Pages(keys, values, whole, whole, whole, own), None if sinks is None else pool
+    axis = axes_of(jax.tree.leaves(pages.k)[0], 0)
+    group = tuple(name for name in axes_of(q, 3) if name not in axis)
+    specs = specs_of(pages, sinks, axis, group)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_partition)
     local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
-    return mesh, local, queries, places
+    return mesh, local, places[0], places
 
 
-def axis_of(x: Any, i: int) -> Any:
-    """The axis of a mesh over which axis i of an array is split."""
-    spec = x.sharding.spec
-    return spec[i] if len(spec) > i else None
+def is_partition(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def specs_of(pages: Pages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:
+    """How queries, pages and sinks are split: key heads over some axes of a mesh, their query heads over
+    others."""
+    own, each = axis or None, group or None
+    specs = (own,), (own, each), (None, None, own, each), (None, None, own), ()
+    pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
+    keys, values = jax.tree.map(lambda _: pool, pages[:2])
+    tree = None if pages.own is None else (heads, None if values is None else heads, whole)
+    return queries, Pages(keys, values, whole, whole, whole, tree), None if sinks is None else scores
+
+
+def shards_attention(
+    q: Float[Array, "B T K G H"],
+    pages: Pages,
+    sinks: Float[Array, "K G"] | None,
+    reading: Reading,
+    interpret: bool,
+) -> Float[Array, "B T K G U"]:
+    """The same of what a device, or a group of devices, has under `shard_map`."""
+    local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
+    mesh = jax.typeof(q).sharding.mesh
+    names = automatic_axes(mesh)
+    if not names:
+        return local(q, pages, sinks)
+    specs = specs_of(pages, sinks, *head_axes(mesh, pages.k.shape[0]))
+    each = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=set(names), check_vma=False
+    )
+    return each(q, pages, sinks)
 
 
 def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
@@ -134,7 +164,9 @@ def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any
 
 
 partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
-grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))  # layers share one trace
+# layers share one trace
+grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))
+attention_of_shards = jax.jit(shards_attention, static_argnums=(3, 4))
 
 
 def settings(q: Float[Array, "B T K G H"], rows: int, reading: Reading, interpret: bool) -> dict[str, Any]:

@@ -13,16 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from ..model.attention import UNSEEN, Attend, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.scatter import apart
+from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
 from .groups import by_length
 from .kernels import attend_with
 from .quantised import Kept, Pool, as_dtype, decoded, empty_pool, encoded, head_bytes
+from .shards import head_axes
 from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
@@ -112,6 +115,22 @@ def write(
 ) -> Pool:
     """Put new keys or values into a pool, each at a place of its own; a page number past the pool drops its
     token."""
+    mesh = jax.typeof(new).sharding.mesh
+    if not in_shards(new) or not (axes := head_axes(mesh, pool.shape[0])[0]):
+        return write_heads(pool, page, offset, new)
+    # XLA's partitioner would gather what is new before it writes it
+    heads, each, whole = PartitionSpec(axes), PartitionSpec(None, None, axes), PartitionSpec()
+    specs, names = (heads, whole, whole, each), set(automatic_axes(mesh))
+    put = jax.shard_map(
+        write_heads, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False
+    )
+    return put(pool, page, offset, new)
+
+
+def write_heads(
+    pool: Pool, page: Int[Array, "B T"], offset: Int[Array, "B T"], new: Float[Array, "B T K H"]
+) -> Pool:
+    """The same with all heads here."""
     # a slice here costs a TPU a copy of the pool
     head = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None]
 

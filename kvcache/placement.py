@@ -3,7 +3,7 @@ one case.
 
 Pools are split as the heads of their layer's keys are, so that every device keeps the keys that it makes;
 XLA's partitioner (GSPMD, Xu et al., arXiv 2105.04663) derives the rest from the parameters. Rows that all
-heads share are on every device.
+heads share are on every device. Of several shards of rows each has pages of its own.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..model.config import LayerKind
 from ..model.pair import Params, layers_of, target_of
+from ..model.sharding import DATA
 from .pages import KVCache
 
 
 def everywhere(params: Params) -> Sharding:
-    """The sharding of what is replicated on all of the parameters' devices."""
-    own = target_of(params).embed.sharding
+    """The sharding of what is replicated on all of the devices that sample tokens: those of the last norm,
+    which are all devices but for a pipeline's."""
+    return whole(target_of(params).norm.gain.sharding)
+
+
+def seats(params: Params, shards: int) -> Sharding:
+    """The sharding of what has a place for each request, its first axis: on all devices, or of several shards
+    each on its own."""
+    own = target_of(params).norm.gain.sharding
+    return split(own, PartitionSpec(DATA)) if isinstance(own, NamedSharding) and shards > 1 else whole(own)
+
+
+def whole(own: Sharding) -> Sharding:
+    """The sharding of what is replicated on all of a sharding's devices."""
     return split(own, PartitionSpec()) if isinstance(own, NamedSharding) else own
 
 
@@ -34,15 +47,16 @@ def split(own: NamedSharding, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec)
 
 
-def cache_shardings(layers: Sequence[LayerKind], params: Params) -> KVCache:
+def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1) -> KVCache:
     """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters, and for its scales
-    [K,P,W] if it has some."""
-    own = target_of(params).embed.sharding
+    [K,P,W] if it has some; P are the pages of all shards."""
 
     def pool(kind: LayerKind, layer: Any) -> Any:
-        weight = kind.mixer.cached_by
+        own, weight = layer.ffn_norm.gain.sharding, kind.mixer.cached_by
         axes = head_axes(getattr(layer.attention, weight)) if weight else None
-        return split(own, PartitionSpec(axes)) if axes else everywhere(params)
+        if shards > 1 and isinstance(own, NamedSharding):
+            return split(own, PartitionSpec(axes, DATA))
+        return split(own, PartitionSpec(axes)) if axes else whole(own)
 
     pools = tuple(map(pool, layers, layers_of(params)))
     values = (kind.mixer.cached[1] for kind in layers)

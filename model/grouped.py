@@ -40,11 +40,6 @@ def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
     )
 
 
-def on_one_device(tree: Any) -> bool:
-    """Whether no array of a tree is split over devices, or may be."""
-    return all(jax.typeof(x).sharding.mesh.size <= 1 for x in jax.tree.leaves(tree))  # 0 is no mesh
-
-
 def columns(F: int) -> int | None:
     """Columns of a block of a matrix with F of them, or None."""
     return next((n for n in COLUMNS if F % n == 0), None)

@@ -1,40 +1,156 @@
-"""Which axes of a model are split over which axis of a mesh: tensor parallelism as one table (Shoeybi et al.,
-Megatron-LM, arXiv 1909.08053). XLA's partitioner derives the collectives."""
+"""Which axes of a model are split over which axes of a mesh: tensor and expert parallelism as one table
+(Shoeybi et al., Megatron-LM, arXiv 1909.08053; Lepikhin et al., GShard, arXiv 2006.16668). XLA's partitioner
+derives the collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool
 
+from .config import Experts, GroupedQuery, LayerKind
 from .tree import Spec, is_spec
 
-RULES = {"heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "expert_ffn": "tensor", "vocab": "tensor"}
+Axes = str | tuple[str, ...]
+RULES: Mapping[str, Axes] = dict.fromkeys(("heads", "kv_heads", "ffn", "expert_ffn", "vocab"), "tensor")
+DATA = "data"  # of a mesh whose devices along it have rows of their own, and all weights but whole experts
+KV, GROUP = "kv", "group"  # of a mesh with fewer key heads than devices: devices of a group share one
+# Mesh axes that must divide an axis at least, the first so many of its rule; of all others all must. Keys of
+# one head may lie on several devices, a vocabulary whole on each.
+LEAST = {"kv_heads": 1, "vocab": 0}
+MOST = 256  # devices that are tried for an error's text
 
 
-def shardings(specs: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, str] = RULES) -> Any:
-    """A sharding for each parameter of a tree of specs.
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread: every layer over `tensor` devices, with whole experts on each (`experts`) or a
+    part of every expert; the layers over so many `stages` of such devices; and rows over `data` groups of
+    them, over which whole experts are split too."""
+
+    tensor: int = 1
+    experts: bool = False
+    stages: int = 1
+    data: int = 1
+
+    @property
+    def size(self) -> int:
+        """All devices."""
+        return self.tensor * self.stages * self.data
+
+    def axes(self, layers: Sequence[LayerKind]) -> dict[str, int]:
+        """The mesh's axes with their sizes. Where key heads are fewer than devices there are two: devices
+        with the same number on the first keep the same key heads."""
+        few = [K for K in key_heads(layers) if K % self.tensor]
+        each = {KV: min(few), GROUP: self.tensor // min(few)} if few else {"tensor": self.tensor}
+        if self.data == 1:
+            return each
+        return {DATA: self.data} | (each if self.tensor > 1 else {})
+
+    def lacks(self, layers: Sequence[LayerKind]) -> str | None:
+        """What cannot be split so, or None."""
+        n, few = self.tensor, {K for K in key_heads(layers) if K % self.tensor}
+        if few and (len(few) > 1 or n % min(few)):
+            return " and ".join(map(str, sorted(few))) + " key heads"
+        parts = (part for kind in layers for part in split_sizes(kind, self.experts))
+        over = {"experts": n * self.data}
+        return next((f"{size} {name}" for name, size in parts if size % over.get(name, n)), None)
+
+    def check(self, layers: Sequence[LayerKind]) -> None:
+        """Raise ValueError, with the numbers that would do, where the layers cannot be split so."""
+        if what := self.lacks(layers):
+            name = "tensor" if replace(self, data=1).lacks(layers) else "data"
+            tried = (n for n in range(1, MOST + 1) if not replace(self, **{name: n}).lacks(layers))
+            can = list(tried) or [n for n in range(1, MOST + 1) if not Layout(n, self.experts).lacks(layers)]
+            raise ValueError(
+                f"{name}_parallel_size {getattr(self, name)} is not allowed: {what} cannot be split so; "
+                f"{', '.join(map(str, can))} can"
+            )
+
+    def mesh(self, layers: Sequence[LayerKind], devices: Sequence[Any]) -> Mesh:
+        """The first devices as a mesh. Raises ValueError for what cannot be split so, and for too few
+        devices."""
+        self.check(layers)
+        n = self.tensor * self.data
+        if len(devices) < n:
+            hint = " (XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of a CPU)"
+            times = f" times data_parallel_size {self.data}" if self.data > 1 else ""
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor}{times} is not allowed: devices here are {len(devices)}"
+                + (hint if devices[0].platform == "cpu" else "")
+            )
+        axes = self.axes(layers)
+        return Mesh(np.array(devices[:n]).reshape(*axes.values()), tuple(axes))
+
+
+def key_heads(layers: Iterable[LayerKind]) -> set[int]:
+    """Numbers of heads that the layers keep keys of; a latent layer's row is no head."""
+    return {kind.mixer.num_kv_heads for kind in layers if isinstance(kind.mixer, GroupedQuery)}
+
+
+def split_sizes(kind: LayerKind, experts: bool) -> Iterable[tuple[str, int]]:
+    """The sizes of a layer that are split, by what they are."""
+    yield "heads", kind.mixer.num_heads
+    if not isinstance(kind.ffn, Experts):
+        yield "ffn_size", kind.ffn.size
+        return
+    yield ("experts", kind.ffn.count) if experts else ("expert_ffn_size", kind.ffn.size)
+    yield "shared_ffn_size", kind.ffn.shared
+
+
+def rules_for(mesh: Mesh | AbstractMesh, experts: bool = False, data: bool = False) -> Mapping[str, Axes]:
+    """The table for a mesh with the axis "tensor", or with "kv" and "group"; `experts` lie whole on one
+    device each. With `data` it has that axis too, or no other: all else is whole along it."""
+    rules: dict[str, Axes] = dict(RULES)
+    if {KV, GROUP} <= {*mesh.axis_names}:
+        rules = dict.fromkeys(rules, (KV, GROUP))
+    elif data and mesh.axis_names == (DATA,):
+        rules = dict.fromkeys(rules, ())
+    if experts:
+        rules["experts"] = rules.pop("expert_ffn")
+    if data:
+        rules["experts"] = (DATA, *listed(rules["experts"])) if experts else ()
+    return rules
+
+
+def shardings(specs: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, Axes] | None = None) -> Any:
+    """A sharding for each parameter of a tree of specs, by default by the rules for the mesh's axes.
 
     Raises ValueError where a size is no multiple of the devices, and for a mesh that lacks an axis of the
     rules.
     """
-    if missing := set(rules.values()) - set(mesh.axis_names):
+    rules = rules_for(mesh) if rules is None else rules
+    if missing := {name for axes in rules.values() for name in listed(axes)} - set(mesh.axis_names):
         raise ValueError(
             f"mesh has axes {', '.join(mesh.axis_names)}, expected {', '.join(sorted(missing))} among them"
         )
     return jax.tree.map(lambda spec: sharding(spec, mesh, rules), specs, is_leaf=is_spec)
 
 
-def sharding(spec: Spec, mesh: Mesh | AbstractMesh, rules: Mapping[str, str] = RULES) -> NamedSharding:
+def sharding(spec: Spec, mesh: Mesh | AbstractMesh, rules: Mapping[str, Axes] = RULES) -> NamedSharding:
     """How one array is split."""
-    axes = [rules.get(name) for name in spec.axes]
-    for name, size, axis in zip(spec.axes, spec.shape, axes, strict=True):
-        if axis is not None and size % mesh.shape[axis]:
-            raise ValueError(
-                f"{size} {name} cannot be split over {mesh.shape[axis]} devices: choose a divisor of {size}"
-            )
+    named = zip(spec.axes, spec.shape, strict=True)
+    axes = [dividing(name, size, listed(rules.get(name)), mesh) for name, size in named]
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def dividing(name: str, size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Axes | None:
+    """The first of a rule's axes that divide a size, as many as do."""
+    for n in range(len(axes), min(LEAST.get(name, len(axes)), len(axes)) - 1, -1):
+        if size % ways(mesh, axes[:n]) == 0:
+            return axes[:n] if n > 1 else axes[0] if n else None
+    raise ValueError(
+        f"{size} {name} cannot be split over {ways(mesh, axes)} devices: choose a divisor of {size}"
+    )
+
+
+def listed(axes: Axes | None) -> tuple[str, ...]:
+    """Axes of a rule or of an entry of a PartitionSpec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def fitted(own: Sharding | None, shape: Sequence[int]) -> Sharding | None:
@@ -48,10 +164,52 @@ def fitted(own: Sharding | None, shape: Sequence[int]) -> Sharding | None:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
-def ways(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
+def place_at(x: Any, where: Sharding | None) -> Any:
+    """A host's array, or one on a device, where a sharding says; of one over several processes, each of which
+    has the whole, every process places what its devices hold."""
+    if where is None or where.is_fully_addressable:
+        return jax.device_put(x, where)
+    whole = np.asarray(x)
+    # copied, since on a CPU a view becomes the array, and would keep the whole
+    return jax.make_array_from_callback(whole.shape, where, lambda part: whole[part].copy())
+
+
+def ways(mesh: Mesh | AbstractMesh, axes: Axes | None) -> int:
     """Into how many parts the devices along some axes of a mesh cut an array."""
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return prod(mesh.shape[name] for name in names)
+    return prod(mesh.shape[name] for name in listed(axes))
+
+
+def axes_of(x: Any, i: int) -> tuple[str, ...]:
+    """The axes of a mesh over which axis i of an array, or of a shape with a NamedSharding, is split."""
+    spec = x.sharding.spec
+    return listed(spec[i]) if len(spec) > i else ()
+
+
+def automatic_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of a mesh that XLA's partitioner splits: what a device does by itself under `shard_map` has
+    none."""
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
+def in_shards(x: Any) -> bool:
+    """Whether an array of a program that is traced is what devices have under `shard_map`: there jax calls no
+    partitioner back."""
+    return bool(jax.typeof(x).sharding.mesh.manual_axes)
+
+
+def on_several_devices(tree: Any) -> bool:
+    """Whether arrays of a tree, which may be those of a program that is traced, lie on a mesh; what a device
+    does by itself under `shard_map` does not."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return any(ways(mesh, automatic_axes(mesh)) > 1 for mesh in meshes)
+
+
+def in_any_shard(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Whether it holds for the rows of any shard of a step: what shards do in turn, and exchange, they do as
+    often as each other."""
+    if DATA not in jax.typeof(flag).sharding.mesh.manual_axes:
+        return flag
+    return jax.lax.pmax(flag.astype(jnp.int32), DATA) > 0
 
 
 def device_bytes(tree: Any) -> int:

@@ -1,6 +1,6 @@
 """The decoder: a tree of parameters and its forward pass. It knows no caches, batches or meshes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Decoder:
 
     embed: Any  # [V,D]
     layers: tuple[Layer, ...]
-    norm: Norm
+    norm: Any  # Norm; what a stage of a pipeline does not have is None
     head: Any = None  # [V,D]
     positions: Any = None  # [max_position,D], where they are learned
 
@@ -127,9 +127,23 @@ def forward(
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
     x = embed(params, config, tokens, positions)
-    for i, turn in enumerate(turns(config, positions, lengths)):
-        x, state = layer(params.layers[i], config.layers[i], config, x, turn, attend, state, i)
+    x, state = through(params.layers, config, x, positions, lengths, attend, state)
     return normalise(x, params.norm, config.norm), state
+
+
+def through(
+    layers: Sequence[Layer],
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    attend: Attend,
+    state: Any,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """x and attend's state after consecutive layers, which are all that `config` has."""
+    for i, turn in enumerate(turns(config, positions, lengths)):
+        x, state = layer(layers[i], config.layers[i], config, x, turn, attend, state, i)
+    return x, state
 
 
 def unembed(params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

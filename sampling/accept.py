@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from ..model.tree import pytree
 from .params import NO_LOGPROBS
 from .sample import EDITS, Rows, Sampled, changed, is_drawn, narrowed, sample, scored
-from .search import argmax, pairwise_sum
+from .search import argmax_here, pairwise_sum, whole
 from .state import MASKED, SamplingState
 
 # Independent random numbers of one position; `sample` draws from the position's own key.
@@ -102,10 +102,10 @@ def target_probs(
     state: SamplingState,
 ) -> Float[Array, "B V"]:
     """The distribution of the token that `sample` draws from; its bits do not depend on B."""
-    logits = logits.astype(jnp.float32)
+    logits = whole(logits.astype(jnp.float32))
     rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     edited = changed(logits, rows, EDITS)
-    likeliest = jax.nn.one_hot(argmax(edited), logits.shape[1], dtype=jnp.float32)
+    likeliest = jax.nn.one_hot(argmax_here(edited), logits.shape[1], dtype=jnp.float32)
     drawn = is_drawn(rows)
     return jax.lax.cond(
         jnp.any(drawn),
@@ -193,7 +193,7 @@ def draw_probs(
         return jax.random.gumbel(noise_key(seed, position, purpose), p.shape[1:], jnp.float32)
 
     score = jnp.where(p > 0, jnp.log(p) + jax.vmap(noise)(seed, position), MASKED)
-    return argmax(score)
+    return argmax_here(score)
 
 
 def draw_guess(

@@ -18,7 +18,7 @@ from ..model.scatter import apart, first_of_each
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
 from .params import NO_LOGPROBS, NO_TOKEN, Knobs
-from .search import argmax, by_digits, by_halves, fixed_point, largest, pairwise_sum
+from .search import argmax, argmax_here, by_digits, by_halves, fixed_point, largest, pairwise_sum, whole
 from .state import BANNED, EARLY, MASKED, SamplingState
 
 LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
@@ -92,7 +92,7 @@ def scored(
 
 def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
     """Scores of the given tokens, and the `n_top` likeliest beside them."""
-    logits = logits.astype(jnp.float32)
+    logits = whole(logits.astype(jnp.float32))
     top = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(pairwise_sum(jnp.exp(logits - top)))
     own = jnp.take_along_axis(logits, targets[:, None], axis=1)
@@ -149,8 +149,8 @@ def wants_choice(rows: Rows) -> Bool[Array, " B"]:
 
 def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
     """Argmax of the edited logits, or a draw where the temperature is not 0."""
-    x = changed(logits, rows, EDITS)
-    drawn, greedy = is_drawn(rows), argmax(x)
+    x = changed(whole(logits), rows, EDITS)
+    drawn, greedy = is_drawn(rows), argmax_here(x)
     return jax.lax.cond(
         jnp.any(drawn),
         lambda x, r: jnp.where(drawn, draw(narrowed(x, r), r), greedy),
@@ -172,7 +172,7 @@ def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, x.shape[1:], jnp.float32)
 
-    return argmax(x + jax.vmap(noise)(rows.knobs.seed, rows.position))
+    return argmax_here(x + jax.vmap(noise)(rows.knobs.seed, rows.position))
 
 
 # ---------------------------------------------------------------- edits: they hold for greedy rows too

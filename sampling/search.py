@@ -1,20 +1,31 @@
 """Searches and sums of a whole vocabulary that no batch's shape changes: by chunks, in a fixed order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
+
+from ..model.sharding import automatic_axes, on_several_devices, ways
 
 INFINITY = 0x7F800000  # the bits of float32's infinity
 BITS, DIGIT = 31, 4  # of a non-negative float32, and of one pass over a vocabulary on a GPU
+T = TypeVar("T")
 Ends = tuple[Int[Array, " B"], Int[Array, " B"]]  # of what each row's search has left
 
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The first of the largest: the first chunk that holds it, then its place there. Plain reductions without
-    temporaries of x's size; XLA's own reduction of (value, index) pairs is several times slower on a CPU."""
+    """The first of the largest; on several devices each looks through the part that it holds."""
+    return by_parts(argmax_of_parts, x) if can_part(x) else argmax_here(x)
+
+
+def argmax_here(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The same of what is whole on each device: first the chunk that holds the largest, then its place there.
+    Plain reductions without temporaries of x's size; XLA's own reduction of (value, index) pairs is several
+    times slower on a CPU."""
     B, V = x.shape
     width = chunk_width(V)
     chunks = x.reshape(B, V // width, width)
@@ -45,6 +56,51 @@ def first_largest(x: Float[Array, "B chunk"]) -> Int[Array, " B"]:
 def chunk_width(V: int) -> int:
     """The divisor of V that splits it most evenly; 1 for a prime."""
     return max(width for width in range(1, math.isqrt(V) + 1) if V % width == 0)
+
+
+# ---------------------------------------------------------------- on several devices
+
+
+def whole(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """x with all of V on each device, before what would exchange it again and again. A constraint on its
+    sharding would reach back to the product that x is, and gather the weight."""
+
+    def gathered(x: Float[Array, "B part"], axes: tuple[str, ...]) -> Float[Array, "B V"]:
+        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+
+    return by_parts(gathered, x) if can_part(x) else x
+
+
+def argmax_of_parts(x: Float[Array, "B part"], axes: tuple[str, ...]) -> Int[Array, " B"]:
+    """Of each device's first largest the first that is the largest."""
+    own = argmax_here(x)
+    value = jnp.take_along_axis(x, own[:, None], axis=1)[:, 0]
+    ids = own + jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[1]
+    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+    found = jax.lax.all_gather(jnp.stack([bits, ids]), axes)  # [devices,2,B]
+    values = jax.lax.bitcast_convert_type(found[:, 0], jnp.float32)
+    return jnp.take_along_axis(found[:, 1], first_largest(values.T)[None], axis=0)[0]
+
+
+def can_part(x: Float[Array, "B V"]) -> bool:
+    """Whether x lies on several devices that can share V."""
+    mesh = jax.typeof(x).sharding.mesh
+    return on_several_devices(x) and x.shape[1] % ways(mesh, automatic_axes(mesh)) == 0
+
+
+def by_parts(work: Callable[[Float[Array, "B part"], tuple[str, ...]], T], x: Float[Array, "B V"]) -> T:
+    """What every device makes of its part of V, and of what others made."""
+    mesh = jax.typeof(x).sharding.mesh
+    axes, everywhere = automatic_axes(mesh), PartitionSpec()
+    split = PartitionSpec(None, axes)
+
+    def local(x: Float[Array, "B part"]) -> T:
+        return work(x, axes)
+
+    apart = jax.shard_map(
+        local, mesh=mesh, in_specs=split, out_specs=everywhere, axis_names=set(axes), check_vma=False
+    )
+    return apart(x)
 
 
 # ---------------------------------------------------------------- the nearest ids that weigh enough

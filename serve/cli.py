@@ -10,14 +10,15 @@ from importlib import import_module
 from importlib.metadata import version
 
 from .host.streams import tell
+from .processes.supervisor import is_supervised, supervise
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)` and
-    `run(args)`."""
+    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)`, `run(args)`,
+    and where a lost run may begin again `progress_of(args)`, whose result counts what is kept of it."""
 
     arguments: str
     help: str
@@ -34,11 +35,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 130
-    (Ctrl-C), or 141 (whoever read standard output has left)."""
+    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 75
+    (a process of a group was lost), 130 (Ctrl-C), 141 (whoever read standard output has left), or 143
+    (SIGTERM, where a command heeds it)."""
     try:
         args = parse(sys.argv[1:] if argv is None else list(argv))
-        code = args.run(args)
+        code = run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -52,6 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is jax's: no such device, no memory
         tell(f"duetto: {sentence(error)}")
         return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a command here, or in processes of its own where it is to be served by several."""
+    if getattr(args, "nnodes", 1) == 1 or is_supervised():
+        return args.run(args)
+    from .commands.command import engine_options
+
+    engine_options(args)  # what is wrong is said once
+    rank = getattr(args, "node_rank", None)
+    return supervise(args.argv, args.nnodes, rank, args.progress_of(args))
 
 
 def sentence(error: Exception) -> str:
@@ -78,7 +91,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         if name == called:
             module = import_module(f"{__package__}.commands.{name}")
-            sub.set_defaults(run=module.run, usage_error=sub.error)
+            progress_of = getattr(module, "progress_of", lambda args: None)
+            sub.set_defaults(run=module.run, usage_error=sub.error, argv=argv, progress_of=progress_of)
             module.add_flags(sub)
     return parser.parse_args(argv)
 

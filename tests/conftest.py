@@ -108,6 +108,14 @@ RANDOM = {
 }  # fmt: skip
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take minutes run where `-m` asks for them."""
+    if "minutes" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("minutes")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def processes() -> None:
     """Those that tests start compile quickly too; this one has read its flags by now."""
@@ -186,6 +194,10 @@ OTHERWISE = {  # parameters of the model "tiny", kept in another way
     "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
     "int8": lambda params: quantize_params(params, "int8"),
 }
+RARELY = {  # in tests that ask for them by name
+    "int4": lambda params: quantize_params(params, "int4"),
+    "fp8": lambda params: quantize_params(params, "fp8"),
+}
 CACHES = {  # others with caches in eight bits
     "windows, int8 cache": "int8",
     "latent, fp8_e5m2 cache": "fp8_e5m2",
@@ -198,9 +210,9 @@ def make_model(name: str) -> Model:
         return replace(make_model(name.partition(",")[0]), name=name, kv_cache_dtype=CACHES[name])
     if name in RANDOM:
         return random_model(name)
-    if name in OTHERWISE:
-        whole = random_model("tiny")
-        return Model(name, whole.config, jax.jit(OTHERWISE[name])(whole.params))
+    if name in OTHERWISE | RARELY:
+        whole, kept = random_model("tiny"), (OTHERWISE | RARELY)[name]
+        return Model(name, whole.config, jax.jit(kept)(whole.params))
     assert name == "demo"
     return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
 

@@ -6,7 +6,10 @@ families with what Transformers computed of them.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +34,8 @@ from duetto.serve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.extras
 
-DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
 TINY, STORIES, GPT2 = DATA / "tiny", DATA / "stories260K", DATA / "tokenizers" / "gpt2"
 LENGTH = 80  # all prompts and their continuations fit: one compilation a model
 NAMES = [
@@ -39,6 +43,15 @@ NAMES = [
     "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2",
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
+TWO = "--xla_force_host_platform_device_count=2"
+ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
+LAYOUTS = {
+    "parts": {"tensor_parallel_size": 2},
+    "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "stages": {"pipeline_parallel_size": 2},
+}
+MIXTURES = ["qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss"]
+SERVED = {"parts": ALL, "experts": MIXTURES, "stages": ALL}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)
 
 
@@ -122,12 +135,38 @@ def test_a_trained_model_tells_the_same_story(i):
     assert_greedy(logits, case, 24)
 
 
+@pytest.mark.skipif(ON_TWO, reason="this process is for layouts of two devices")
 @pytest.mark.parametrize("name", ALL)
 def test_engine_equals_transformers(name):
+    assert_served(name)
+
+
+@pytest.mark.skipif(not ON_TWO, reason="the test of layouts has processes with two devices")
+@pytest.mark.parametrize(
+    "layout, name", [(layout, name) for layout, names in SERVED.items() for name in names]
+)
+def test_two_devices_equal_transformers(layout, name):
+    assert_served(name, reproducible=False, **LAYOUTS[layout])
+
+
+@pytest.mark.skipif(ON_TWO, reason="is in one of its processes")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_two_devices(layout):
+    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TWO}", "JAX_PLATFORMS": "cpu"}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"two_devices_equal and {layout}-"]
+    command = [sys.executable, "-m", "pytest", *options, __file__]
+    done = subprocess.run(
+        command, env=os.environ | flags, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = done.stdout + done.stderr
+    assert done.returncode == 0 and f"{len(SERVED[layout])} passed" in done.stdout, found
+
+
+def assert_served(name, **layout):
     """Pages of 16 tokens, so that a window of 16 leaves pages behind, and a prompt of 50 in two chunks."""
     golden = cases(TINY / name)
     options = {"max_num_seqs": 4, "max_prefill_tokens": 40, "page_size": 16, "compilation_cache": None}
-    with LLM(TINY / name, dtype="float32", max_model_len=80, **options) as llm:
+    with LLM(TINY / name, dtype="float32", max_model_len=80, **options | layout) as llm:
         outputs = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
         again = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
         assert llm.engine.tables.occupancy == 0

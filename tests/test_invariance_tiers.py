@@ -1,13 +1,30 @@
 """Rows of the invariance suite for pages from the host's memory, from files, and from a saved cache."""
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
 import pytest
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
+from conftest import LATENT, TINY, Model
 from fakes.tiers import always_fetching
+
+from duetto import LLM
+from duetto.model.config import Dense, GroupedQuery, LayerKind
+from duetto.model.heads import head_spec
+from duetto.model.pair import Pair
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import init
+from duetto.serve.loading import start
+from duetto.serve.speculation.beside import Beside
 
 SMALL = {
     "max_model_len": 230, "max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 4,
     "max_prefill_tokens": 64, "decode_steps": 1,
 }  # fmt: skip
+
+SMALLER = SMALL | {"max_model_len": 112, "max_batched_token_mem": 112}
 
 
 @pytest.mark.parametrize(
@@ -65,3 +82,85 @@ def test_guesses_on_pages_from_the_host_change_no_bit(model, serve, expected):
             assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
         report = llm.report()
         assert report["tiers"]["fetched"] > 0 and report["speculation"]["drafted"] > 0
+
+
+def draft(mixer: Any) -> Beside:
+    """A model of one layer, which is seldom right."""
+    config = replace(TINY, layers=(LayerKind(mixer, Dense(96)),))
+    return Beside(init(jax.random.key(5), decoder_spec(config)), config)
+
+
+def head(model: Model) -> Beside:
+    return Beside(init(jax.random.key(5), head_spec(model.config.hidden_size, 32)))
+
+
+ITSELF = "a model that drafts for itself"
+GUESSERS = {
+    ITSELF: ("draft_model", 3, lambda model: Beside(model.params, model.config)),
+    "a draft model with a window": ("draft_model", 3, lambda _: draft(GroupedQuery(6, 2, 8, window=20))),
+    "a tree of a latent draft model": ("tree", 7, lambda _: draft(LATENT)),
+    "heads": ("heads", 3, head),
+    "a tree of heads": ("tree", 7, head),
+}
+
+
+@pytest.fixture
+def guessing(serve, model, monkeypatch):
+    """Starts engines beside which one of GUESSERS guesses at every step."""
+
+    def begin(guesser: str, **options: Any) -> LLM:
+        method, k, beside = GUESSERS[guesser]
+        monkeypatch.setattr(start, "read_beside", lambda *_: beside(model))
+        config = {"method": method, "model": "beside", "num_speculative_tokens": k, "adaptive": False}
+        return serve(speculative_config=config, **options)
+
+    return begin
+
+
+@pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
+@pytest.mark.parametrize("guesser", GUESSERS)
+def test_guesses_of_the_device_on_fetched_pages_change_no_token(model, guessing, oracle, tmp_path, guesser):
+    """A draft model's keys come back with the target's: one that drafts for itself stays always right."""
+    report = assert_tokens_on_fetched_pages(model, partial(guessing, guesser), oracle, tmp_path)
+    found = report["speculation"]
+    assert found["drafted"] > 0 and (guesser != ITSELF or found["accepted"] == found["drafted"])
+
+
+@pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
+def test_a_cache_that_was_saved_beside_another_draft_model_is_refused(model, guessing, tmp_path):
+    with guessing(ITSELF, **SMALLER) as llm:
+        llm.save_cache(tmp_path)
+        llm.load_cache(tmp_path)
+        beside = jax.tree.map(lambda x: -x, model.params)
+        llm.engine._state = replace(llm.engine._state, params=Pair(model.params, beside))
+        with pytest.raises(ValueError, match="of another model, other weights"):
+            llm.load_cache(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model", ["int8", "int4", "fp8", "windows", "latent"], indirect=True, scope="session"
+)
+def test_pages_of_other_weights_and_layers_have_the_oracles_tokens(model, serve, oracle, tmp_path):
+    assert_tokens_on_fetched_pages(model, serve, oracle, tmp_path)
+
+
+def assert_tokens_on_fetched_pages(model: Model, serve, oracle, folder) -> dict[str, Any]:
+    """One engine, whose pages come back from the host's memory, and then from a folder; its report."""
+    texts, params, plain = prompts(model.config.vocab_size)[1:5], PARAMS[1:5], oracle(model)
+    wanted = [plain(text, one) for text, one in zip(texts, params, strict=True)]
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(texts, params, use_tqdm=False)]
+
+    with always_fetching(serve(**SMALLER, swap_space=1)) as llm:
+        for _ in range(2):
+            assert tokens(llm) == wanted
+        report = llm.report()
+        assert report["tiers"]["fetched"] > 0 and report["compilations"] == 0
+        llm.save_cache(folder)
+        llm.reset_prefix_cache(reset_connector=True)
+        llm.load_cache(folder)
+        assert tokens(llm) == wanted
+        report = llm.report()
+        assert report["tiers"]["snapshot"]["hits"] > 0
+        return report

@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.engines import OURS_NARROW, Served, Setting
 from benchmarks.harness import Bench, Row, own_workers, rows_of
 from benchmarks.parts.beside import spans
-from benchmarks.traces import BLOCK, Entry, conversations, read, with_prefixes
+from benchmarks.traces import BLOCK, conversations, read, with_prefixes
 
-DIVISOR = 8  # a block of the trace is then a page of 64 tokens
-LONGEST = 1024  # tokens of a prompt
+DIVISOR = 32
+PAGE = BLOCK // DIVISOR  # a block of the trace is a page
+LONGEST = 2048  # tokens of a prompt
+TURNS = 2  # requests of a conversation at least: what is said once is found nowhere
 SHARE = 10  # of the trace's pages, the pool holds one in so many
 LOAD = 0.8  # of the rate that an engine without tiers serves
 SPACE = 8  # GiB of a tier
@@ -24,11 +28,11 @@ def tiers(bench: Bench) -> Iterator[Row]:
     how much of the prompts is found, how much computed, and what that does to latencies."""
     found_in_trace = read(bench.mooncake)
     longest = min(LONGEST, bench.config["max_position_embeddings"] // 2)
-    entries = conversations(found_in_trace, bench.amount.prefix_requests, longest * DIVISOR)
+    entries = conversations(found_in_trace, 2 * bench.amount.prefix_requests, longest * DIVISOR, TURNS)
     requests = with_prefixes(entries, bench.vocabulary, DIVISOR)
     room = max(len(r.prompt) + r.output for r in requests)
-    distinct = len({name for entry in entries for name in entry.blocks}) * BLOCK // DIVISOR
-    memory = {"max_batched_token_mem": max(distinct // SHARE, room)}
+    distinct = len({name for entry in entries for name in entry.blocks}) * PAGE
+    memory = {"max_batched_token_mem": max(distinct // SHARE, room), "page_size": PAGE}
     prompts = sum(len(r.prompt) for r in requests)
     bench.note(f"{len(requests)} requests, {prompts} prompt tokens, {distinct} of them distinct, {memory}")
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +42,7 @@ def tiers(bench: Bench) -> Iterator[Row]:
         with own_workers(bench, settings, OURS_NARROW) as workers:
             rate = LOAD * len(requests) / workers[OFF].serve(requests).seconds
             arriving = [
-                replace(r, arrival=at) for r, at in zip(requests, moments(entries, rate), strict=True)
+                replace(r, arrival=at) for r, at in zip(requests, moments(len(requests), rate), strict=True)
             ]
             bench.note(f"arriving at {rate:.2f} requests/s")
             runs = {name: worker.serve(arriving) for name, worker in workers.items()}
@@ -55,10 +59,10 @@ def choices(folder: Path) -> dict[str, dict[str, Any]]:
     return {OFF: {}, "host": host, "disk": disk("alone"), "host and disk": host | disk("both")}
 
 
-def moments(entries: list[Entry], rate: float) -> list[float]:
-    """The trace's arrivals, stretched to so many requests a second on average."""
-    stretch = len(entries) / rate / max(entries[-1].arrival, 1e-9)
-    return [entry.arrival * stretch for entry in entries]
+def moments(count: int, rate: float) -> list[float]:
+    """Arrivals in the trace's order, so many a second on average and independent of one another: in its own
+    moments whole conversations, taken in the order in which they begin, would all begin at once."""
+    return np.cumsum(np.random.default_rng(0).exponential(1 / rate, count)).tolist()
 
 
 def figures(runs: dict[str, Served], prompts: int) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from ..sharding import ways
+from ..sharding import in_shards, ways
 
 ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
 COLUMNS = (128, 64)  # the most that divide
@@ -72,7 +72,8 @@ def multiply(
 ) -> Float[Array, "rows F"]:
     """The product with a matrix of codes that has a cut."""
     padded = jnp.pad(rows, ((0, -len(rows) % ROWS), (0, 0)))
-    return partitioned(padded, codes, dtype, interpret)[: len(rows)]
+    product = partitioned.fun if in_shards(padded) else partitioned
+    return product(padded, codes, dtype, interpret)[: len(rows)]
 
 
 @partial(custom_partitioning, static_argnums=(2, 3))
@@ -146,7 +147,7 @@ def on_each_device(dtype: Any, interpret: bool, mesh: Any, shapes: Any, result: 
     def local(rows: Float[Array, "rows D"], codes: Codes) -> Float[Array, "rows F"]:
         if inner is None:
             return partitioned.fun(rows, codes, dtype, interpret)
-        return jax.lax.psum(partitioned.fun(rows, codes, jnp.float32, interpret), inner).astype(dtype)
+        return jax.lax.psum(partitioned.fun(rows, codes, dtype, interpret), inner)
 
     return mesh, local, out, (whole, Codes(own, each, None if shapes[1].zeros is None else each))
 

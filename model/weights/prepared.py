@@ -2,6 +2,7 @@
 
 from typing import Any, TypeVar
 
+from ..experts import parted, unparted
 from .fixed import fixed, is_fixed, unfixed
 from .transposed import is_transposed, transposed, untransposed
 
@@ -10,16 +11,16 @@ T = TypeVar("T")
 
 def prepared(params: T, fixed_products: bool) -> T:
     """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
-    params = transposed(params)
+    params = parted(transposed(params))
     return fixed(params) if fixed_products else params
 
 
 def prepared_as(served: Any, params: T) -> T:
     """Parameters in the forms that those of a running engine have."""
-    params = transposed(params) if is_transposed(served) else params
+    params = parted(transposed(params) if is_transposed(served) else params)
     return fixed(params) if is_fixed(served) else params
 
 
 def unprepared(params: T) -> T:
     """An engine's parameters as arrays in the forms that they came in."""
-    return untransposed(unfixed(params))
+    return unparted(untransposed(unfixed(params)))

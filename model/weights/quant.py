@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, UInt8
 
 from ..gpus import gpu_name
 from ..layers import einsum, ragged_product
+from ..sharding import axes_of, in_shards, on_several_devices
 from . import nibbles
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
@@ -78,15 +81,31 @@ class Quantised:
             and self.scales.dtype.name in nibbles.SCALES
             and nibbles.grouped(shape, scales, inputs)
             and nibbles.cut_of(prod(shape[:inputs]), prod(shape[inputs:]), prod(scales[:inputs])) is not None
+            and not (in_shards(self.values) and on_several_devices(self.values))
         )
+
+    @property
+    def has_scales_of_outputs(self) -> bool:
+        """Whether codes of 8 bits have a scale for each number of an axis, or one for all."""
+        sizes = zip(self.scales.shape, self.values.shape, strict=True)
+        return self.scheme in ("int8", "fp8") and all(n in (1, size) for n, size in sizes)
 
     def by_widening(self, equation: str, x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
         """The product with an array, that of the codes where scales can multiply it or x instead."""
         left, letters, out = terms(equation)
         scaled = {letter for letter, size in zip(letters, self.scales.shape, strict=True) if size > 1}
         if scaled <= set(out):
-            product = einsum(equation, x, self.codes().astype(x.dtype), jnp.float32)
-            return (product * against(self.scales, letters, out, product.shape)).astype(dtype)
+            is_split = on_several_devices(self.values) and self.has_scales_of_outputs
+            is_split = is_split and not in_shards(self.values)
+            here = partial(scaled_product, equation=equation, dtype=dtype)
+            if not is_split:
+                return here(x, self.codes(), self.scales)
+
+            def together(x: Any, codes: Any, scales: Any) -> Float[Array, "..."]:
+                return partitioned(x, codes, scales, equation, dtype)
+
+            # jax cannot call a TPU's partitioner back
+            return jax.lax.platform_dependent(x, self.codes(), self.scales, tpu=here, default=together)
         if scaled <= set(left):
             x = (x.astype(jnp.float32) * against(self.scales, letters, left, x.shape)).astype(x.dtype)
             return einsum(equation, x, self.codes().astype(x.dtype), dtype)
@@ -122,6 +141,15 @@ class Quantised:
 
 def widening(x: Float[Array, "..."], w: Quantised, equation: str, dtype: Any) -> Float[Array, "..."]:
     return w.by_widening(equation, x, dtype)
+
+
+def scaled_product(
+    x: Float[Array, "..."], codes: Num[Array, "..."], scales: Float[Array, "..."], equation: str, dtype: Any
+) -> Float[Array, "..."]:
+    """The product of x and codes, whose outputs the scales multiply; its sums are float32."""
+    _, letters, out = terms(equation)
+    product = einsum(equation, x, codes.astype(x.dtype), jnp.float32)
+    return (product * against(scales, letters, out, product.shape)).astype(dtype)
 
 
 def by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: Any) -> Float[Array, "..."]:
@@ -225,3 +253,45 @@ def group_scales(w: Float[Array, "..."], axis: int, group: int) -> Float[Array, 
     groups = w.reshape(shape)
     low, high = groups.min(axis + 1), groups.max(axis + 1)
     return nonzero(jnp.where(-low > high, low, high) / -8).astype(jnp.bfloat16)
+
+
+# ---------------------------------------------------------------- on several devices
+
+partitioned = custom_partitioning(scaled_product, static_argnums=(3, 4))
+
+
+def on_each_device(equation: str, dtype: Any, mesh: Any, shapes: Any, result: Any) -> Any:
+    """Each device scales what it made of the codes that it holds, so that sums over devices are of the
+    model's dtype: XLA's partitioner would add up what is not scaled yet, in float32."""
+    x, codes, scales = shapes
+    left, letters, out = terms(equation)
+    split = {letter: axes_of(codes, i) or None for i, letter in enumerate(letters)}
+    over = tuple(name for letter in letters if letter not in out for name in split[letter] or ())
+
+    def place(letters: str, shape: tuple[int, ...]) -> NamedSharding:
+        before = (None,) * (len(shape) - len(letters))
+        last = shape[len(before) :]
+        axes = (None if size == 1 else split.get(letter) for letter, size in zip(letters, last, strict=True))
+        return NamedSharding(mesh, PartitionSpec(*before, *axes))
+
+    def local(
+        x: Float[Array, "..."], codes: Num[Array, "..."], scales: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        product = scaled_product(x, codes, scales, equation, dtype)
+        return jax.lax.psum(product, over) if over else product
+
+    places = place(left, x.shape), place(letters, codes.shape), place(letters, scales.shape)
+    return mesh, local, place(out, result.shape), places
+
+
+def rule(equation: str, dtype: Any, mesh: Any, values: Any, results: Any) -> str:
+    """The sharding rule for XLA's partitioner: the equation's letters, and for a scale's axes of size 1 their
+    own."""
+    left, letters, out = terms(equation)
+    rows = [f"row{i}" for i in range(values[0].rank - len(left))]
+    scales = [f"one{i}" if n == 1 else letters[i] for i, n in enumerate(values[2].shape)]
+    operands = [*rows, *left], [*letters], scales
+    return ", ".join(map(" ".join, operands)) + " -> " + " ".join([*rows, *out])
+
+
+partitioned.def_partition(on_each_device, sharding_rule=rule)

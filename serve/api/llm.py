@@ -19,10 +19,11 @@ from ..host.memory import give_back
 from ..host.progress import telling
 from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
-from ..loading.start import require_arrays, start_engine
+from ..loading.start import on_devices, start_engine
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..outputs import Delta, RequestOutput
+from ..processes.meeting import join, together
 from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
@@ -42,14 +43,16 @@ class LLM:
     the small model that ships with duetto), `tokenizer` another one to take the tokenizer from; `revision`,
     `tokenizer_revision`, `download_dir` and `hf_token` are for ids (`checkpoints.hub.resolve`). `dtype` is
     "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax or torch.
-    `mesh` spreads the model over the devices of its axis "tensor". `compilation_cache` is a directory for
-    compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other keywords
-    are those of EngineOptions.
+    `mesh` is one of your own instead of what `tensor_parallel_size` makes. `compilation_cache` is a directory
+    for compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other
+    keywords are those of EngineOptions. With `nnodes` processes an LLM comes of it in rank 0 alone; the
+    others serve it and end with it (SystemExit).
 
     Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
     All methods may be called from any thread; whoever waits for a result drives the engine for all.
     """
 
+    @together
     def __init__(
         self,
         model: str | Path | None = None,
@@ -64,21 +67,20 @@ class LLM:
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ):
-        chosen = engine_options(options)
+        chosen = join(engine_options(options))
         SamplingParams.from_dict(chosen.recommended({}))
         keep_compiled(compilation_cache)
-        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision}
         where = {"download_dir": download_dir, "token": hf_token}
-        origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions, **where)
+        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision} | where
+        origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions)
         chosen = origin.settled(chosen, **where)
         with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
-            config, params, defaults = load_folder(
-                folder, dtype, mesh, chosen.quantization, chosen.load_format
-            )
+            config, params, defaults = load_folder(folder, dtype, mesh, chosen)
         words, lacking = origin.words()
         self._begin(config, params, words, defaults, chosen, lacking)
 
     @classmethod
+    @together
     def from_params(
         cls,
         config: ModelConfig,
@@ -91,10 +93,11 @@ class LLM:
     ) -> "LLM":
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
-        They are used without a copy, unless `quantization` says otherwise; a CPU's projections in 16 bits
-        are copied as it multiplies them fastest. The cache is split as the keys' heads are.
+        They are used without a copy, unless `quantization` or `tensor_parallel_size` say otherwise; a CPU's
+        projections in 16 bits are copied as it multiplies them fastest. The cache is split as the keys' heads
+        are.
         """
-        chosen = engine_options(options)
+        chosen = join(engine_options(options))
         if chosen.hf_overrides or chosen.load_format != "auto":
             raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
         keep_compiled(compilation_cache)
@@ -245,7 +248,7 @@ class LLM:
         differs, TypeError for parameters that are not on a device.
         """
         with self._session.turn():
-            require_arrays(params)
+            params = on_devices(params)
             self.engine.update_params(in_form(params, self.options.quantization, params.embed.dtype))
 
     @property
@@ -293,21 +296,16 @@ class LLM:
     # ------------------------------------------------------------ as in vLLM
 
     beam_search = vllm.beam_search
-    enqueue = vllm.enqueue
-    enqueue_chat = vllm.enqueue_chat
+    enqueue, enqueue_chat = vllm.enqueue, vllm.enqueue_chat
     wait_for_completion = vllm.wait_for_completion
     reset_prefix_cache = vllm.reset_prefix_cache
-    sleep = vllm.sleep
-    wake_up = vllm.wake_up
+    sleep, wake_up = vllm.sleep, vllm.wake_up
     is_sleeping = vllm.is_sleeping
     get_metrics = vllm.get_metrics
-    start_profile = vllm.start_profile
-    stop_profile = vllm.stop_profile
+    start_profile, stop_profile = vllm.start_profile, vllm.stop_profile
     get_world_size = vllm.get_world_size
-    encode = vllm.encode
-    embed = vllm.embed
-    reward = vllm.reward
-    classify = vllm.classify
+    encode, embed = vllm.encode, vllm.embed
+    reward, classify = vllm.reward, vllm.classify
     score = vllm.score
     collective_rpc = vllm.collective_rpc
     apply_model = vllm.apply_model

@@ -4,7 +4,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...kvcache.stages import stages
+from ..engine.params import require_own
 from ..tiers import snapshot
+from ..tiers.disk import place_at
 from ..tiers.mover import Mover
 from ..tiers.opening import mover_of
 from ..tiers.realm import realm
@@ -21,14 +24,16 @@ def save_cache(llm: "LLM", path: str | Path) -> int:
     `load_cache` of another process of the same model, options and versions finds them there. A folder that
     is made is readable by this user alone. Pages in files, of `kv_disk_space` or of a cache that was loaded,
     stay there and are not copied. Raises ValueError without prefix caching and for a folder that others can
-    write to, OSError where a file cannot be written, RuntimeError while the engine sleeps.
+    write to, OSError where a file cannot be written, RuntimeError while the engine sleeps or lacks
+    parameters.
     """
     with llm._session.turn():
         mover, engine = mover_at(llm, "save_cache"), llm.engine
+        folder = place_at(path, "save_cache")
         pools = snapshot.named_pages(engine.cache, engine.tables, mover.transfers)
         own = realm(engine.programs, engine.everything, llm.options)
         mover.wait()
-        return snapshot.save(Path(path), own, chain(pools, mover.tier.own()))
+        return snapshot.save(folder, own, chain(pools, mover.tier.own()))
 
 
 def load_cache(llm: "LLM", path: str | Path) -> None:
@@ -36,12 +41,12 @@ def load_cache(llm: "LLM", path: str | Path) -> None:
     served: each is read when a prompt needs it.
 
     Raises ValueError for a folder without pages of this model, of these options and versions, RuntimeError
-    while the engine sleeps.
+    while the engine sleeps or lacks parameters.
     """
     with llm._session.turn():
         mover, engine = mover_at(llm, "load_cache"), llm.engine
         own = realm(engine.programs, engine.everything, llm.options)
-        mover.tier.tiers.append(snapshot.load(Path(path), own))
+        snapshot.add(mover.tier, snapshot.load(path, own))
 
 
 def mover_at(llm: "LLM", method: str) -> Mover:
@@ -49,8 +54,15 @@ def mover_at(llm: "LLM", method: str) -> Mover:
     if not llm.options.enable_prefix_caching:
         raise ValueError(f"{method} is not allowed without enable_prefix_caching: pages lack names")
     engine = llm.engine
-    if engine.is_sleeping:
-        raise RuntimeError(f"{method}: the engine sleeps: call wake_up first")
+    if (count := len(stages(engine.everything))) > 1:
+        raise ValueError(f"{method} is not allowed with {count} pipeline stages")
+    require_own(engine.everything, method)
+    if engine.sizes.shards > 1:
+        raise ValueError(f"{method} is not allowed with data_parallel_size {engine.sizes.shards}: only 1")
+    try:
+        engine.sleeper.check()
+    except RuntimeError as error:
+        raise RuntimeError(f"{method}: {error}") from None
     if not isinstance(engine.tiers, Tiering):
         engine.attach(mover_of(llm.options, engine.programs, engine.everything))
     assert isinstance(engine.tiers, Tiering)

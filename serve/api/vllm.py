@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 
+from ...kvcache.stages import devices
 from ...refusals import Table, check_neutral
 from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.sleep import TAGS
@@ -210,7 +211,7 @@ def stop_profile(llm: "LLM") -> None:
 
 def get_world_size(llm: "LLM", include_dp: bool = True) -> int:
     """The devices that the model is spread over."""
-    return len(llm.engine.params.embed.sharding.device_set)
+    return len(devices(llm.engine.params))
 
 
 # ---------------------------------------------------------------- what is not here

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import msgspec
 
 from ...sampling.params import SamplingParams
-from ..host.files import JobError, write_all
+from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
 from ..outputs import RequestOutput
@@ -156,7 +156,8 @@ class Job:
             if self._engine is not None:
                 self.engine_report = self._engine.report(self._options.explain)
                 if self._options.save_cache:
-                    self._engine.save_cache(self._options.save_cache)
+                    with disk(self._options.save_cache):
+                        self._engine.save_cache(self._options.save_cache)
         finally:
             self._progress.close()
             try:

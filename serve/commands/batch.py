@@ -1,18 +1,23 @@
 """`duetto batch`: a file of prompts answered; a killed job goes on where it stopped."""
 
 import argparse
+import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...sampling.params import SamplingParams
 from ..batch.fingerprint import fingerprint
 from ..batch.job import BatchOptions
-from ..batch.run import run_batch
+from ..batch.run import Place, run_batch
 from ..host.devices import default_device, memory_limit
 from ..loading.folder import checked_defaults
 from ..options.flags import given, positive
+from ..processes.meeting import join
 from .command import (
     cache_flags,
+    check_cache,
     check_report,
     checked,
     engine_flags,
@@ -53,9 +58,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cache_flags(parser)
 
 
+def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
+    """What counts bytes of answers that outlive a lost run; None for streams."""
+    if "-" in (args.input, args.output):
+        return None
+    journal = Place(Path(os.path.realpath(args.output))).journal
+    return lambda: journal.stat().st_size if journal.exists() else 0
+
+
 def run(args: argparse.Namespace) -> int:
     check_report(args)
-    options = engine_options(args)
+    check_cache(args)
+    asked = options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
             "--speculative-config: acceptance=rejection is not allowed in a batch: "
@@ -65,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     sampling = given(SamplingParams, args, leave_out=("seed",))
     checked(args, lambda: SamplingParams.from_dict(sampling))
     folder, options = resolve_once(args, options)
-    options = options.on(memory_limit(default_device()))
     sampling = options.recommended(checked_defaults(folder).sampling) | sampling
+    join(asked)
+    options = options.on(memory_limit(default_device()))
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.seats,
         seed=args.seed,
@@ -79,8 +94,11 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
         options = replace(options, serve_while_compiling=False)
+    begin = partial(start, args, replace(options, prompt_hold=options.patience(awaited=False)))
+    if options.node_rank:
+        begin()  # which ends with rank 0
     return run_batch(
-        lambda: start(args, replace(options, prompt_hold=options.patience(awaited=False))),
+        begin,
         args.input,
         args.output,
         job,

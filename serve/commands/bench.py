@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...checkpoints.huggingface import read_config
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.tree import init
@@ -36,6 +37,7 @@ from ..host.memory import keep_freed
 from ..host.signals import raise_on_interrupt
 from ..loading.dtype import compute_dtype
 from ..loading.folder import read_folder
+from ..loading.mesh import layout_of, places, spread
 from ..loading.origin import Origin
 from ..options.engine import EngineOptions
 from ..options.flags import numbers, positive
@@ -83,20 +85,27 @@ class Figure:
 
 
 def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
-    """Random parameters of a preset, or a folder's."""
+    """Random parameters of a preset, or a folder's. Raises ValueError for a pipeline, and for shards."""
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if getattr(options, name) > 1:
+            raise ValueError(
+                f"{name} {getattr(options, name)} is not allowed: bench runs one program on its own rows"
+            )
     device = default_device()
     if not args.shape:
         origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
         options = origin.settled(options, download_dir=args.download_dir)
         dtype = compute_dtype(args.dtype, device, origin.model)
-        config, params = read_folder(origin.model, dtype, device, options.quantization)
+        where = places(read_config(origin.model), layout_of(options)) or device
+        config, params = read_folder(origin.model, dtype, where, options.quantization)
         return Model(args.model or "demo", config, transposed(params, donate=True), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
     dtype = compute_dtype(args.dtype, device)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
-    return Model(args.shape, config, transposed(init(jax.random.key(0), specs, chosen), donate=True), options)
+    params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
+    return Model(args.shape, config, transposed(params, donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -278,7 +287,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run the engine too, at the first context",
     )
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
-    engine_flags(parser)
+    engine_flags(parser, alone=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..host.signals import raise_on_interrupt
 from ..host.streams import tell
-from ..options.engine import EngineOptions
+from ..options.engine import PROCESSES, EngineOptions
 from ..options.flags import add_fields, given
 from .report import check_path, render, save
 
@@ -40,8 +40,10 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser, EngineOptions, "engine", leave_out=("seed",))
+def engine_flags(parser: argparse.ArgumentParser, alone: bool = False) -> None:
+    """Flags of an engine, `alone` in its process."""
+    leave_out = ("seed", *PROCESSES) if alone else ("seed",)
+    add_fields(parser, EngineOptions, "engine", leave_out)
 
 
 def cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +93,11 @@ def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "Sa
 
 def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     from ..api.llm import LLM
+    from ..tiers.opening import check
 
     raise_on_interrupt()
+    if options.has_tiers:
+        check(options)  # what is wrong is said before a model is loaded
     kept = None if args.compilation_cache == "none" else args.compilation_cache
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     llm = LLM(
@@ -100,7 +105,7 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
         tokenizer_revision=args.tokenizer_revision, download_dir=args.download_dir, compilation_cache=kept,
         **asdict(options),
     )  # fmt: skip
-    if args.load_cache:
+    if args.load_cache is not None:
         llm.load_cache(args.load_cache)
     return llm
 
@@ -121,6 +126,18 @@ def check_report(args: argparse.Namespace) -> None:
     """Raises ValueError, before anything runs, where --report cannot be written or is no report's place."""
     if args.report:
         check_path(args.report)
+
+
+def check_cache(args: argparse.Namespace) -> None:
+    """Raises ValueError, before anything runs, where --load-cache or --save-cache cannot be what they are
+    to be."""
+    from ..tiers.disk import place_at
+    from ..tiers.snapshot import saved_at
+
+    if args.load_cache is not None:
+        saved_at(args.load_cache)
+    if args.save_cache is not None:
+        place_at(args.save_cache, "save_cache")
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from ...sampling.params import SamplingParams
 from ..loading.folder import checked_defaults
 from .command import (
     cache_flags,
+    check_cache,
     check_report,
     checked,
     engine_flags,
@@ -41,6 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_report(args)
+    check_cache(args)
     sampling_params(args, SamplingParams())  # what is wrong is said before a model is loaded
     folder, options = resolve_once(args, engine_options(args))
     stated = options.recommended(checked_defaults(folder).sampling)
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         for piece in llm.stream(prompt, sampling_params(args, defaults)):
             print(piece.text, end="", flush=True)
         print(flush=True)
-        if args.save_cache:
+        if args.save_cache is not None:
             llm.save_cache(args.save_cache)
         finish(llm.report(args.explain), args)
     return 0

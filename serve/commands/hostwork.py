@@ -48,7 +48,10 @@ class Idle:
     def products(self, shapes: Iterable[Shape]) -> None:
         """Those of a host."""
 
-    def empty(self, params: Any) -> Arguments:
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
         return Arguments(params, cast(Any, None), cast(Any, None))
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:

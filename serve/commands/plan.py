@@ -4,13 +4,17 @@ import argparse
 import json
 import os
 from dataclasses import asdict, replace
+from typing import Any
 
 from ..host.signals import raise_on_interrupt
+from ..programs.compile import Arguments
 from ..programs.jaxcache import keep_compiled
+from ..programs.shapes import Shape
 from ..roofline.presets import PRESETS
 from ..roofline.products import alike
 from ..roofline.table import Cost, floored, render_fact, render_table
 from ..roofline.targets import find_target, here, is_gpu
+from . import planned_stages
 from .command import engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
@@ -37,11 +41,12 @@ def head(plan: EnginePlan) -> str:
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    shards = f"{s.shards} shards, each of " if s.shards > 1 else ""
     kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
     flags = f"\nXLA_FLAGS={os.environ.get('XLA_FLAGS')}" if is_gpu(plan.target) else ""
     return (
         f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"
-        f"{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
+        f"{shards}{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
         f"{pages} pages of {s.page_size} tokens{flags}"
     )
 
@@ -107,20 +112,31 @@ def render_classes(plan: EnginePlan, rows: list[Cost]) -> list[str]:
 def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
-    return json.dumps(
-        {
-            "model": plan.name,
-            "dtype": plan.dtype,
-            "target": plan.target.name,
-            "devices": len(plan.target.devices),
-            "xla_flags": os.environ.get("XLA_FLAGS"),
-            "context": plan.context,
-            "sizes": asdict(plan.sizes),
-            "memory": asdict(memory),
-            "tiers": [asdict(tier) for tier in planned_tiers(plan, rows)],
-            "programs": shown,
-        }
-    )
+    tiers = [asdict(tier) for tier in planned_tiers(plan, rows)]
+    return json.dumps(facts_of(plan) | {"memory": asdict(memory), "tiers": tiers, "programs": shown})
+
+
+def facts_of(plan: EnginePlan) -> dict[str, Any]:
+    """What is planned, for machines."""
+    return {
+        "model": plan.name,
+        "dtype": plan.dtype,
+        "target": plan.target.name,
+        "devices": len(plan.target.devices),
+        "xla_flags": os.environ.get("XLA_FLAGS"),
+        "context": plan.context,
+        "sizes": asdict(plan.sizes),
+    }
+
+
+def staged(plan: EnginePlan, arguments: Arguments, compiled: list[Shape], args: argparse.Namespace) -> str:
+    """The plan of a pipeline. Raises ValueError where it is to be measured."""
+    if args.measure:
+        raise ValueError("--measure is not allowed with pipeline_parallel_size: it runs one program")
+    found = planned_stages.stage_plans(plan, arguments, compiled)
+    if args.json:
+        return json.dumps(facts_of(plan) | planned_stages.as_json(plan, arguments, found))
+    return "\n\n".join([head(plan), *planned_stages.render(plan, arguments, found)])
 
 
 # ---------------------------------------------------------------- the command
@@ -147,7 +163,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run the compiled programs on this machine: its peaks, their times and memory",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    engine_flags(parser)
+    engine_flags(parser, alone=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,6 +179,9 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_job(args.model, args.shape, args.dtype, options, target, args.context, **where)
     arguments = abstract_arguments(plan)
     choices = {"main": main_shapes(plan.shapes), "all": plan.shapes, "none": []}
+    if options.pipeline_parallel_size > 1:
+        print(staged(plan, arguments, choices[args.compile], args))
+        return 0
     rows = make_rows(plan, arguments, choices[args.compile])
     memory = memory_of(plan, arguments, rows)
     if args.measure:

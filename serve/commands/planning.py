@@ -1,30 +1,30 @@
 """What `duetto plan` plans: an engine's sizes, its memory, and what its programs must cost, before anything
 is loaded or run."""
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...checkpoints.huggingface import read_config
 from ...kvcache.pages import page_bytes
 from ...kvcache.quantised import kept_as
+from ...kvcache.shards import splits_experts
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, target_of
-from ...model.sharding import device_bytes, fitted, shardings
+from ...model.sharding import Layout, device_bytes
 from ...model.transformer import Decoder, decoder_spec
-from ...model.tree import abstract, is_spec
+from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
 from ..loading.dtype import compute_dtype
 from ..loading.folder import DEMO, read_shapes
+from ..loading.mesh import check_experts, layout_of, on_one, places, put
 from ..loading.origin import Origin, stored_form
-from ..options.engine import EngineOptions
+from ..loading.stages import with_head
+from ..options.engine import GIB, EngineOptions
 from ..programs.compile import Arguments, Programs, arguments_like, lower
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes, can_share, table
@@ -36,7 +36,8 @@ from ..roofline.presets import PRESETS
 from ..roofline.table import Cost, floored
 from ..roofline.targets import NVME, Target, described, is_gpu
 from ..roofline.thunks import Thunks, compile_thunks
-from ..tiers.opening import GIB
+
+ONE = Layout()
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EnginePlan:
     sizes: Sizes
     context: int
     params: Decoder | None = (
-        None  # without numbers; by default those of the sizes in the option's quantization
+        None  # where they lie, without numbers; by default those of the sizes in the option's quantization
     )
 
     @property
@@ -106,7 +107,9 @@ def plan_job(
         weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
     else:
         weights = read_shapes(folder, chosen, options.quantization)
-    params = abstract_params(config, chosen, target, weights)
+    options.check_stages(options.pipeline_parallel_size)
+    target = on_devices(target, layout_of(options).size)
+    params = abstract_params(config, chosen, target, weights, layout_on(options, target))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)
     context = min(1024, sizes.max_model_len) if context is None else context
@@ -117,31 +120,45 @@ def plan_job(
     )
 
 
+def on_devices(target: Target, n: int) -> Target:
+    """The target with its first n devices; 1 is all of them. Raises ValueError where there are fewer."""
+    if n > len(target.devices):
+        raise ValueError(
+            f"{n} devices are not allowed (tensor_parallel_size times pipeline_parallel_size times "
+            f"data_parallel_size): {target.name} has {len(target.devices)}"
+        )
+    return target if n == 1 else replace(target, devices=target.devices[:n])
+
+
+def layout_on(options: EngineOptions, target: Target) -> Layout:
+    """The options' layout; where they ask for none, every layer is split over all of the target's devices."""
+    layout = layout_of(options)
+    return replace(layout, tensor=len(target.devices)) if layout.size == 1 else layout
+
+
 def abstract_arguments(plan: EnginePlan) -> Arguments:
     """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several
     devices."""
-    weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
-    params = abstract_params(plan.config, plan.dtype, plan.target, plan.params or weights)
+    params, layout = plan.params, layout_on(plan.options, plan.target)
+    if params is None:
+        weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
+        params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
+    check_experts(params)
     params = prepared(params, plan.options.fixed_products)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 
 def abstract_params(
-    config: ModelConfig, dtype: Any, target: Target, weights: Decoder | None = None
+    config: ModelConfig,
+    dtype: Any,
+    target: Target,
+    weights: Decoder | None = None,
+    layout: Layout = ONE,
 ) -> Decoder:
-    """Parameters without numbers on a target's devices, by default arrays; a record's arrays lie as the
-    parameter would."""
-    specs, one = decoder_spec(config), SingleDeviceSharding(target.devices[0])
-    where: Any = jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
-    if len(target.devices) > 1:
-        where = shardings(specs, Mesh(np.array(target.devices), ("tensor",)))
-
-    def placed(own: Any, weight: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitted(own, x.shape)), weight
-        )
-
-    return jax.tree.map(placed, where, abstract(specs, jnp.dtype(dtype)) if weights is None else weights)
+    """Parameters without numbers on a target's devices, by default arrays."""
+    weights = abstract(decoder_spec(config), jnp.dtype(dtype)) if weights is None else weights
+    where = places(config, layout, devices=target.devices) or on_one(config, target.devices[0])
+    return with_head(put(where, weights))
 
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
@@ -153,10 +170,7 @@ def compile_and_read(
     plan: EnginePlan, shape: Shape, arguments: Arguments
 ) -> tuple[jax.stages.Compiled, Thunks | None]:
     """The same, and for a GPU how the program is launched."""
-    with warnings.catch_warnings(), described(plan.target):
-        # jax stores what it compiled for an absent device, and cannot read it back.
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    with described(plan.target):
         lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
         return compile_thunks(lowered) if is_gpu(plan.target) else (lowered.compile(), None)
 
@@ -169,10 +183,11 @@ def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape])
 
 def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
     """One shape's figures, for one of the target's devices."""
-    n = len(plan.target.devices)
+    n = len(plan.target.devices) // plan.sizes.shards  # of a shard
     context = 0 if shape.phase == "prefill" else plan.context
     params, kept = target_of(arguments.params), plan.sizes.kv_cache_dtype
-    whole = demand(shape, plan.config, plan.dtype, context, params, kept)
+    shards = plan.sizes.shards if splits_experts(params) else 1
+    whole = demand(shape, plan.config, plan.dtype, context, params, kept, shards=shards)
     found = facts_of(plan, arguments, shape, context) if compiled else None
     return floored(
         Cost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
@@ -194,9 +209,8 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
 
 def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memory:
     found = [row.facts.temporaries for row in rows if row.facts]
-    estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype) + widened_bytes(
-        arguments.params
-    )
+    estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype)
+    estimate += widened_bytes(arguments.params, plan.dtype)
     return Memory(
         weights=device_bytes(arguments.params),
         cache=device_bytes(arguments.cache),

@@ -8,16 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 
 from ...kvcache.names import root
 from ...kvcache.pages import KVCache
-from ...kvcache.tables import PageTables
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.weights.prepared import prepared_as
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs
+from ..programs.promise import arrived
 from ..programs.shapes import Shape, least_row
 from ..programs.warmup import Warmup
 from ..tiers.mover import Mover
@@ -28,10 +27,10 @@ from .meter import Compilations, Meter
 from .params import require_alike
 from .plan import Limits, StepPlan, Work
 from .request import Request
-from .results import Ran, note_passes, take
+from .results import Flights, Ran, note_passes, take_all
 from .rows import batch_of, calls, prompt_rows
 from .scheduler import Scheduler
-from .seats import seated
+from .seats import seated, tables_of
 from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -40,10 +39,11 @@ MAX_FAILURES = 3  # steps that may fail without a new token between them before 
 class Engine:
     """Serves requests with one model on one device (or one mesh).
 
-    One step is always in flight: the next is planned and dispatched before the tokens of the last are read,
-    since the device remembers each slot's last token. Only guesses need those tokens first. Not thread-safe;
-    callers take turns. `limits` are such that one of the last `classes` holds every row of decode and
-    verification; prompts are cut to fit. With a `warmup` classes grow, and speculation begins at its end.
+    A step of each group of seats is always in flight (there is one group but for a pipeline): the next is
+    planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
+    token. Only guesses need those tokens first. Not thread-safe; callers take turns. `limits` are such that
+    one of the last `classes` holds every row of decode and verification; prompts are cut to fit. With a
+    `warmup` classes grow, and speculation begins at its end.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Engine:
     ):
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
-        self.meter, self._compilations = Meter(), Compilations()
+        self.meter, self._compilations, self.sleeper = Meter(), Compilations(), Sleep()
         sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
-        self.tables = PageTables(self.config.windows, sizes.pages, sizes.page_size, limits.most_tokens)
+        self.tables = tables_of(self.config.windows, sizes, limits.most_tokens)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         kinds = jax.tree.map(lambda x: x.dtype, state.params), sizes.kv_cache_dtype
         salt = str(self.config), *map(str, kinds)
@@ -72,10 +72,9 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self._flight: list[Ran] = []
+        self._flights = Flights(self.scheduler.group_of)
         self._failures = 0
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
-        self._sleep = Sleep()
         self.speculation, self.warmup = speculation, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
@@ -88,6 +87,7 @@ class Engine:
     def close(self) -> None:
         """Keep the pages that outlive the process, if they can be read."""
         self.tiers.close(self.cache if hasattr(self, "_state") and not self.is_sleeping else None)
+        self.programs.close()
 
     @property
     def tiers(self) -> Untiered:
@@ -108,11 +108,11 @@ class Engine:
 
     @property
     def cache(self) -> KVCache:
-        return self._state.cache
+        return arrived(self._state.cache)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flight) or self.scheduler.has_work
+        return bool(self._flights) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue; capacity is a place there, never an error."""
@@ -133,12 +133,12 @@ class Engine:
         into the queue, and its pages are computed again. Raises the device's error when that does not help
         either, and RuntimeError while the engine sleeps.
         """
-        self._sleep.check()
+        self.sleeper.check()
         try:
             with self.meter.working():
                 touched = self._advance()
         except BaseException as error:
-            self._recover()
+            self._recover(error)
             self._failures += 1
             if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
                 raise
@@ -159,7 +159,7 @@ class Engine:
             "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
             "compilations": self._compilations.count,
             "preemptions": self.scheduler.preemptions,
-            "cache_pages": sum(self.sizes.pages),
+            "cache_pages": self.sizes.shards * sum(self.sizes.pages),
             "page_size": self.sizes.page_size,
         }
         return self.meter.report() | self.tiers.report() | self.programs.report() | own
@@ -178,14 +178,14 @@ class Engine:
             self.warmup.replaced(self.tables)
         self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
-        self._sleep.replaced(params)
+        self.sleeper.replaced(params)
         self.tiers.replaced(self.everything)
 
     # ------------------------------------------------------------ memory given back
 
     def vacate(self) -> None:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
-        self._flight = []
+        self._flights.clear()
         self.meter.lost()
         if self.warmup is not None:
             self.warmup.interrupt(self.tables)
@@ -200,7 +200,7 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        return bool(self._sleep.missing)
+        return bool(self.sleeper.missing)
 
     def sleep(self, level: int) -> None:
         """Take no steps until `wake_up`; from level 1 on, give back the cache's memory and the parameters'.
@@ -208,13 +208,14 @@ class Engine:
         Level 1 keeps the parameters on the host, level 2 discards them: `update_params` has to bring others.
         """
         if level == 0:
-            return self._sleep.pause()
+            return self.sleeper.pause()
         self.vacate()
-        self._state = self._sleep.begin(self._state, discard=level == 2)
+        self._state = self.sleeper.begin(self._state, self.programs.like, discard=level == 2)
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
-        self._state = self._sleep.end(self._state, tags, self.programs.empty)
+        self._state = self.sleeper.end(self._state, tags, self.programs.empty)
+        self.tiers.woke(self.everything)
 
     # ------------------------------------------------------------ shapes that come later
 
@@ -224,8 +225,8 @@ class Engine:
             return False
         try:
             self._settle()
-        except jax.errors.JaxRuntimeError:  # of a step whose requests have all ended
-            self._recover()
+        except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
+            self._recover(error)
         self._warm(self.warmup)
         return True
 
@@ -255,45 +256,49 @@ class Engine:
     def _advance(self) -> list[Request]:
         if self.warmup is not None:
             self._warm(self.warmup)
+        self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
-            guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flight)
-        if guess or any(ran.shape.phase == "verify" for ran in self._flight):
-            touched = self._settle()
-        plan = self.scheduler.plan(not self._flight, guess)
+            guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flights)
+        if guess or self._flights.verify:
+            touched = self._settle(self.scheduler.group)
+        plan = self.scheduler.plan(not self._flights, guess)
         if plan is None:
-            touched = self._settle()
+            touched += self._settle()
             plan = self.scheduler.plan(settled=True)
             assert plan is not None
-        if not (plan or self._flight):
+        if not (plan or self._flights):
             self.tiers.pause()
-        before, self._flight = self._flight, self._dispatch(plan)
-        return touched + self._commit(before)
+        self._flights.add(self._dispatch(plan))
+        due = self._flights.beyond(self.scheduler.most_flights if plan else len(self._flights) - 1)
+        return touched + [request for flight in due for request in self._commit(flight)]
 
-    def _settle(self) -> list[Request]:
-        flight, self._flight = self._flight, []
-        return self._commit(flight, waited=True)
+    def _settle(self, group: int | None = None) -> list[Request]:
+        """Take in all steps in flight, or those up to the last with rows of a group."""
+        return [r for flight in self._flights.until(group) for r in self._commit(flight, waited=True)]
 
     def _dispatch(self, plan: StepPlan) -> list[Ran]:
-        self._state = replace(self._state, cache=self.tiers.step(self.cache, [r.ticket for r in plan.seats]))
+        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
+        self._state = replace(self._state, cache=cache)
         for request in plan.seats:
             self._seat(request)
         classes = self.classes
         phases = (
-            (classes.prefill, prompt_rows(classes.prefill, plan.prefill)),
+            (classes.prefill, prompt_rows(classes.prefill, plan.prefill, self.sizes)),
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
-        ran = [self._run(*call) for shapes, works in phases for call in calls(shapes, works)]
+        ran = [self._run(*call) for shapes, works in phases for call in calls(shapes, works, self.sizes)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
 
-    def _run(self, shape: Shape, works: list[Work]) -> Ran:
+    def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
         batch = batch_of(self.programs, shape, works)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
-        self.meter.ran(shape, sum(w.count for w in works), sum(w.start for w in works))
+        count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
+        self.meter.ran(shape, count, cached, self.sizes.shards)
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
@@ -308,12 +313,7 @@ class Engine:
 
         `waited` says that the next step is not on its way yet.
         """
-        taken = []
-        for ran in flight:
-            tokens = np.asarray(ran.output.sampled.token).tolist()
-            self.meter.took()
-            for row, work in enumerate(ran.rows):
-                taken.append(take(work, ran, row, tokens[row], self.scheduler.scores))
+        taken = take_all(flight, self.scheduler.scores, self.meter.took)
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
@@ -342,9 +342,9 @@ class Engine:
         if self.on_end is not None:
             self.on_end(request)
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException | None = None) -> None:
         """Start again from the host's tokens: what a failed step consumed cannot be read any more."""
         self.vacate()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit
-        self._state = self.programs.empty(params)
+        self._state = self.programs.empty(params, error)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..options.engine import round_up
 from ..programs.classes import Classes
 from ..programs.shapes import Shape, row_tokens, smallest
 from .request import Request
@@ -181,6 +182,18 @@ class Gathering:
         if self._costs is None or self._costs.classes is not self._classes():
             self._costs = Costs(self._classes(), self._seconds)
         return self._costs
+
+
+def fitting(tokens: Iterable[int], budget: int, row: int) -> list[int]:
+    """The first prompts, by their tokens, as many as fit a budget in which rows that are not full count as
+    full."""
+    found = []
+    for count in tokens:
+        budget -= round_up(count, row)
+        if budget < 0:
+            break
+        found.append(count)
+    return found
 
 
 def is_waiting(request: Request) -> bool:

@@ -84,11 +84,12 @@ class Meter:
         finally:
             self.seconds += time.monotonic() - begin
 
-    def ran(self, shape: Shape, tokens: int, cached: int) -> None:
-        """A step is dispatched, with `tokens` real tokens, whose rows have `cached` tokens in the cache."""
+    def ran(self, shape: Shape, tokens: int, cached: int, shards: int = 1) -> None:
+        """A step of so many shards is dispatched, with `tokens` real tokens, whose rows have `cached` tokens
+        in the cache."""
         name = str(shape)
         self.computed[shape.phase] += tokens
-        self.padded[shape.phase] += shape.area - tokens
+        self.padded[shape.phase] += shards * shape.area - tokens
         self.steps[name] = self.steps.get(name, 0) + 1
         self.cached[name] = self.cached.get(name, 0) + cached
         self.flight.append((name, time.perf_counter()))

@@ -1,25 +1,85 @@
 """What dispatched steps bring: rows of sampled tokens and scores, for the requests that they belong to."""
 
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ...sampling.params import NO_TOKEN
 from ..outputs import Pass
+from ..programs.promise import arrived
 from ..programs.shapes import Shape
 from ..programs.step import Output
 from .guessing import Taken
 from .page_scores import PageScores
 from .plan import Work
+from .request import Request
 from .scores import score_fields, take_prompt_scores
 
 
 class Ran(NamedTuple):
-    """A dispatched step: its shape, its rows' work and its results, which may still be on their way."""
+    """A dispatched step: its shape, the work of its rows by their numbers, and its results, which may still
+    be on their way."""
 
     shape: Shape
-    rows: list[Work]
+    rows: Mapping[int, Work]
     output: Output
+
+
+class Flights:
+    """Dispatched steps that have not been taken in, of each the calls; `group_of` a request's seat says whose
+    rows are whose."""
+
+    def __init__(self, group_of: Callable[[Request], int | None]):
+        self._group_of = group_of
+        self._steps: deque[list[Ran]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def verify(self) -> bool:
+        """Whether one of them verifies guesses."""
+        return any(ran.shape.phase == "verify" for step in self._steps for ran in step)
+
+    @property
+    def rows(self) -> Iterator[Work]:
+        return (work for step in self._steps for ran in step for work in ran.rows.values())
+
+    def add(self, step: list[Ran]) -> None:
+        if step:
+            self._steps.append(step)
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def oldest(self) -> list[Ran]:
+        return self._steps.popleft()
+
+    def beyond(self, most: int) -> Iterator[list[Ran]]:
+        """The oldest, until there are no more than `most`."""
+        while len(self._steps) > max(most, 0):
+            yield self.oldest()
+
+    def until(self, group: int | None) -> Iterator[list[Ran]]:
+        """Those up to the last with rows of a group, or of a request without a seat; all where it is None."""
+        while self._steps and (group is None or self._has(group)):
+            yield self.oldest()
+
+    def _has(self, group: int) -> bool:
+        return any(self._group_of(work.request) in (None, group) for work in self.rows)
+
+
+def take_all(step: list[Ran], kept: PageScores, came: Callable[[], None]) -> list[Taken]:
+    """Wait for a step's calls, one after the other, and take in their rows; `came` hears of each call."""
+    taken = []
+    for ran in step:
+        ran = ran._replace(output=arrived(ran.output))
+        tokens = np.asarray(ran.output.sampled.token).tolist()
+        came()
+        taken += [take(work, ran, row, tokens[row], kept) for row, work in ran.rows.items()]
+    return taken
 
 
 def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) -> Taken:

@@ -5,13 +5,15 @@ al., arXiv 2308.16369).
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ...kvcache.dealing import DealtTables, shard_of
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
 from ..options.engine import round_up
 from ..tiers.tiering import Untiered
-from .gathering import Gathering
+from .gathering import Gathering, fitting
 from .page_scores import PageScores
 from .plan import Guess, Limits, StepPlan, Work
 from .request import Request
@@ -39,17 +41,16 @@ class Scheduler:
         boundary: int | None = None,
         gathering: Gathering | None = None,
     ):
-        self.gathering = gathering
         self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
-        self.recompute_outputs, self.boundary = recompute_outputs, boundary
+        self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
         self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
         self.scores = PageScores(self.page_size)
         self.tiers = Untiered(tables)
-        self.preemptions = 0
-        self.aborted = 0  # while they waited, since the queue was last rid of such
+        self.group = 0  # of seats, whose turn it is
+        self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
@@ -62,14 +63,34 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Running requests whose prompts are computed, or on their way."""
-        return len(self.running) - len(self.reading)
+        """Requests of the group whose turn it is, whose prompts are computed, or on their way."""
+        return self._decoding[self.group]
+
+    @property
+    def most_flights(self) -> int:
+        """Steps that may be in flight: one of each group that decodes, of all while prompts are read."""
+        groups = self.limits.groups
+        return groups if groups == 1 or self.reading else max(1, len(self._decoding))
+
+    @property
+    def _decoding(self) -> Counter[int]:
+        """Of each group that decodes, how many do."""
+        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.reading)
+
+    def group_of(self, request: Request) -> int | None:
+        """The group of a request's seat: decode of one group is in flight while another's is planned."""
+        return None if request.slot is None else request.slot % self.limits.groups
+
+    def next_turn(self) -> None:
+        """After a group comes the next one that decodes."""
+        if self.limits.groups > 1:
+            self.group = self.limits.turn_after(self.group, self._decoding)
 
     def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
-        """The next step, or None where decode lacks a page: then the step in flight must be `settled` before
-        others give way.
+        """The next step, with decode of the group whose turn it is, or None where that lacks a page: then the
+        steps in flight must be `settled` before others give way.
 
-        It must be settled too where `guess` is given.
+        The group's must be settled too where `guess` is given.
         """
         seats = 0 if self._room() is None else self._seats()
         steps = 1 if self.reading or seats else self.limits.decode_steps
@@ -190,16 +211,12 @@ class Scheduler:
         return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
 
     def _in_line(self) -> list[int]:
-        """Tokens to compute of the first prompts in line, as many as fit a step; they are in the heap's
-        order, which is nearly that of the line."""
-        budget, found = self.limits.max_prefill_tokens, []
-        for _, request in self.waiting[: max(budget // self.limits.row, 1)]:
-            tokens = self._prefill_end(request) - len(self._find(request)[0]) * self.page_size
-            budget -= round_up(tokens, self.limits.row)
-            if budget < 0:
-                break
-            found += [] if request.finished else [tokens]
-        return found
+        """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
+        budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
+        line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
+        return fitting(
+            (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line), budget, row
+        )
 
     def _admit(self, most: int) -> list[Request]:
         seated = []
@@ -212,7 +229,7 @@ class Scheduler:
             self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
-            request.slot = heapq.heappop(self.free_slots)
+            request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
             request.reach = self._reach(request)
             self.running[request.slot] = request
             if self._prompt_left(request):  # what was preempted may be found whole
@@ -221,7 +238,7 @@ class Scheduler:
         return seated
 
     def _room(self) -> Tables | None:
-        """The pages found for the request that is next in line, or None where it cannot be admitted now.
+        """The pages found for the request that is next in line, in the best shard with room; None: it waits.
 
         It needs a slot, and the pages of its known tokens beside one spare page for each running request;
         while pages are lent, those of all its tokens beside what running requests may take. It waits for a
@@ -230,29 +247,40 @@ class Scheduler:
         """
         if not self.waiting or not self.free_slots:
             return None
-        request = self.waiting[0][1]
-        found, request.ticket = self.tiers.look(self._usable(request), request.ticket)
-        if found is None or self._is_coming(request, len(found[0])):
-            return None
-        tokens, spare = len(request.tokens), len(self.running)
-        if self.tables.is_lending:
-            tokens, spare = request.end, self.growth
-        return found if self.tables.fits(found, tokens, request.end, spare) else None
+        request, loads = self.waiting[0][1], self.limits.loads(self.running)
+        for found in self._places(request, loads):
+            if self._is_coming(request, found):
+                return None
+            tokens, spare = len(request.tokens), loads[shard_of(found)]
+            if self.tables.is_lending:
+                tokens, spare = request.end, self.growth
+            if self.tables.fits(found, tokens, request.end, spare):
+                return found
+        return None
+
+    def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
+        """The pages found for a request where it may be seated, the best place first."""
+        names = self._usable(request)
+        if isinstance(self.tables, DealtTables):
+            return self.tables.in_order(names, loads, self.limits.shard_seats)
+        found, request.ticket = self.tiers.look(names, request.ticket)
+        return [] if found is None else [found]
 
     @property
     def growth(self) -> int:
         """Pages that running requests may still take."""
         return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
 
-    def _is_coming(self, request: Request, page: int) -> bool:
-        """Whether a request's page, the first that was not found, has yet to be written by a running
-        request's prefill, or to be scored where its scores are wanted too."""
+    def _is_coming(self, request: Request, found: Tables) -> bool:
+        """Whether a request's page, the first that was not found, has yet to be written by a prefill of a
+        running request of the same shard, or to be scored where its scores are wanted too."""
+        page = len(found[0])
+        running, reading = (self.limits.of(shard_of(found), own) for own in (self.running, self.reading))
         if page >= len(request.names):
             return False
         if self.scores.are_wanted(request, page):
-            return any(self.scores.are_coming(request, page, r) for r in self.running.values())
-        name, reading = request.names[page], self.reading.values()
-        return any(name in r.names[r.computed // self.page_size :] for r in reading)
+            return any(self.scores.are_coming(request, page, r) for r in running)
+        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in reading)
 
     def _find(self, request: Request) -> Tables:
         """Pages of the request's known tokens that are already written; at least one token is left to
@@ -268,23 +296,24 @@ class Scheduler:
         return request.names[: self.scores.known(request, full)]
 
     def _chunks(self) -> Iterable[Work]:
-        """Chunks of prompts in order of rank, under the token budget, in which rows that are not full count
-        as full."""
-        budget = self.limits.max_prefill_tokens
+        """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
+        count as full."""
+        budget = [self.limits.max_prefill_tokens] * self.limits.shards
         for request in sorted(self.reading.values(), key=lambda r: r.rank):
-            new = min(self._prompt_left(request), budget)
+            shard = shard_of(request.pages)
+            new = min(self._prompt_left(request), budget[shard])
             if new > 0:
                 work = Work(request, request.computed, new)
                 self.tables.advance(request.pages, work.start, work.start + work.count)
                 yield work
-                budget -= round_up(new, self.limits.row)
+                budget[shard] -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[Work] | None:
-        """A row for every request whose prompt is computed; None where one lacks a page and nobody may be
-        preempted yet."""
+        """A row for every request of the group whose prompt is computed; None where one lacks a page and
+        nobody may be preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            if request.slot is None or request.slot in self.reading:
+            if request.slot in self.reading or self.group_of(request) != self.group:
                 continue
             count = min(steps, request.reach - 1 - request.computed)
             if count <= 0:
@@ -314,7 +343,7 @@ class Scheduler:
         while not self.tables.grow(request.pages, tokens):
             if not settled:
                 return False
-            victim = max(self.running.values(), key=lambda r: r.rank)
+            victim = max(self.limits.of(shard_of(request.pages), self.running), key=lambda r: r.rank)
             self.preempt(victim)
             if victim is request:
                 return False

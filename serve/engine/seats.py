@@ -1,16 +1,23 @@
-"""Requests take their seats on the device."""
+"""Requests take their seats on the device, and pages beside them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from ...kvcache.dealing import DealtTables
+from ...kvcache.tables import PageTables
 from ...sampling.params import knobs_row
 from ...sampling.state import dense_bias, needs_history
 from ..programs.compile import Programs
-from ..programs.step import Seat, Slots
+from ..programs.shapes import Sizes
+from ..programs.step import Seat
 from .request import Request
 from .scores import scored_from
 
 
-def seated(programs: Programs, slots: Slots, request: Request) -> Slots:
+def seated(programs: Programs, slots: Any, request: Request) -> Any:
     """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
     look back on."""
     assert request.slot is not None
@@ -32,3 +39,9 @@ def seated(programs: Programs, slots: Slots, request: Request) -> Slots:
     return programs.load_history(
         slots, slot, tokens, np.int32(prompt_len), np.int32(len(request.tokens)), bias
     )
+
+
+def tables_of(windows: Sequence[int | None], sizes: Sizes, work: int) -> PageTables:
+    """The host's bookkeeping of an engine's pages; `work` as in PageTables."""
+    make = partial(PageTables, windows, sizes.pages, sizes.page_size, work)
+    return make() if sizes.shards == 1 else DealtTables(make, sizes.shards)

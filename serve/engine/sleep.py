@@ -9,6 +9,7 @@ import numpy as np
 
 from ...model.pair import Params, target_of, with_target
 from ..programs.compile import Arguments
+from .params import require_own
 
 TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
 
@@ -36,15 +37,19 @@ class Sleep:
     def pause(self) -> None:
         self.missing.add("scheduling")
 
-    def begin(self, state: Arguments, discard: bool) -> Arguments:
+    def begin(self, state: Arguments, like: Arguments, discard: bool) -> Arguments:
         """Take a state's arrays off the device, the target's parameters nowhere if they are to be discarded;
-        gives their shapes."""
+        gives their shapes: those of the cache and the slots, which may be promised, are `like` others.
+
+        Raises ValueError in a group of processes.
+        """
+        require_own(state.params, "sleep")
         params = state.params if self.params is None else self.params
         if discard:
             params = with_target(params, shapes_of(target_of(state.params)))
         self.missing, self.params = set(TAGS), on_host(params)
         self.discarded = self.discarded or discard
-        return Arguments(*shapes_of((state.params, state.cache, state.slots)))
+        return replace(like, params=shapes_of(state.params))
 
     def end(self, state: Arguments, tags: Iterable[str], empty: Callable[[Params], Arguments]) -> Arguments:
         """The state with what `tags` name; `empty` makes one that nobody has used."""

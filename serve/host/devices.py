@@ -39,7 +39,7 @@ def default_device() -> Any:
     if exists(NVIDIA_FILES):
         set_gpu_flags()
         set_memory_fraction()
-    return jax.devices()[0]
+    return jax.local_devices()[0]
 
 
 def has_plugin() -> bool:

@@ -1,11 +1,12 @@
-"""glibc's allocator under XLA's CPU programs: what they free is kept, and given back when an engine is
-closed.
+"""Memory that is given back: arrays that an error's frames hold, and what glibc's allocator keeps under
+XLA's CPU programs until an engine is closed.
 
 By default blocks above 32 MiB go back to the system when they are freed, so that a program with larger
 temporaries faults its pages in anew at each call. On other C libraries nothing is changed.
 """
 
 import ctypes
+import traceback
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT = 1 << 30  # bytes: smaller blocks, and so much free memory, stay with the process
@@ -19,6 +20,13 @@ def keep_freed() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, KEPT)
     mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+def release(error: BaseException | None) -> None:
+    """Forget what the functions held that an error has ended, and the errors before it: arrays too."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def give_back() -> None:

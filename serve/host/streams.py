@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 
 def keep_numbers() -> None:
@@ -43,3 +44,16 @@ class Messages:
 def tell(text: str) -> None:
     """Tells the user on standard error."""
     print(text, file=Messages(), flush=True)
+
+
+@contextlib.contextmanager
+def silent_stdout() -> Iterator[None]:
+    """What libraries write to standard output by its number is dropped: it is not what a command answers."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

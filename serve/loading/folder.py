@@ -14,16 +14,20 @@ from ...checkpoints.generation import GenerationDefaults, generation_defaults
 from ...checkpoints.huggingface import read_config
 from ...checkpoints.tensors import CheckpointError
 from ...model.config import ModelConfig
-from ...model.sharding import shardings
+from ...model.sharding import place_at
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, init
 from ...model.weights.compress import in_form
 from ...model.weights.transposed import transposed
 from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
-from ..host.devices import default_device
+from ..host.devices import default_device, memory_limit
+from ..options.engine import EngineOptions
 from .dtype import compute_dtype, dtype_name
+from .mesh import layout_of, places
+from .stages import with_head
 
+DEFAULT = EngineOptions()
 DEMO = Path(checkpoints.__file__).parent / "demo"
 
 
@@ -31,11 +35,10 @@ def load_folder(
     path: Path,
     dtype: Any,
     mesh: Mesh | None = None,
-    quantization: str | None = None,
-    load_format: str = "auto",
+    options: EngineOptions = DEFAULT,
 ) -> tuple[ModelConfig, Decoder, GenerationDefaults]:
-    """A model folder's configuration, parameters and generation defaults, split over a mesh by
-    `model.sharding`'s rules.
+    """A model folder's configuration, parameters and generation defaults, split over a mesh, or as the
+    options say, by `model.sharding`'s rules.
 
     With the load format "dummy" no weights are read: they are random.
 
@@ -43,14 +46,15 @@ def load_folder(
     """
     defaults = checked_defaults(path)
     device = default_device() if mesh is None else mesh.devices.flat[0]
-    # with axes of automatic type, as `jax.make_mesh` does not make them
-    plain = mesh and Mesh(mesh.devices, mesh.axis_names)
-    where = shardings(decoder_spec(read_config(path)), plain) if plain else device
-    read = random_folder if load_format == "dummy" else read_folder
-    chosen = compute_dtype(dtype, device, path if load_format != "dummy" else None)
+    options.on(memory_limit(device)).check_stages(options.pipeline_parallel_size)
+    where = places(read_config(path), layout_of(options), mesh) or device
+    is_random = options.load_format == "dummy"
+    read = random_folder if is_random else read_folder
+    chosen = compute_dtype(dtype, device, None if is_random else path)
     if dtype_name(dtype) == "auto" and chosen == jnp.bfloat16:
         progress.say("computing in bfloat16, which this processor multiplies; the choice is dtype's")
-    config, params = read(path, chosen, where, quantization)
+    config, params = read(path, chosen, where, options.quantization)
+    params = with_head(params)
     return config, transposed(params, donate=True), defaults
 
 
@@ -89,7 +93,8 @@ def random_folder(
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     config = read_config(path)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
-    params = jax.device_put(init(jax.random.key(0), decoder_spec(config), chosen), where)
+    drawn = init(jax.random.key(0), decoder_spec(config), chosen)
+    params = jax.tree.map(place_at, drawn, jax.tree.broadcast(where, drawn))
     return config, in_form(params, quantization, chosen, donate=True)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ...kvcache.placement import everywhere
+from ...kvcache.stages import devices, params_of, stages
 from ...model.config import ModelConfig
-from ...model.pair import PairConfig, Params
+from ...model.pair import PairConfig, Params, target_of
 from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...model.weights.compress import in_form
@@ -24,6 +24,9 @@ from ..host.devices import memory_limit
 from ..host.memory import keep_freed
 from ..host.store import warn
 from ..options.engine import EngineOptions
+from ..pipeline.programs import StagedPrograms
+from ..processes.meeting import group
+from ..processes.programs import SharedPrograms
 from ..programs import jaxcache, kept
 from ..programs.classes import Classes, choose_classes, record, step_seconds
 from ..programs.compile import Programs
@@ -34,6 +37,8 @@ from ..speculation.beside import read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
 from ..tiers.opening import check, mover_of
+from .mesh import check_experts, layout_of, spread
+from .stages import with_head
 
 
 def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
@@ -50,14 +55,18 @@ def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -
 
 
 def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    require_arrays(params)
-    device = next(iter(params.embed.devices()))
+    params = on_devices(params)
+    device = next(iter(params.embed.sharding.addressable_devices))
     options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
+    params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
+    check_experts(params)
     params = prepared(params, options.fixed_products)
     if device.platform == "cpu":
         keep_freed()
+    count = len(stages(params))
+    options.check_stages(count)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
@@ -66,14 +75,16 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
-    programs = Programs(phases, everything, sizes, shapes, early)
+    programs = kind_of(everything)(phases, everything, sizes, shapes, early)
     state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
     limits = Limits(
-        max_num_seqs=sizes.max_num_seqs,
+        max_num_seqs=sizes.seats,
         max_prefill_tokens=options.prefill_tokens,
         row=least_row(shapes),
         decode_steps=options.decode_steps,
         guesses=options.guesses,
+        groups=options.micro_batches or min(count, sizes.max_num_seqs),
+        shards=sizes.shards,
     )
     make = partial(Engine, programs, limits=limits, prefix_caching=options.enable_prefix_caching)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
@@ -84,13 +95,22 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     seconds = None
     if aim.depths and classes.verify:
         seconds, state = step_seconds(programs, state, canonical, classes, aim.depths)
-    return make(classes, state, speculation=speculation_of(options, classes, seconds))
+    speculation = speculation_of(options, classes, seconds)
+    programs.begin(state)
+    return make(classes, state, speculation=speculation)
+
+
+def kind_of(params: Params) -> type[Programs]:
+    """Programs for where parameters lie."""
+    if len(stages(params)) > 1:
+        return StagedPrograms
+    return Programs if target_of(params).embed.is_fully_addressable else SharedPrograms
 
 
 def may_serve_early(options: EngineOptions, params: Params) -> bool:
     """Whether an engine may serve before all of its programs are there: on one device, and where the threads
     that lower the others see jax's settings as they are here, and not only in a block of code."""
-    if not options.serve_while_compiling or len(everywhere(params).device_set) > 1:
+    if not options.serve_while_compiling or len(devices(params)) > 1:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
@@ -128,6 +148,8 @@ def speculation_of(
             "set reproducible=False"
         )
     k = min(options.guesses, max(s.tokens for s in classes.verify) - 1)
+    if seconds is not None:  # a step computes as many tokens in each shard
+        seconds = {(size * options.data_parallel_size, n): t for (size, n), t in seconds.items()}
     controller = None if seconds is None else Controller(seconds, unit=0 if options.nodes else 1)
     return Speculation(host_drafter(options.speculation), k, controller)
 
@@ -143,12 +165,23 @@ def late_speculation(
         return None
 
 
-def require_arrays(params: Decoder) -> None:
-    """Raise TypeError unless every parameter is on a device: others would be copied there in every step.
+def on_devices(params: Decoder) -> Decoder:
+    """The parameters, a pipeline's with a head. Raises TypeError unless each is on a device: others would be
+    copied there in every step.
 
     Raises ValueError for one that lies on other devices than the embedding, and on several without saying
     how.
     """
+    require_arrays(params)
+    params = with_head(params)
+    found = stages(params) if params.layers else []
+    for span in found if len(found) > 1 else [range(len(params.layers))]:
+        require_together(params_of(params, span) if len(found) > 1 else params)
+    return params
+
+
+def require_arrays(params: Decoder) -> None:
+    """Raise TypeError for a parameter that is no array."""
     if not isinstance(params, Decoder) or params.embed is None:
         raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")
     for path, leaf in paths(params).items():
@@ -156,19 +189,24 @@ def require_arrays(params: Decoder) -> None:
             raise TypeError(
                 f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
             )
-    expected = params.embed.sharding.device_set
-    for path, leaf in paths(params).items():
+
+
+def require_together(params: Decoder) -> None:
+    """The same within the parameters of a stage, or of all of them."""
+    path, first = next(iter(paths(params).items()))
+    expected = first.sharding.device_set
+    for other, leaf in paths(params).items():
         own, found = leaf.sharding, leaf.sharding.device_set
         if found != expected:
             raise ValueError(
-                f"parameter {path} lies on {named(found)}, embed on {named(expected)}: "
+                f"parameter {other} lies on {named(found)}, {path} on {named(expected)}: "
                 "all must lie on the same devices"
             )
         if len(found) > 1 and not isinstance(own, NamedSharding):
-            raise ValueError(f"parameter {path} has a {type(own).__name__}, expected a NamedSharding")
-        if not leaf.is_fully_addressable:
+            raise ValueError(f"parameter {other} has a {type(own).__name__}, expected a NamedSharding")
+        if not leaf.is_fully_addressable and group() is None:
             raise ValueError(
-                f"parameter {path} lies on other processes' devices too, expected this one's only"
+                f"parameter {other} lies on other processes' devices too, expected this one's: set nnodes"
             )
 
 

@@ -11,8 +11,11 @@ from ...sampling.checks import ALL, MAX_LOGPROBS
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
+GIB = 1 << 30
 EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
-FREE = ("seed", "max_logprobs")  # numbers that may be 0 or less
+FREE = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
+UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
+PROCESSES = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 # vLLM's names for checkpoints that are stored quantised, and their quant_method
 STORED = {
@@ -57,7 +60,8 @@ class EngineOptions:
     )
     max_prefill_tokens: int | None = knob(
         None,
-        "prompt tokens computed between two decode steps, a longer prompt is read in chunks; "
+        "prompt tokens computed between two decode steps (of each of data_parallel_size), a longer prompt "
+        "is read in chunks; "
         "default: the last of prefill_buckets, or 512 on a CPU, by its memory 512 to 2048 on an accelerator",
     )
     prefill_buckets: tuple[int, ...] | None = knob(
@@ -79,6 +83,11 @@ class EngineOptions:
     kv_cache_dtype: str = knob(
         "auto",
         "int8, fp8_e4m3 (or fp8) or fp8_e5m2 keep keys and values in 8 bits; auto in the model's dtype",
+    )
+    pipeline_parallel_size: int = knob(1, "stages of consecutive layers, each on a device of its own")
+    micro_batches: int | None = knob(
+        None,
+        "groups of requests whose steps a pipeline has in flight together; default: as many as it has stages",
     )
     decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
     reproducible: bool = knob(True, "a request's bits depend on the request alone; False may narrow decode")
@@ -113,6 +122,18 @@ class EngineOptions:
         20,
         "most log-probabilities reported beside a token, -1 for all; more cost memory and time in every step",
     )
+    tensor_parallel_size: int = knob(1, "devices among which every layer is split")
+    data_parallel_size: int = knob(
+        1, "devices, or groups that split every layer, among which requests are dealt, each with its cache"
+    )
+    enable_expert_parallel: bool = knob(
+        False, "split experts by their number, instead of each in parts, where there are several devices"
+    )
+    nnodes: int = knob(1, "processes that serve the model together, on a mesh of all their devices")
+    node_rank: int = knob(0, "this process's number among them; 0 schedules")
+    master_addr: str = knob("127.0.0.1", "where rank 0 is reached")
+    master_port: int = knob(29501, "its port; the next one is jax's")
+    distributed_timeout_seconds: int = knob(60, "a rank that is silent for so long is lost, and all end")
     load_format: str = knob("auto", "auto and safetensors read the weights; dummy draws random ones instead")
     hf_overrides: Mapping[str, Any] | None = knob(
         None, 'fields in place of those of config.json, such as {"rope_scaling": {...}}', flag=False
@@ -155,7 +176,11 @@ class EngineOptions:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
         self._check_tiers()
+        self._check_nodes()
+        self._check_shards()
         self._check_buckets()
+        if self.pipeline_parallel_size > 1:
+            self.check_stages(self.pipeline_parallel_size)
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
         if self.guesses and self.decode_steps > 1:
@@ -169,17 +194,71 @@ class EngineOptions:
 
     def _check_tiers(self) -> None:
         for name in ("swap_space", "kv_disk_space"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= getattr(self, name) * GIB < math.inf:
                 raise ValueError(f"{name} {getattr(self, name)} is not allowed: 0 or more GiB")
         if self.kv_disk_space and not self.enable_prefix_caching:
             raise ValueError(
                 "kv_disk_space is not allowed without enable_prefix_caching: pages have no names"
+            )
+        if self.kv_disk_path == "":
+            raise ValueError(
+                "kv_disk_path '' is not allowed: a folder, or None for one in your cache directory"
+            )
+        if self.kv_disk_path is not None and not self.kv_disk_space:
+            raise ValueError(
+                f"kv_disk_path {self.kv_disk_path!r} is not allowed without kv_disk_space: set its GiB"
+            )
+
+    def _check_nodes(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank {self.node_rank} is not allowed: 0 to nnodes - 1, {self.nnodes - 1}")
+        if self.nnodes > 1:
+            alone = "pipeline_parallel_size", "data_parallel_size"
+            self._only(dict.fromkeys(alone, 1) | UNTIERED, f"nnodes {self.nnodes}")
+
+    def _only(self, most: Mapping[str, int], beside: str) -> None:
+        """Raise ValueError for an option that is more beside another."""
+        for name, limit in most.items():
+            if getattr(self, name) > limit:
+                raise ValueError(f"{name} {getattr(self, name)} is not allowed with {beside}: only {limit}")
+
+    def _check_shards(self) -> None:
+        d = self.data_parallel_size
+        if d == 1:
+            return
+        for name in ("max_num_seqs", "max_batched_token_mem"):
+            if (value := getattr(self, name) or 0) % d:
+                raise ValueError(
+                    f"{name} {value} is not allowed with data_parallel_size {d}: only a multiple of it"
+                )
+        self._only({"pipeline_parallel_size": 1} | UNTIERED, f"data_parallel_size {d}")
+        if self.speculation.model is not None:
+            raise ValueError(
+                f"speculative_config: model {self.speculation.model!r} is not allowed with "
+                f"data_parallel_size {d}: ngram and suffix draft there"
             )
 
     @property
     def has_tiers(self) -> bool:
         """Whether pages are kept beside the pools; they are found by the names that prefix caching gives."""
         return self.enable_prefix_caching and bool(self.swap_space or self.kv_disk_space)
+
+    def check_stages(self, count: int) -> None:
+        """Raise ValueError for what a pipeline of so many stages cannot do."""
+        if self.micro_batches is not None and count == 1:
+            raise ValueError(f"micro_batches {self.micro_batches} is not allowed without a pipeline's stages")
+        seats = self.max_num_seqs
+        if self.micro_batches is not None and seats is not None and self.micro_batches > seats:
+            raise ValueError(
+                f"micro_batches {self.micro_batches} is not allowed with max_num_seqs {seats}: 1 to {seats}"
+            )
+        if count > 1 and self.speculation.model is not None:
+            raise ValueError(
+                f"speculative_config: model {self.speculation.model!r} is not allowed with {count} pipeline "
+                "stages: ngram and suffix draft there"
+            )
+        if count > 1:
+            self._only({"decode_steps": 1} | UNTIERED, f"{count} pipeline stages")
 
     def _check_buckets(self) -> None:
         edges = self.prefill_buckets
@@ -231,14 +310,19 @@ class EngineOptions:
         last = self.prefill_buckets[-1] if self.prefill_buckets else load.prefill_tokens
         return replace(
             self,
-            max_num_seqs=self.max_num_seqs or load.seats,
+            max_num_seqs=self.max_num_seqs or round_up(load.seats, self.data_parallel_size),
             max_prefill_tokens=self.max_prefill_tokens or last,
         )
 
     @property
     def seats(self) -> int:
         """Requests that run at the same time: a host's default where nothing is chosen."""
-        return self.max_num_seqs or HOST.seats
+        return self.max_num_seqs or round_up(HOST.seats, self.data_parallel_size)
+
+    @property
+    def shard_seats(self) -> int:
+        """Those of each of several shards."""
+        return self.seats // self.data_parallel_size
 
     @property
     def prefill_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,21 +11,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Int
 
-from ...kvcache.pages import ON_DEVICE, Batch, KVCache, empty_cache
-from ...kvcache.placement import automatic, cache_shardings, everywhere
+from ...kvcache.pages import ON_DEVICE, Batch, empty_cache
+from ...kvcache.placement import automatic, cache_shardings
+from ...kvcache.placement import seats as seats_of
 from ...kvcache.quantised import kept_as
+from ...kvcache.shards import in_seat, steps
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.params import NO_TOKEN
 from ...sampling.state import load_history
 from ..host import progress
+from ..host.memory import release
 from . import kept
+from .kept import Lowered
 from .phases import Phases
 from .places import packed
 from .shapes import Shape, Sizes
-from .step import Output, Seat, Slots, empty_slots, seat
+from .step import Seat, Slots, empty_slots, seat
 from .tuning import tuning
 
 SMALL = 4  # programs beside the steps: seat, history, cache and slots
@@ -33,15 +37,16 @@ SMALL = 4  # programs beside the steps: seat, history, cache and slots
 
 @dataclass(frozen=True)
 class Arguments:
-    """What every step takes besides its batch, as arrays or as shapes without numbers."""
+    """What every step takes besides its batch, as arrays or as shapes without numbers; cache and slots may be
+    promised."""
 
     params: Params
-    cache: KVCache
-    slots: Slots
+    cache: Any  # KVCache
+    slots: Any  # Slots
 
     @property
     def everywhere(self) -> Sharding:
-        """Whole on each device."""
+        """Whole on each device; of several shards each on its own."""
         return self.slots.last.sharding
 
 
@@ -55,7 +60,7 @@ def like(tree: Any) -> Any:
 def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
     """Slots that nobody has used."""
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return empty_slots(sizes.max_num_seqs, config.target.vocab_size, hidden, sizes.n_top)
+    return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
@@ -65,41 +70,78 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Argument
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    whole, dtype = everywhere(params), target_of(params).embed.dtype
-    (device, *_) = whole.device_set
+    dtype, seats, pages = target_of(params).embed.dtype, seats_of(params, sizes.shards), all_pages(sizes)
+    (device, *_) = seats.device_set
     kept = kept_as(sizes.kv_cache_dtype, dtype)
-    cache = jax.eval_shape(lambda: empty_cache(config.layers, sizes.pages, sizes.page_size, kept, device))
+    cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device))
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
-    places = cache_shardings(config.layers, params)  # one for a pool and its scales
+    places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
     cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)
-    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, whole), slots))
+    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
+
+
+def all_pages(sizes: Sizes) -> tuple[int, ...]:
+    """Pages of all shards for each window."""
+    return tuple(sizes.shards * count for count in sizes.pages)
 
 
 def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
-    """The abstract batch of a shape."""
+    """The abstract batch of a shape, with rows for every shard."""
 
     def ints(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
 
-    B, T = shape.rows, shape.tokens
+    B, T = sizes.shards * shape.rows, shape.tokens
     tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
     after = ints(B) if shape.phase == "prefill" else None
-    packed = ints(shape.packed) if shape.packed else None
+    packed = ints(sizes.shards * shape.packed) if shape.packed else None
     return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
+
+
+def seat_like(slots: Slots) -> tuple[Any, Seat]:
+    """What seating takes beside the slots."""
+    knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    return one, Seat(one, one, one, knobs)
+
+
+def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
+    """What loading a history takes: the slot, its tokens, the prompt's and all tokens' number, the bias."""
+    one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
+    tokens = jax.ShapeDtypeStruct((sizes.max_model_len,), jnp.int32)
+    return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
     """One step's program. The cache and the slots are donated, and stay where and how they are."""
     whole = arguments.everywhere
     out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
-    jitted = jax.jit(getattr(phases, shape.phase), donate_argnums=(1, 2), out_shardings=out)
+    phase = getattr(phases, shape.phase)
+    if sizes.shards > 1:
+        phase = steps(phase, arguments.params, mesh_of(whole))
+    jitted = jax.jit(phase, donate_argnums=(1, 2), out_shardings=out)
     return jitted.lower(*operands(shape, arguments, sizes))
+
+
+def mesh_of(place: Sharding) -> Mesh:
+    """The mesh of what lies on several devices."""
+    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
+    return place.mesh
 
 
 def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...]:
     """What a step's program takes, without numbers."""
     batch = batch_like(shape, sizes, arguments.everywhere)
     return arguments.params, arguments.cache, arguments.slots, batch
+
+
+def lower_zeros(like: Any) -> jax.stages.Lowered:
+    """A program that makes arrays of zeros, where and as these shapes are."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
 
 
 def load_kept(
@@ -151,7 +193,7 @@ class Programs:
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
                 # lowered here: in other threads the user's settings for a block of code do not hold
                 jobs = [pool.submit(self._compile, s, self._lower(s)) for s in now]
-                made = pool.map(jax.stages.Lowered.compile, self._small())
+                made = pool.map(lambda lowered: lowered.compile(), self._small())
                 self.seat, self.load_history, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
                     done(job.result())
@@ -172,6 +214,12 @@ class Programs:
         ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
         return {"programs": self.count, "warmup_seconds": self.seconds, "compiled_at": ready}
 
+    def begin(self, state: Arguments) -> None:
+        """Requests come from now on, to an engine in this state: what has run so far does not count."""
+
+    def close(self) -> None:
+        """Nothing is run any more."""
+
     def add(self, shape: Shape) -> None:
         """Compile a missing shape; it is not kept if jax's settings are others than at the start."""
         if self._keys[shape] != self._key(shape):
@@ -181,11 +229,11 @@ class Programs:
     def _key(self, shape: Shape) -> str | None:
         return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
-    def _lower(self, shape: Shape) -> jax.stages.Lowered:
+    def _lower(self, shape: Shape) -> Lowered:
         with self._lowering:  # one at a time: it is Python
             return lower(self._phases, shape, self.like, self.sizes)
 
-    def _compile(self, shape: Shape, lowered: jax.stages.Lowered) -> None:
+    def _compile(self, shape: Shape, lowered: Lowered) -> None:
         program = kept.compile(self._keys[shape], lowered)
         self.steps[shape], self.ready[shape] = program, self.age
 
@@ -203,55 +251,53 @@ class Programs:
             kept.write(own, found)
         return found
 
-    def empty(self, params: Params) -> Arguments:
-        """Parameters with a cache and slots that nobody has used."""
+    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+        """Parameters with a cache and slots that nobody has used, made once those are gone that a failed step
+        has held."""
+        release(failed)
         return Arguments(params, self.fresh_cache(), self.fresh_slots())
 
-    def _small(self) -> list[jax.stages.Lowered]:
+    def _small(self) -> list[Lowered]:
         return [self._lower_seat(), self._lower_history(), self._lower_cache(), self._lower_slots()]
 
-    def _lower_cache(self) -> jax.stages.Lowered:
-        like = self.like.cache
+    def _lower_cache(self) -> Lowered:
+        return lower_zeros(self.like.cache)
 
-        def fresh() -> KVCache:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-
-        return jax.jit(fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
-
-    def _lower_slots(self) -> jax.stages.Lowered:
+    def _lower_slots(self) -> Lowered:
         dtype = target_of(self.like.params).embed.dtype
         fresh = partial(fresh_slots, self.config, self.sizes, dtype)
         return jax.jit(fresh, out_shardings=self.like.everywhere).lower()
 
-    def _lower_seat(self) -> jax.stages.Lowered:
-        slots, whole = self.like.slots, self.like.everywhere
-        knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
-        one = jax.ShapeDtypeStruct((), jnp.int32)
-        new = Seat(one, one, one, knobs)
-        return jax.jit(seat, donate_argnums=0, out_shardings=whole).lower(slots, one, new)
+    def _lower_seat(self) -> Lowered:
+        slots = self.like.slots
+        return self._of_seat(seat).lower(slots, *seat_like(slots))
 
-    def _lower_history(self) -> jax.stages.Lowered:
-        slots, whole = self.like.slots, self.like.everywhere
+    def _of_seat(self, change: Callable[..., Any]) -> Any:
+        """A change of one seat of the slots, before it is lowered."""
+        whole = self.like.everywhere
+        if self.sizes.shards > 1:
+            change = in_seat(change, mesh_of(whole))
+        return jax.jit(change, donate_argnums=0, out_shardings=whole)
+
+    def _lower_history(self) -> Lowered:
+        slots = self.like.slots
 
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
-        one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
-        tokens = jax.ShapeDtypeStruct((self.sizes.max_model_len,), jnp.int32)
-        bias = jax.ShapeDtypeStruct((V,), jnp.float32)
-        jitted = jax.jit(load, donate_argnums=0, out_shardings=whole)
-        return jitted.lower(slots, one, tokens, one, one, bias)
+        return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
 
-    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[KVCache, Slots, Output]:
-        """Dispatch one step; the cache and the slots that are passed are consumed."""
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
+        """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the
+        Output."""
         if shape.packed:
-            batch = replace(batch, packed=packed(batch, shape.packed))
+            batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        """A host batch of empty rows, to be filled in."""
-        B, T = shape.rows, shape.tokens
+        """A host batch of empty rows, to be filled in: of shard i those from i * shape.rows on."""
+        B, T = self.sizes.shards * shape.rows, shape.tokens
         tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
         slot = np.full(B, empty_slot, np.int32)
         tokens, start, count = (

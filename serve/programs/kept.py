@@ -21,7 +21,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import msgspec
@@ -37,6 +37,13 @@ THREAD = threading.local()
 T = TypeVar("T")
 
 
+@runtime_checkable
+class Lowered(Protocol):
+    """What compiles to a program: jax's own, or several that make one."""
+
+    def compile(self, *, compiler_options: Any = None) -> Any: ...
+
+
 def folder() -> Path | None:
     """Where programs are stored; None where jax's cache is off or remote, or others could write there."""
     place = jax.config.values["jax_compilation_cache_dir"]
@@ -49,14 +56,19 @@ def folder() -> Path | None:
 def key(phases: Phases, phase: str, arguments: Any) -> str | None:
     """What the program of a phase with these abstract arguments is kept under; None on several devices, whose
     order matters."""
-    leaves, structure = jax.tree.flatten(arguments)
-    devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
+    devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
     if len(devices) > 1:
         return None
     (device,) = devices
-    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
-    facts = *environment(device), phase, repr(phases), str(structure), shapes
+    facts = *environment(device), *described(phases, phase, arguments)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
+    """What the program of a phase follows from beside the environment."""
+    leaves, structure = jax.tree.flatten(arguments)
+    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    return phase, repr(phases), str(structure), shapes
 
 
 def environment(device: Any) -> tuple[Any, ...]:
@@ -136,7 +148,7 @@ def load(key: str | None, device: Any) -> Any:
         return None
 
 
-def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile(key: str | None, lowered: Lowered) -> Any:
     """Compile a program, and keep it where the device's programs can be.
 
     On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a
@@ -152,9 +164,7 @@ def compile(key: str | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled
     return compiled
 
 
-def found(
-    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
-) -> tuple[jax.stages.Compiled, bool]:
+def found(lowered: Lowered, options: dict[str, str | bool] | None = None) -> tuple[Any, bool]:
     """The compiled program, and whether it is a CPU program from jax's cache."""
     watch_hits()
     THREAD.hits = 0

@@ -55,9 +55,12 @@ def each_place(batch: Batch) -> Batch:
     )
 
 
-def packed(batch: Batch, rows: int) -> Int[np.ndarray, " rows"]:
-    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may."""
-    B, T = batch.tokens.shape
-    real = np.flatnonzero(np.arange(T) < batch.count[:, None])
-    assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
-    return np.pad(real, (0, rows - len(real)), constant_values=B * T).astype(np.int32)
+def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:
+    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may. Those of
+    several shards, with B rows each, follow each other."""
+    T, places = batch.tokens.shape[1], []
+    for count in np.split(np.asarray(batch.count), shards):
+        real = np.flatnonzero(np.arange(T) < count[:, None])
+        assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
+        places.append(np.pad(real, (0, rows - len(real)), constant_values=len(count) * T))
+    return np.concatenate(places).astype(np.int32)

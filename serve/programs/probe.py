@@ -15,14 +15,16 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ...kvcache.pages import Batch, KVCache
+from ...kvcache.placement import whole
 from ...kvcache.tables import Tables
 from ...model.pair import Params
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock
 from .compile import Arguments, Programs, fill
+from .promise import arrived
 from .scoring import NEVER
 from .shapes import Canonical, Shape
-from .step import Output, Seat, Slots
+from .step import Output, Seat
 
 REPEATS = 5  # runs of a shape that is timed
 TEXTS = 64  # that a prefill is probed with, at most
@@ -75,9 +77,9 @@ class Probe:
         self.needed = max(widest * self.pages, -(-self.tokens // self.page_size))
         V = programs.config.target.vocab_size
         self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
-        self.slots: Slots | None = None
+        self.slots: Any = None  # Slots
         self.lent: Tables = []
-        self._state: tuple[Params, KVCache] | None = None
+        self._state: tuple[Params, Any] | None = None
         self._readers = self._compiled_readers(like.cache)
         self.forget()
 
@@ -87,10 +89,10 @@ class Probe:
         self._decoded: dict[bool, list[bytes]] = {}
         self._spoken: np.ndarray | None = None
 
-    def take(self, params: Params, cache: KVCache) -> None:
+    def take(self, params: Params, cache: Any) -> None:
         self._state = params, cache
 
-    def give(self) -> KVCache:
+    def give(self) -> Any:
         assert self._state is not None
         (_, cache), self._state = self._state, None
         return cache
@@ -107,9 +109,9 @@ class Probe:
         slots = self._seated() if self.slots is None else self.slots
         cache, self.slots, out = self.programs.run(shape, Arguments(params, cache, slots), batch)
         self._state = params, cache
-        return jax.tree.map(np.asarray, out)
+        return jax.tree.map(np.asarray, arrived(out))
 
-    def _seated(self) -> Slots:
+    def _seated(self) -> Any:
         """Slots with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
@@ -251,7 +253,7 @@ class Probe:
     @property
     def _cache(self) -> KVCache:
         assert self._state is not None
-        return self._state[1]
+        return arrived(self._state[1])
 
     def _pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
         """The arrays of the pools whose layers' bits matter, each with the number of its window."""
@@ -276,7 +278,10 @@ class Probe:
         self._at_once = max(self.pages, min(self.needed, SMALLEST_READ))
         pages = jax.ShapeDtypeStruct((self._at_once,), jnp.int32)
         kinds = {kind(pool): pool for pool, _ in self._pools(cache)}
-        return {name: jax.jit(read_pages).lower(pool, pages).compile() for name, pool in kinds.items()}
+        return {
+            name: jax.jit(read_pages, out_shardings=whole(pool.sharding)).lower(pool, pages).compile()
+            for name, pool in kinds.items()
+        }
 
     def _read(
         self, pool: Shaped[Array, "K P W ..."], pages: Int[np.ndarray, " M"]
@@ -295,7 +300,7 @@ def read_pages(pool: Any, pages: Any) -> Any:
 
 
 def kind(pool: Any) -> Any:
-    return pool.shape, str(pool.dtype)
+    return pool.shape, str(pool.dtype), pool.sharding
 
 
 def same_rows(found: Sequence[bytes], reference: Sequence[bytes]) -> bool:

@@ -73,7 +73,7 @@ class Canonical(NamedTuple):
 @dataclass(frozen=True)
 class Sizes:
     """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a
-    page."""
+    page. Seats, pages and rows are those of each of `shards`, whose steps are one."""
 
     max_model_len: int
     max_num_seqs: int
@@ -82,6 +82,12 @@ class Sizes:
     hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
     n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
     kv_cache_dtype: str = "auto"  # as in the options
+    shards: int = 1
+
+    @property
+    def seats(self) -> int:
+        """Of all shards; shard i has those from i * max_num_seqs on."""
+        return self.shards * self.max_num_seqs
 
     @property
     def table_width(self) -> int:
@@ -178,8 +184,13 @@ def verifications(
     return sorted(few | {Shape("verify", min(area, seats), tokens, area) for area in areas})
 
 
+def holds(shape: Shape, rows: int, tokens: int, total: int = 0) -> bool:
+    """Whether a shape holds `rows` of at most `tokens`, `total` together."""
+    return shape.rows >= rows and shape.tokens >= tokens and shape.area >= total
+
+
 def smallest(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
     """The shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together; one
     must."""
-    fitting = [s for s in shapes if s.rows >= rows and s.tokens >= tokens and s.area >= total]
+    fitting = [s for s in shapes if holds(s, rows, tokens, total)]
     return min(fitting, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))

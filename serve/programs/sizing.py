@@ -4,23 +4,24 @@ allocated."""
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...kvcache.pages import BLOCK, page_bytes
-from ...kvcache.placement import everywhere, parts
-from ...kvcache.quantised import kept_as
+from ...kvcache.placement import parts
+from ...kvcache.quantised import Kept, kept_as
+from ...kvcache.stages import devices, params_of, stages
 from ...kvcache.tables import window_pages
-from ...model.config import LayerKind, windows_of
+from ...model.config import Experts, LayerKind, windows_of
 from ...model.pair import PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes
 from ...model.weights.quant import Quantised
-from ..options.engine import EngineOptions
+from ..options.engine import GIB, EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 from .transfers import OFFERED, STAGED
@@ -35,21 +36,21 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     size = jnp.dtype(dtype).itemsize
     rows = options.prefill_tokens
     D = config.target.hidden_size
-    activations = max(rows * (4 * D + widths(kind)) * size for kind in config.layers)
+    activations = max(rows * (4 * D + widths(kind) + gathered(kind, D, options)) for kind in config.layers)
     heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
     attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
-    sampled = max(options.seats, FEWEST_LOGITS, rows // ROW_TOKENS)
+    sampled = max(options.shard_seats, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
-    return activations + attention + 16 * (sampled * V + reported)
+    return activations * size + attention + 16 * (sampled * V + reported)
 
 
-def widened_bytes(params: Params) -> int:
+def widened_bytes(params: Params, dtype: Any) -> int:
     """An upper estimate of the temporaries of a product with a quantised weight: the largest one widened,
     twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
-    return 2 * max(sizes, default=0) * target_of(params).embed.dtype.itemsize
+    return 2 * max(sizes, default=0) * jnp.dtype(dtype).itemsize
 
 
 def widths(kind: LayerKind) -> int:
@@ -59,16 +60,61 @@ def widths(kind: LayerKind) -> int:
     return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.ffn.inner
 
 
-def cache_budget(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> int:
+def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
+    """Numbers of each of a shard's tokens where a layer's experts are split over shards: the tokens of all
+    are there, and room for what each of their experts makes of them, before and after."""
+    if not isinstance(kind.ffn, Experts) or not options.enable_expert_parallel:
+        return 0
+    shards = options.data_parallel_size
+    return shards * (2 + 3 * kind.ffn.active) * D if shards > 1 else 0
+
+
+class Room(NamedTuple):
+    """What the devices of a stage have for the keys of its layers: bytes of each, which hold one of `ways`
+    parts of a page."""
+
+    span: slice
+    budget: int
+    ways: int
+
+    def bytes_of(
+        self, pages: Mapping[int | None, int], layers: Sequence[LayerKind], W: int, kept: Kept
+    ) -> int:
+        """Bytes of so many pages of each window of all layers."""
+        own = layers[self.span]
+        sizes = zip(windows_of(own), page_bytes(own, W, kept), strict=True)
+        return sum(pages[window] * size for window, size in sizes) // self.ways
+
+
+def rooms(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> list[Room]:
+    """What each stage has, in bytes of memory of each accelerator."""
+    found, target = stages(params), target_of(params)
+    if len(found) == 1:
+        budget = cache_budget(config, options, params, target.embed.dtype, memory)
+        return [Room(slice(None), budget, parts(config.layers, params))]
+    each = [(slice(span.start, span.stop), params_of(target, span)) for span in found]
+    return [
+        Room(
+            span,
+            cache_budget(config, options, own, target.embed.dtype, memory) // (1 if memory else len(found)),
+            parts(config.layers[span], own),
+        )
+        for span, own in each
+    ]
+
+
+def cache_budget(
+    config: PairConfig, options: EngineOptions, params: Params, dtype: Any, memory: int | None
+) -> int:
     """Bytes that the KV cache may take of each accelerator's memory: what is left beside weights, slots and
     temporaries.
 
-    Without an accelerator (None) it is a share of the host's, which the host's devices share.
+    Without an accelerator (None) it is a share of the host's, which the parameters' devices share.
     """
     if memory is None:
-        return min(HOST_MOST, host_memory() // HOST_SHARE) // len(everywhere(params).device_set)
-    slots, dtype = 2 * slot_bytes(config, options), target_of(params).embed.dtype  # a warm-up has its own
-    scratch = scratch_bytes(config, options, dtype) + widened_bytes(params)
+        return min(HOST_MOST, host_memory() // HOST_SHARE) // len(devices(params))
+    slots = 2 * slot_bytes(config, options)  # a warm-up has its own
+    scratch = scratch_bytes(config, options, dtype) + widened_bytes(params, dtype)
     if options.has_tiers:
         kept = kept_as(options.kv_cache_dtype, dtype)
         moved = (OFFERED + STAGED) * sum(page_bytes(config.layers, options.page_size, kept))
@@ -77,7 +123,7 @@ def cache_budget(config: PairConfig, options: EngineOptions, params: Params, mem
 
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
-    return nbytes(jax.eval_shape(lambda: empty_slots(options.seats, config.target.vocab_size)))
+    return nbytes(jax.eval_shape(lambda: empty_slots(options.shard_seats, config.target.vocab_size)))
 
 
 def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:
@@ -92,6 +138,17 @@ def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) 
         )
 
 
+def check_tiers(options: EngineOptions, page: int) -> None:
+    """Raises ValueError for room beyond the pools that is less than a page's bytes."""
+    for name in ("swap_space", "kv_disk_space") if options.has_tiers else ():
+        space = getattr(options, name)
+        if 0 < space * GIB < page:
+            raise ValueError(
+                f"{name} {space:g} GiB holds no page: {options.page_size} tokens take {page / GIB:.2g} GiB; "
+                "give it more, or 0 for none"
+            )
+
+
 def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -103,11 +160,8 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     Raises ValueError, saying which knob to turn, where they do not fit.
     """
     check_slots(config, options, memory)
-    W, budget = options.page_size, cache_budget(config, options, params, memory)
-    kept, ways = (
-        kept_as(options.kv_cache_dtype, target_of(params).embed.dtype),
-        parts(config.layers, params),
-    )
+    W, places = options.page_size, rooms(config, options, params, memory)
+    kept = kept_as(options.kv_cache_dtype, target_of(params).embed.dtype)
     most = config.target.max_position
     longest = options.max_model_len or most
     if longest > most:
@@ -115,30 +169,40 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     if longest < 2:
         raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
     layers = config.within(longest).layers
-    wanted = options.max_batched_token_mem or options.seats * longest
+    check_tiers(options, sum(page_bytes(layers, W, kept)))
+    shards = options.data_parallel_size
+    wanted = (options.max_batched_token_mem or options.seats * longest) // shards
     pages = -(-wanted // W)
 
-    def cost(pages: int) -> int:
-        counts = group_pages(layers, options, longest, pages)
-        return sum(n * size for n, size in zip(counts, page_bytes(layers, W, kept), strict=True)) // ways
+    def cost(room: Room, pages: int) -> int:
+        counts = zip(windows_of(layers), group_pages(layers, options, longest, pages), strict=True)
+        return room.bytes_of(dict(counts), layers, W, kept)
+
+    def lacking(pages: int) -> int:
+        return max(cost(room, pages) - room.budget for room in places)
 
     if options.max_batched_token_mem is None:
-        pages = bisect_right(range(1, pages + 1), budget, key=cost)
+        pages = bisect_right(range(1, pages + 1), 0, key=lacking)
         if options.max_model_len is None and pages * W < longest:
             return choose_sizes(config, replace(options, max_model_len=max(pages * W, 2)), params, memory)
-    elif cost(pages) > budget:
+    elif lacking(pages) > 0:
+        room = max(places, key=lambda room: cost(room, pages) - room.budget)
         raise ValueError(
-            f"max_batched_token_mem {wanted} needs {cost(pages) / 2**30:.1f} GiB of cache, "
-            f"{budget / 2**30:.1f} GiB are free: lower it, or raise gpu_memory_utilization"
+            f"max_batched_token_mem {wanted * shards} needs {cost(room, pages) / 2**30:.1f} GiB of cache, "
+            f"{room.budget / 2**30:.1f} GiB are free: lower it, or raise gpu_memory_utilization"
         )
     if pages < -(-longest // W):
         raise ValueError(
-            f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens: "
+            f"a request of max_model_len {longest} does not fit a cache of {max(pages, 0) * W} tokens"
+            f"{f' (a shard of {shards})' if shards > 1 else ''}: "
             "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
     n_top = options.alternatives(config.target.vocab_size)
     counts = group_pages(layers, options, longest, pages)
-    return Sizes(longest, options.seats, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype)
+    return Sizes(
+        longest, options.shard_seats, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype,
+        shards=shards,
+    )  # fmt: skip
 
 
 def group_pages(
@@ -156,6 +220,6 @@ def group_pages(
         one = min(
             window_pages(window, options.most_tokens, options.page_size), -(-longest // options.page_size)
         )
-        return max(one, min(pages, one * options.seats))
+        return max(one, min(pages, one * options.shard_seats))
 
     return tuple(map(count, windows_of(layers)))

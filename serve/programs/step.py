@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ...kvcache.pages import ON_DEVICE, Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
 from ...model.scatter import apart
+from ...model.sharding import in_any_shard
 from ...model.transformer import Decoder, forward, unembed
 from ...model.tree import pytree
 from ...sampling.accept import NONE_KEPT, Guesses, Rule, coupled
@@ -40,6 +41,15 @@ class Slots:
     scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
     sampling: SamplingState
     hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
+
+
+@pytree
+class Front:
+    """What the first stage of a pipeline knows of each slot: these leaves of Slots."""
+
+    last: Any  # int32 [C]
+    live: Any  # bool [C]
+    end: Any  # int32 [C]
 
 
 @pytree
@@ -93,7 +103,7 @@ def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
     )
 
 
-def awake(slots: Slots, batch: Batch) -> Batch:
+def awake(slots: Slots | Front, batch: Batch) -> Batch:
     """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens == ON_DEVICE, last[:, None], batch.tokens)
@@ -196,17 +206,22 @@ def accept(
             drawn, token=token
         )
 
-    (slots, _), sampled = in_turn(T, lambda i, state: jnp.any(state[1]), one, (slots, batch.count > 0))
-    return slots, sampled
+    (slots, _), found = in_turn(T, lambda i, state: jnp.any(state[1]), one, (slots, batch.count > 0))
+    return slots, found
 
 
 def run(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Run the tokens of every row through the model, and write their keys."""
-    # the last token that a request may have is sampled, and never fed
-    lengths, attend = slots.end[batch.slot] - 1, paged(batch, config.windows)
-    return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths)
+    attend = paged(batch, config.windows)
+    return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths(slots, batch))
+
+
+def lengths(slots: Slots | Front, batch: Batch) -> Int[Array, " B"]:
+    """Tokens that each row's sequence may come to: the last that a request may have is sampled, and never
+    fed."""
+    return slots.end[batch.slot] - 1
 
 
 def step(
@@ -215,11 +230,18 @@ def step(
     """Run the tokens of every row, write their keys, and sample after the last of them."""
     batch = awake(slots, batch)
     hidden, cache = run(params, cache, slots, batch, config)
+    return cache, *sampled(params, config, slots, batch, hidden)
+
+
+def sampled(
+    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+) -> tuple[Slots, Output]:
+    """What a step says of its rows' hidden states."""
     prompt = None
     if batch.after is not None:
         prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
-    slots, sampled = sample_last(params, config, slots, batch, hidden)
-    return cache, slots, Output(sampled, prompt)
+    slots, last = sample_last(params, config, slots, batch, hidden)
+    return slots, Output(last, prompt)
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
@@ -252,10 +274,23 @@ def judge(
 ) -> tuple[KVCache, Slots, Output]:
     """`verify` for a batch that is awake; `offers` as in `accept`."""
     hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
+    return cache, *judged(params, config, slots, batch, hidden, offers, rule)
+
+
+def judged(
+    params: Decoder,
+    config: ModelConfig,
+    slots: Slots,
+    batch: Batch,
+    hidden: Float[Array, "rows 1 D"],
+    offers: Float[Array, "B T V"] | None,
+    rule: Rule,
+) -> tuple[Slots, Output]:
+    """What a verification says of the hidden states of `rows_of_one`."""
     hidden = hidden[:, 0]
     logits = unembed(params, config, hidden)
-    slots, sampled = accept(slots, batch, hidden, logits, offers, rule)
-    return cache, slots, Output(sampled, None)
+    slots, found = accept(slots, batch, hidden, logits, offers, rule)
+    return slots, Output(found, None)
 
 
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
@@ -275,7 +310,7 @@ def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, confi
         return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
 
     def more(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> Bool[Array, ""]:
-        return jnp.any((i < batch.count) & state[1].live[batch.slot])
+        return in_any_shard(jnp.any((i < batch.count) & state[1].live[batch.slot]))
 
-    (cache, slots), sampled = in_turn(T, more, one, (cache, slots))
-    return cache, slots, Output(sampled, None)
+    (cache, slots), found = in_turn(T, more, one, (cache, slots))
+    return cache, slots, Output(found, None)

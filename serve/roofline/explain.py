@@ -1,6 +1,8 @@
 """What an engine's programs did while serving, beside what they cannot be faster than."""
 
 from ...kvcache.placement import everywhere
+from ...kvcache.shards import splits_experts
+from ...kvcache.stages import stages
 from ..engine.engine import Engine
 from ..programs.shapes import Shape
 from .facts import facts
@@ -15,6 +17,8 @@ def explain(engine: Engine) -> str:
     Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are
     taken for one prompt's. On a host the peaks are measured first, in about a second.
     """
+    if len(stages(engine.everything)) > 1:
+        return "a pipeline's stages have no table here: duetto plan shows their floors"
     target = here(measure=True) if here().peaks is None else here()
     shapes = [shape for shape in list(engine.programs.steps) if str(shape) in engine.meter.spans]
     rows = [row_of(engine, shape, target) for shape in sorted(shapes)]
@@ -28,10 +32,12 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     name = str(shape)
     devices = len(everywhere(params).device_set)
     dtype = engine.params.embed.dtype
-    mean = meter.cached[name] / meter.steps[name] / shape.rows
+    shards = engine.sizes.shards
+    mean = meter.cached[name] / meter.steps[name] / (shards * shape.rows)
     context = max(round(mean - starts(shape, 0).mean()), 0)
-    whole = pair_demand(shape, config, dtype, context, params, engine.sizes.kv_cache_dtype)
+    over = shards if splits_experts(engine.params) else 1
+    whole = pair_demand(shape, config, dtype, context, params, engine.sizes.kv_cache_dtype, over)
     read = pools(shape, config.layers, engine.cache, context)
     found = facts(engine.programs.steps[shape], read, shape.tokens)
-    each = Demand(whole.flops / devices, whole.bytes / devices)
+    each = Demand(whole.flops * shards / devices, whole.bytes * shards / devices)
     return floored(Cost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)

@@ -56,21 +56,25 @@ def demand(
     context: int,
     params: Decoder | None = None,
     kv_cache_dtype: str = "auto",
+    samples: bool = True,
+    shards: int = 1,
 ) -> Demand:
     """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts
     of one prompt.
 
-    `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype.
+    `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype. Without
+    `samples` it ends before the head, as the stages of a pipeline do but for the last. Of `shards` with so
+    many rows each, over which experts are split, it is one's part.
     """
-    B, T = shape.rows, shape.tokens
+    B, T, last = shape.rows, shape.tokens, int(samples)
     params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
-    step = partial(step_demand, config, params, kv_cache_dtype, context=context)
+    step = partial(step_demand, config, params, kv_cache_dtype, context=context, shards=shards)
     if shape.phase == "decode":
-        one = step(rows=B, tokens=1, sampled=1)
+        one = step(rows=B, tokens=1, sampled=last)
         return Demand(T * one.flops, T * one.bytes)
     if shape.phase == "prefill":
-        return step(rows=1, tokens=B * T, sampled=1)
-    return step(rows=shape.rows_of(T), tokens=T, sampled=T)
+        return step(rows=1, tokens=B * T, sampled=last)
+    return step(rows=shape.rows_of(T), tokens=T, sampled=last * T)
 
 
 def pair_demand(
@@ -80,13 +84,14 @@ def pair_demand(
     context: int,
     params: Params,
     kv_cache_dtype: str = "auto",
+    shards: int = 1,
 ) -> Demand:
     """`demand` of a model and of the draft model beside it, which guesses one token after the other, and else
     only writes its keys.
 
     What a head computes is left out: it is one product or two.
     """
-    own = demand(shape, config.target, dtype, context, target_of(params), kv_cache_dtype)
+    own = demand(shape, config.target, dtype, context, target_of(params), kv_cache_dtype, shards=shards)
     if config.draft is None:
         return own
     assert isinstance(params, Pair)
@@ -112,7 +117,7 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     start = starts(shape, context)
 
     def pool(kind: LayerKind, buffer: Any, arrays: int) -> Pool:
-        _, pages, width, *_ = buffer.shape
+        _, pages, width, *_ = buffer.sharding.shard_shape(buffer.shape)
         own, window = device_bytes(buffer), kind.mixer.window
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
         live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
@@ -135,8 +140,10 @@ def step_demand(
     tokens: int,
     context: int,
     sampled: int,
+    shards: int = 1,
 ) -> Demand:
-    """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal."""
+    """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal. Of
+    `shards` with as many rows each it is one's."""
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
@@ -146,7 +153,8 @@ def step_demand(
     )
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
-    weights = inner_bytes(config, params, queries) + head_bytes + queries * config.hidden_size * size
+    inner = inner_bytes(config, params, queries, shards)
+    weights = inner + head_bytes + queries * config.hidden_size * size
     # read what is there, write and read what is new
     kept = kept_as(kv_cache_dtype, params.embed.dtype)
     cache = rows * sum((seen(kind, context) + 2 * tokens) * row_bytes(kind, kept) for kind in config.layers)
@@ -159,20 +167,20 @@ def inner_numbers(config: ModelConfig) -> float:
     return sum(math.prod(spec.shape) * share(config, path, 1) for path, spec in specs.items())
 
 
-def inner_bytes(config: ModelConfig, params: Decoder, tokens: int) -> float:
+def inner_bytes(config: ModelConfig, params: Decoder, tokens: int, shards: int = 1) -> float:
     """Bytes of parameters that `tokens` tokens read: all but the embedding, the head, and the experts that
-    none of them goes to."""
-    return sum(nbytes(leaf) * share(config, path, tokens) for path, leaf in paths(params).items())
+    none of them goes to. Of the experts each of `shards` has a part, for the tokens of all."""
+    return sum(nbytes(leaf) * share(config, path, tokens, shards) for path, leaf in paths(params).items())
 
 
-def share(config: ModelConfig, path: str, tokens: int) -> float:
-    """The share of a parameter, or of a part of one, that `tokens` tokens read."""
+def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float:
+    """The share of a parameter, or of a part of one, that `tokens` tokens of each shard read in one."""
     place, *rest = path.split(".")
     if place in ("embed", "head", "positions"):
         return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
-    return config.layers[int(rest[0])].ffn.met(tokens)
+    return config.layers[int(rest[0])].ffn.met(shards * tokens) / shards
 
 
 def seen(kind: LayerKind, keys: float) -> float:

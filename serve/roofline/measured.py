@@ -58,10 +58,11 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there
     are some; a prefill's rows are one prompt's."""
     batch, sizes = programs.empty_batch(shape, 0), programs.sizes
-    own = np.arange(shape.rows) * shape.sequences // shape.rows  # whose each row is
+    own = np.tile(np.arange(shape.rows) * shape.sequences // shape.rows, sizes.shards)  # whose each row is
     seated = own < min(sizes.max_num_seqs, shape.rows_of(shape.tokens))  # the rows beyond are empty
     batch.tokens[:], batch.count[:] = 1, np.where(seated, shape.tokens, 0)
-    batch.start[:], batch.slot[:] = starts(shape, context), np.where(seated, own, sizes.max_num_seqs)
+    batch.start[:] = np.tile(starts(shape, context), sizes.shards)
+    batch.slot[:] = np.where(seated, own, sizes.max_num_seqs)
     pages = -(-(int(batch.start[-1]) + shape.tokens) // sizes.page_size)
     for table, count in zip(batch.page_tables, sizes.pages, strict=True):
         width = min(pages, table.shape[1])

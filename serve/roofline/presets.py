@@ -1,11 +1,24 @@
 """Sizes of well-known models, for plans and measurements without their weights."""
 
-from ...model.config import Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
+from math import log
+
+from ...model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 
 QWEN3_MOE = LayerKind(
     GroupedQuery(32, 4, 128, Rope(1e6), qk_norm=NormKind(eps=1e-6)), Experts(count=128, active=8, size=768)
 )
+
+
+DEEPSEEK = Latent(
+    128, 512, 128, 64, 128, 1536,
+    Rope(10000.0, "yarn", factor=40.0, original_max_position=4096, interleaved=True),
+    scale=192**-0.5 * (0.1 * log(40) + 1) ** 2,
+)  # fmt: skip
+DEEPSEEK_EXPERTS = Experts(
+    256, 8, 2048, scoring="sigmoid", factor=2.5, correction=True, groups=8, active_groups=4,
+    group_score="top2", shared=2048,
+)  # fmt: skip
 
 
 def gpt_oss(window: int | None) -> LayerKind:
@@ -29,5 +42,12 @@ PRESETS = {
     ),
     "8b": ModelConfig.uniform(128256, 4096, 14336, 32, 32, 8, 128, 8192, rope=Rope(500000.0)),
     "30b-a3b": ModelConfig(151936, 2048, 48 * (QWEN3_MOE,), 40960, norm=NormKind(eps=1e-6)),
+    "deepseek-v3": ModelConfig(
+        129280,
+        7168,
+        3 * (LayerKind(DEEPSEEK, Dense(18432)),) + 58 * (LayerKind(DEEPSEEK, DEEPSEEK_EXPERTS),),
+        163840,
+        norm=NormKind(eps=1e-6),
+    ),
     "gpt-oss-20b": ModelConfig(201088, 2880, 12 * (gpt_oss(128), gpt_oss(None)), 131072),
 }

@@ -6,7 +6,9 @@ What it cannot say is how long a program takes; the peaks are the vendors' (dens
 
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -136,9 +138,18 @@ def is_gpu(target: Target) -> bool:
     return target.devices[0].platform == "gpu"
 
 
-def described(target: Target) -> AbstractContextManager[Any]:
+@contextmanager
+def described(target: Target) -> Iterator[None]:
     """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
-    what it is."""
+    what it is, and nothing warns of what compiling for an absent device brings along."""
+    with warnings.catch_warnings(), kernels_for(target):
+        # jax stores what it compiled for an absent device, and cannot read it back.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        yield
+
+
+def kernels_for(target: Target) -> AbstractContextManager[Any]:
     device = target.devices[0]
     if not is_gpu(target) or device.device_kind:
         return nullcontext()

@@ -12,6 +12,7 @@ from ...kvcache.placement import everywhere
 from ...model.config import ModelConfig
 from ...model.heads import Head
 from ...model.pair import Pair, PairConfig, Params
+from ...model.sharding import place_at
 from ...model.transformer import Decoder
 from ..options.speculation import SpeculativeConfig
 from ..programs.phases import Alone, Phases
@@ -54,7 +55,7 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
     folder, where = find(chosen.model), everywhere(params)
     if chosen.method == "heads" or (chosen.tree is not None and (folder / heads.FILE).exists()):
         head = heads.load_head(folder, config.hidden_size, params.embed.dtype)
-        return Beside(jax.device_put(head, where))
+        return Beside(jax.tree.map(lambda x: place_at(x, where), head))
     if chosen.tree is not None and not chosen.tree.is_comb:
         raise ValueError(
             f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed "

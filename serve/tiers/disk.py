@@ -9,6 +9,7 @@ it. Files are read, not mapped: a mapped file that cannot be read ends the proce
 
 import hashlib
 import os
+import re
 import tempfile
 import threading
 import time
@@ -22,8 +23,9 @@ from .tier import Content, Counts, Key
 
 MAGIC = b"duetto page 1\n"
 HEAD = len(MAGIC) + CHECKSUM
-FOLDERS = 2  # hexadecimal digits of a file that name its folder: no folder has many files
-SUFFIX, PARTIAL = ".page", ".partial-"
+FOLDERS, DIGITS = 2, 40  # of a file's hexadecimal digits the first name its folder: none has many files
+SUFFIX, PARTIAL = ".page", ".duetto-page-"
+OURS = re.compile(f"[0-9a-f]{{{DIGITS}}}{re.escape(SUFFIX)}")  # nothing else in a folder is touched
 ABANDONED = 3600  # seconds after which a file that is not whole is nobody's any more
 
 
@@ -32,10 +34,28 @@ def own(folder: Path) -> None:
     others own or can write to."""
     try:
         make(folder)
-    except OSError as error:
-        raise ValueError(f"{folder} is not allowed for pages: {error.strerror or error}") from error
-    if not folder.is_dir() or not owned(folder.stat()):
-        raise ValueError(f"{folder} is not allowed for pages: others own it or can write to it")
+        refused = not owned(folder.stat()) and "others own it or can write to it"
+    except FileExistsError as error:
+        refused = f"{error.filename} is no folder"
+    except (OSError, ValueError) as error:  # ValueError is a path's that no system has
+        refused = getattr(error, "strerror", None) or str(error)
+    if refused:
+        raise ValueError(f"{str(folder)!r} is not allowed for pages: {refused}")
+
+
+def place_at(path: str | Path, argument: str) -> Path:
+    """The folder that an argument names for pages to be written, made if there is none. Raises ValueError,
+    with the argument's name, for one that cannot be used."""
+    folder = Path(os.path.expanduser(path))
+    if not os.fspath(path):
+        raise ValueError(f"{argument}: '' is not allowed for pages: expected a folder")
+    try:
+        own(folder)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{argument}: {str(folder)!r} is not allowed for pages: you may not write there")
+    return folder
 
 
 class DiskTier:
@@ -76,11 +96,12 @@ class DiskTier:
             warn(f"pages are not kept in {self.folder}: {error.strerror or error}")
 
     def write(self, key: Key, content: Content) -> None:
-        """Keep a page. Raises OSError where that cannot be done."""
-        file = self._file(key)
-        if file not in self._sizes:
+        """Keep a page, also in place of a file that was cut off. Raises OSError where that cannot be
+        done."""
+        file, size = self._file(key), HEAD + len(content)
+        if self._sizes.get(file) != size:
             self._write(file, content)
-            self._add(file, HEAD + len(content))
+            self._add(file, size)
             self.counts.kept += 1
 
     def fetch(self, key: Key) -> Content | None:
@@ -103,17 +124,19 @@ class DiskTier:
             with suppress(OSError):  # another process may evict too
                 changed = place.stat().st_mtime_ns
                 if self._seen.get(place.name) != changed:
+                    known = self._known(place.name)  # before: what is written meanwhile is not gone
                     files = self._files(place)
-                    self._forget_others(place.name, {file for _, file, _ in files})
+                    for gone in known - {file for _, file, _ in files}:
+                        self._remove(gone)
                     found += files
                     self._seen[place.name] = changed
         for _, file, size in sorted(found):
             if file not in self._sizes:
                 self._add(file, size)
 
-    def _forget_others(self, place: str, files: set[str]) -> None:
-        for file in [file for file in self._sizes if file.startswith(place) and file not in files]:
-            self._remove(file)
+    def settle(self, until: float, most: int = 0) -> int:
+        """Nothing: what is offered is written."""
+        return 0
 
     def own(self) -> list[tuple[Key, Content]]:
         """None: files stay."""
@@ -125,7 +148,12 @@ class DiskTier:
     # ------------------------------------------------------------ the index
 
     def _file(self, key: Key) -> str:
-        return hashlib.blake2b(key, digest_size=20, key=self.realm).hexdigest()
+        return hashlib.blake2b(key, digest_size=DIGITS // 2, key=self.realm).hexdigest()
+
+    def _known(self, place: str) -> set[str]:
+        """The files of a folder."""
+        with self._lock:
+            return {file for file in self._sizes if file.startswith(place)}
 
     def _add(self, file: str, size: int) -> None:
         with self._lock:
@@ -138,7 +166,8 @@ class DiskTier:
 
     def _make_room(self, size: int) -> None:
         while self.nbytes + size > self.most_bytes and self._sizes:
-            file = next(iter(self._sizes))
+            with self._lock:
+                file = next(iter(self._sizes))
             self._remove(file)
             with suppress(OSError):
                 self._place(file).unlink()
@@ -156,7 +185,7 @@ class DiskTier:
             for entry in entries:
                 with suppress(OSError):
                     info = entry.stat(follow_symlinks=False)
-                    if entry.name.endswith(SUFFIX):
+                    if OURS.fullmatch(entry.name) and entry.name.startswith(place.name):
                         found.append((info.st_mtime, entry.name.removesuffix(SUFFIX), info.st_size))
                     elif entry.name.startswith(PARTIAL) and info.st_mtime < time.time() - ABANDONED:
                         os.unlink(entry.path)
@@ -191,7 +220,7 @@ class DiskTier:
                 os.utime(place)  # used now, for other processes too
             return content
         self.counts.damaged += 1
-        warn(f"{place} was damaged: its page is computed again")
+        warn(f"damaged pages in {self.folder}: they are computed again")
         with suppress(OSError):
             place.unlink()
         return None

@@ -46,6 +46,10 @@ class HostTier:
     def refresh(self) -> None:
         """Nothing: the memory is this process's alone."""
 
+    def settle(self, until: float, most: int = 0) -> int:
+        """Nothing: what is offered is here."""
+        return 0
+
     def own(self) -> list[tuple[Key, Content]]:
         with self._lock:
             return list(self._kept.items())

@@ -4,9 +4,12 @@ The engine's thread dispatches a gather of pages and goes on: their copy to the 
 the other way round. Back, the thread puts leaves on the device while other requests' steps run.
 """
 
+import itertools
 import queue
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +18,8 @@ from ..host.store import warn
 from ..programs.transfers import MOST, OFFERED, STAGED, Leaves, Transfers, contents, count_for, filled
 from .tier import Chain, Key, window_of
 
-FADE = 0.9  # of earlier fetches' seconds and bytes, with each
+FETCHES = 16  # whose rates are remembered, the latest
+FEWEST = 3  # that say how long one takes
 REFRESH = 2.0  # seconds without work after which a tier looks for what others have kept
 END = 10.0  # seconds that the end of an engine waits for its mover
 
@@ -56,9 +60,27 @@ class Ticket:
 Job = Callable[[], None]
 
 
+class Jobs:
+    """What a mover has to do, in order, but what somebody waits for goes first."""
+
+    def __init__(self):
+        self._jobs: queue.PriorityQueue[tuple[bool, int, Job | None]] = queue.PriorityQueue()
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return self._jobs.qsize()
+
+    def put(self, job: Job | None, awaited: bool = False) -> None:
+        self._jobs.put((not awaited, next(self._count), job))
+
+    def get(self, timeout: float | None = None) -> Job | None:
+        """Raises queue.Empty after so many seconds."""
+        return self._jobs.get(timeout=timeout)[-1]
+
+
 class Mover:
-    """Offers pages to a tier and fetches from it, one job after the other; `reopen` gives a tier for the
-    pages of other parameters.
+    """Offers pages to a tier and fetches from it, one job at a time; `reopen` gives a tier for the pages of
+    other parameters.
 
     Pages that are on their way to the tier are there already for whoever asks. Beyond OFFERED of them no more
     are taken, since a page that is nowhere is computed again; beyond STAGED what was fetched waits in the
@@ -67,17 +89,23 @@ class Mover:
 
     def __init__(self, tier: Chain, transfers: Transfers, reopen: Callable[[Any], Chain]):
         self.tier, self.transfers, self.reopen = tier, transfers, reopen
-        self.seconds = self.bytes = 0.0  # of what was fetched, the latest counting most
+        self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, as those waited who asked
         self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
         self._refreshed = time.monotonic()
         self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._work, name="duetto-mover", daemon=True)
         self._thread.start()
+
+    @property
+    def byte_seconds(self) -> float | None:
+        """Of a byte that is fetched, the median of the last fetches: one that the machine delayed says
+        little. None before there were some."""
+        return statistics.median(self._rates) if len(self._rates) >= FEWEST else None
 
     def has(self, key: Key) -> bool:
         return key in self._coming or self.tier.has(key)
@@ -95,12 +123,15 @@ class Mover:
         self._jobs.put(lambda: self._keep(keys, leaves))
 
     def fetch(self, keys: Sequence[Key], ticket: Ticket, patience: float) -> None:
-        """Bring pages to the device, for as many seconds as somebody waits."""
+        """Bring pages to the device, for as many seconds as somebody waits: before others are kept, unless
+        they are among these."""
         done = threading.Event()
         ticket.pending, ticket.until = done, time.monotonic() + patience
         ticket.rounds += 1
         asked = time.perf_counter()
-        self._jobs.put(lambda: self._bring(keys, ticket, done, asked))
+        with self._lock:
+            here = self._coming.keys().isdisjoint(keys)
+        self._jobs.put(lambda: self._bring(keys, ticket, done, asked), awaited=here)
 
     def taken(self, ticket: Ticket) -> None:
         """A request has its pages, or wants them no more."""
@@ -165,29 +196,31 @@ class Mover:
     def _bring(self, keys: Sequence[Key], ticket: Ticket, done: threading.Event, asked: float) -> None:
         """The last pages first: a tier keeps those longest that it has fetched last, and a prefix ends where
         one lacks. What others' pages take before these counts too."""
-        self.bytes *= FADE
+        size = 0
         try:
             for window in self.transfers.windows:
                 own = [key for key in reversed(keys) if window_of(key) == window]
                 for i in range(0, len(own), MOST):
                     if not ticket.dropped:
-                        self._bring_part(window, own[i : i + MOST], ticket)
+                        size += self._bring_part(window, own[i : i + MOST], ticket)
         finally:
-            self.seconds = FADE * self.seconds + time.perf_counter() - asked
+            if size:
+                self._rates.append((time.perf_counter() - asked) / size)
             done.set()
 
-    def _bring_part(self, window: int, keys: Sequence[Key], ticket: Ticket) -> None:
+    def _bring_part(self, window: int, keys: Sequence[Key], ticket: Ticket) -> int:
+        """Gives the bytes of what was there."""
         found = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
         if not found:
-            return
+            return 0
         n = count_for(len(found))
         leaves = filled(self.transfers.leaves(window, n), list(found.values()))
         if self._stage(n, ticket):
             leaves = self.transfers.put(window, leaves)
-        self.bytes += len(found) * self.transfers.page_bytes[window]
         with self._lock:
             if not ticket.dropped:
                 ticket.parts.append((list(found), leaves))
+        return len(found) * self.transfers.page_bytes[window]
 
     def _stage(self, pages: int, ticket: Ticket) -> bool:
         with self._lock:

@@ -7,17 +7,16 @@ from typing import Any
 import jax
 
 from ..host.store import cache_home
-from ..options.engine import EngineOptions
+from ..options.engine import GIB, EngineOptions
 from ..programs.compile import Programs
 from ..programs.sizing import host_memory
 from ..programs.transfers import Transfers
-from .disk import DiskTier, own
+from .disk import DiskTier, place_at
 from .host import HostTier
+from .later import Later
 from .mover import Mover
 from .realm import realm
 from .tier import Chain, Tier
-
-GIB = 1 << 30
 
 
 def check(options: EngineOptions) -> None:
@@ -28,13 +27,13 @@ def check(options: EngineOptions) -> None:
             f"{host_memory() / GIB:.1f} GiB: lower it"
         )
     if options.kv_disk_space:
-        own(folder(options))
+        place_at(folder(options), "kv_disk_path")
 
 
 def folder(options: EngineOptions) -> Path:
     """Where pages are kept in files. Raises ValueError where the user has no home for them."""
     try:
-        return Path(options.kv_disk_path or cache_home("pages"))
+        return Path(options.kv_disk_path or cache_home("pages")).expanduser()
     except RuntimeError as error:
         raise ValueError(f"kv_disk_space is not allowed without kv_disk_path: {error}") from error
 
@@ -45,10 +44,11 @@ def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> Chain:
     tiers: list[Tier] = []
     if options.swap_space:
         tiers.append(HostTier(int(options.swap_space * GIB)))
-    if options.kv_disk_space and all(isinstance(x, jax.Array) for x in jax.tree.leaves(params)):
-        named, most = realm(programs, params, options), int(options.kv_disk_space * GIB)
-        tiers.append(DiskTier(folder(options), named, most))
-    return Chain(tiers)
+    there = all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+    if options.kv_disk_space and there:
+        named = realm(programs, params, options)
+        tiers.append(Later(DiskTier(folder(options), named, options.kv_disk_space * GIB)))
+    return Chain(tiers, there)
 
 
 def mover_of(options: EngineOptions, programs: Programs, params: Any) -> Mover:

@@ -35,8 +35,8 @@ def realm(programs: Programs, params: Any, options: EngineOptions) -> bytes:
 def weights_hash(params: Any) -> str:
     """A hash of every number of the parameters, computed where they are."""
     found = hashlib.sha256()
-    for sums in [digest(leaf) for leaf in jax.tree.leaves(params)]:
-        found.update(jax.device_get(sums).tobytes())
+    for leaf in jax.tree.leaves(params):  # one by one: sums over a CPU's devices that overlap can hang
+        found.update(jax.device_get(digest(leaf)).tobytes())
     return found.hexdigest()
 
 

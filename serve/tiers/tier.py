@@ -75,6 +75,11 @@ class Tier(Protocol):
         """Look for pages that others have kept."""
         ...
 
+    def settle(self, until: float, most: int = 0) -> int:
+        """Wait until all that was offered is where it stays, but for `most` bytes, or until a time of the
+        monotonic clock; gives the pages that are still on their way."""
+        ...
+
     def own(self) -> list[tuple[Key, Content]]:
         """The pages that end with this process."""
         ...
@@ -85,10 +90,11 @@ class Tier(Protocol):
 
 
 class Chain:
-    """Tiers of which the first are the quickest: pages are offered to all of them, and found in any."""
+    """Tiers of which the first are the quickest: pages are offered to all of them, and found in any. One that
+    is not `whole` lacks those that parameters have to be there for."""
 
-    def __init__(self, tiers: Sequence[Tier]):
-        self.tiers = list(tiers)
+    def __init__(self, tiers: Sequence[Tier], whole: bool = True):
+        self.tiers, self.whole = list(tiers), whole
 
     @property
     def keeps(self) -> bool:
@@ -112,6 +118,9 @@ class Chain:
     def refresh(self) -> None:
         for tier in self.tiers:
             tier.refresh()
+
+    def settle(self, until: float, most: int = 0) -> int:
+        return sum(tier.settle(until, most) for tier in self.tiers)
 
     def own(self) -> list[tuple[Key, Content]]:
         return [entry for tier in self.tiers for entry in tier.own()]

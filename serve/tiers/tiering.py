@@ -5,6 +5,7 @@ allows Mooncake's (Qin et al., arXiv 2407.00079). A page that does not arrive is
 tokens come, never which.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,15 +14,18 @@ import jax
 
 from ...kvcache.pages import KVCache
 from ...kvcache.tables import AWAY, PageTables, Tables
+from ..host.store import warn
 from ..programs.transfers import MOST
 from .mover import Mover, Ticket
 from .snapshot import named_pages
-from .tier import Key, key_of, window_of
+from .tier import Chain, Key, key_of, window_of
 
 ROUNDS = 3  # in which pages are fetched for one admission: some may be evicted while others come
 TRIES = 16  # pages are fetched every so many times though it does not pay: rates change
 PATIENCE = 4.0, 0.5  # a fetch may take so many times what computing takes, and so many seconds
 PAUSE = 0.02  # seconds
+WRITING = 60.0  # seconds that the end of an engine waits for files
+AHEAD = 1 << 26  # bytes that are on their way then
 
 
 class Untiered:
@@ -59,6 +63,9 @@ class Untiered:
 
     def replaced(self, params: Any) -> None:
         """Pages of other parameters from now on."""
+
+    def woke(self, params: Any) -> None:
+        """The parameters may be there again."""
 
     def close(self, cache: KVCache | None) -> None:
         """Keep what can be found in the cache, if there is one, where it outlives the process; then end."""
@@ -174,13 +181,32 @@ class Tiering(Untiered):
     def replaced(self, params: Any) -> None:
         self.mover.replaced(params)
 
+    def woke(self, params: Any) -> None:
+        if not self.mover.tier.whole:
+            self.mover.replaced(params)
+
     def close(self, cache: KVCache | None) -> None:
+        """The same, in at most WRITING seconds: a disk that hangs keeps no process."""
         self.mover.close()
-        lasting = self.mover.tier.lasting
+        lasting, until, lost = self.mover.tier.lasting, time.monotonic() + WRITING, 0
         if cache is not None and lasting.tiers:
-            with suppress(jax.errors.JaxRuntimeError):  # of a device that has failed
-                for key, content in named_pages(cache, self.tables, self.mover.transfers, lasting):
-                    lasting.offer(key, content)
+            lost = self._keep_named(cache, lasting, until)
+        lost += lasting.settle(until)
+        if lost and time.monotonic() > until:
+            warn(f"{lost} pages were not written within {WRITING:g} seconds: they are computed again")
+
+    def _keep_named(self, cache: KVCache, lasting: Chain, until: float) -> int:
+        """Offer all pages that can be found by name until a time; gives how many could not be."""
+        names = ((name, g) for g, pool in enumerate(self.tables.pools) for name, _ in pool.named())
+        left = sum(not lasting.has(key_of(*name)) for name in names)
+        with suppress(jax.errors.JaxRuntimeError):  # of a device that has failed
+            for key, content in named_pages(cache, self.tables, self.mover.transfers, lasting):
+                lasting.settle(until, AHEAD)
+                if time.monotonic() > until:
+                    break
+                lasting.offer(key, content)
+                left -= 1
+        return left
 
     def _fill(self, cache: KVCache, ticket: Ticket) -> KVCache:
         for keys, leaves in ticket.parts:
@@ -196,10 +222,9 @@ class Tiering(Untiered):
 
     @property
     def fetch_seconds(self) -> float | None:
-        """Of the pages of all windows of as many tokens as a page has; None before any was fetched."""
-        if not self.mover.bytes:
-            return None
-        return sum(self.mover.transfers.page_bytes) / self.mover.bytes * self.mover.seconds
+        """Of the pages of all windows of as many tokens as a page has; None before some were fetched."""
+        one = self.mover.byte_seconds
+        return None if one is None else sum(self.mover.transfers.page_bytes) * one
 
     @property
     def compute_seconds(self) -> float | None:

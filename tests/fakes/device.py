@@ -101,12 +101,15 @@ class FakePrograms:
         self.log: list[tuple[str, int]] = []
         self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
 
-    def empty(self, params: Any) -> Arguments:
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
         self.pages = Pages()
         return Arguments(params, cast(Any, Donated(self.pages)), cast(Any, Donated({})))
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        B, T, M = shape.rows, shape.tokens, self.sizes.table_width
+        B, T, M = self.rows(shape), shape.tokens, self.sizes.table_width
         tokens, tables = (
             np.full((B, T), -1, np.int32),
             tuple(np.full((B, M), -1, np.int32) for _ in self.windows),
@@ -114,6 +117,18 @@ class FakePrograms:
         slot = np.full(B, empty_slot, np.int32)
         after = np.full(B, -1, np.int32) if shape.phase == "prefill" else None
         return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot, after)
+
+    def rows(self, shape: Shape) -> int:
+        """Rows of all shards."""
+        return self.sizes.shards * shape.rows
+
+    def shard(self, batch: Batch, row: int) -> int:
+        return row * self.sizes.shards // len(batch.slot)
+
+    def slot(self, batch: Batch, row: int) -> int:
+        """A row's seat among those of all shards."""
+        assert 0 <= batch.slot[row] < self.sizes.max_num_seqs
+        return self.shard(batch, row) * self.sizes.max_num_seqs + int(batch.slot[row])
 
     def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
         return Donated(slots.take() | {int(slot): Slot(new)})
@@ -133,7 +148,8 @@ class FakePrograms:
             raise KeyboardInterrupt
         pages.broken = pages.broken or fail == "read"
         width = 1 if shape.phase == "prefill" else shape.tokens
-        token, logprob = np.full((shape.rows, width), -1, np.int32), np.zeros((shape.rows, width))
+        B = self.rows(shape)
+        token, logprob = np.full((B, width), -1, np.int32), np.zeros((B, width))
         step = self._verified if shape.phase == "verify" else self._column
         for column in range(width):
             for row, position, drawn in step(shape, pages, slots, batch, column):
@@ -143,10 +159,11 @@ class FakePrograms:
         return Donated(pages), Donated(slots), output
 
     def _note(self, shape: Shape, batch: Batch) -> None:
-        assert batch.tokens.shape == (shape.rows, shape.tokens) and batch.count.max() <= shape.tokens
-        rows = zip(batch.slot.tolist(), batch.start.tolist(), batch.count.tolist(), strict=True)
+        assert batch.tokens.shape == (self.rows(shape), shape.tokens) and batch.count.max() <= shape.tokens
+        rows = [row for row, count in enumerate(batch.count) if count > 0]
         self.log.append(("dispatch", len(self.ran)))
-        self.ran.append((shape, [row for row in rows if row[2] > 0]))
+        told = [(self.slot(batch, row), int(batch.start[row]), int(batch.count[row])) for row in rows]
+        self.ran.append((shape, told))
 
     def _column(
         self, shape: Shape, pages: Pages, slots: dict[int, Slot], batch: Batch, column: int
@@ -154,11 +171,13 @@ class FakePrograms:
         """One step of all rows, writes before reads; gives (row, position, token) of every token that is
         emitted."""
         awake = [
-            row for row in range(shape.rows) if batch.count[row] > column and slots[int(batch.slot[row])].live
+            row
+            for row in range(self.rows(shape))
+            if batch.count[row] > column and slots[self.slot(batch, row)].live
         ]
         ends = {}
         for row in awake:
-            slot, first = slots[int(batch.slot[row])], int(batch.start[row]) + column
+            slot, first = slots[self.slot(batch, row)], int(batch.start[row]) + column
             stop = int(batch.count[row]) if shape.phase == "prefill" else column + 1
             for position, token in enumerate(batch.tokens[row, column:stop].tolist(), first):
                 cell = Cell(position, slot.last if token < 0 else token, shape.phase, self._is_long(slot))
@@ -166,7 +185,7 @@ class FakePrograms:
                     pages.cells[self._place(batch, g, row, position)] = cell
             ends[row] = first, first + stop - column
         for row in awake:
-            slot, (first, end) = slots[int(batch.slot[row])], ends[row]
+            slot, (first, end) = slots[self.slot(batch, row)], ends[row]
             tokens: list[int] = []
             for query in range(first, end):
                 tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
@@ -179,16 +198,17 @@ class FakePrograms:
         """Column of a verification: all tokens are written before the first, and a row goes on while its
         guesses are right."""
         if column == 0:
-            self._going = [r for r in range(shape.rows) if batch.count[r] and slots[int(batch.slot[r])].live]
+            rows = [row for row in range(self.rows(shape)) if batch.count[row]]
+            self._going = [row for row in rows if slots[self.slot(batch, row)].live]
             for row in self._going:
-                slot, start = slots[int(batch.slot[row])], int(batch.start[row])
+                slot, start = slots[self.slot(batch, row)], int(batch.start[row])
                 for position, token in enumerate(batch.tokens[row, : batch.count[row]].tolist(), start):
                     known = slot.last if token < 0 else token
                     cell = Cell(position, known, "decode", self._is_long(slot))
                     for g in range(len(self.windows)):
                         pages.cells[self._place(batch, g, row, position)] = cell
         for row in list(self._going):
-            slot, query = slots[int(batch.slot[row])], int(batch.start[row]) + column
+            slot, query = slots[self.slot(batch, row)], int(batch.start[row]) + column
             tokens, *_ = [self._read(pages, batch, g, row, query, slot) for g in range(len(self.windows))]
             drawn = -1
             if query + 1 >= slot.seat.known:
@@ -201,9 +221,9 @@ class FakePrograms:
         return self.boundary is not None and slot.seat.end - 1 > self.boundary
 
     def _place(self, batch: Batch, g: int, row: int, position: int) -> tuple[int, int, int]:
-        page = int(batch.page_tables[g][row, position // self.sizes.page_size])
-        assert 0 <= page < self.sizes.pages[g], f"position {position} has no page"
-        return g, page, position % self.sizes.page_size
+        page, pages = int(batch.page_tables[g][row, position // self.sizes.page_size]), self.sizes.pages[g]
+        assert 0 <= page < pages, f"position {position} has no page"
+        return g, self.shard(batch, row) * pages + page, position % self.sizes.page_size
 
     def _read(self, pages: Pages, batch: Batch, g: int, row: int, query: int, slot: Slot) -> list[int]:
         """The tokens that a query sees in a group."""
@@ -230,7 +250,7 @@ class FakePrograms:
         for b in range(B):
             following = [*batch.tokens[b, 1 : batch.count[b]], batch.after[b]]
             for i, token in enumerate(following[: batch.count[b]]):
-                if token >= 0 and batch.start[b] + i + 1 >= slots[int(batch.slot[b])].seat.scored:
+                if token >= 0 and batch.start[b] + i + 1 >= slots[self.slot(batch, b)].seat.scored:
                     scores[b, i] = fake_score(batch.start[b] + i + 1, token)
         return Scores(*self._later(pages, scores))
 

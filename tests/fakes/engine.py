@@ -114,8 +114,10 @@ def start(
     boundary: int | None = None,
     guesses: int = 0,
     adaptive: bool = False,
+    shards: int = 1,
 ) -> tuple[Engine, FakePrograms]:
-    """An engine over a fake device; `rows` prompts share a prefill, a call decodes `width` rows."""
+    """An engine over a fake device; `rows` prompts share a prefill, a call decodes `width` rows. Seats and
+    pages are those of each of `shards`."""
     longest, work = min(max_model_len, pages * page_size), max(budget, decode_steps, guesses) + 1
 
     def count(window: int | None) -> int:
@@ -124,13 +126,13 @@ def start(
         one = min(window_pages(window, work, page_size), -(-longest // page_size))
         return max(one, min(pages, one * seats))
 
-    sizes = Sizes(longest, seats, tuple(map(count, windows)), page_size)
+    sizes = Sizes(longest, seats, tuple(map(count, windows)), page_size, shards=shards)
     programs = FakePrograms(sizes, windows, boundary)
     prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, chunk), Shape("prefill", rows, 2)}
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
     classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
-    limits = Limits(seats, budget, 2, decode_steps, guesses)
+    limits = Limits(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
     return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs

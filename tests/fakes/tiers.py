@@ -82,7 +82,7 @@ class HandMover(Mover):
     def close(self) -> None: ...
 
     def work(self, most: int = 1_000_000) -> None:
-        for _ in range(min(most, self._jobs.qsize())):
+        for _ in range(min(most, len(self._jobs))):
             job = self._jobs.get()
             assert job is not None
             try:

@@ -1,7 +1,6 @@
 """The GPU's kernels, compiled for GPUs that are absent, read pages where they lie."""
 
 import re
-import warnings
 from functools import partial
 from typing import Any
 
@@ -64,10 +63,7 @@ def compiled(
     jitted = jax.jit(attend, donate_argnums=0, out_shardings=(places, queries))
     cache = KVCache((keys,), (None if latent else keys,))
     arguments = cache, batch, shape(queries, B, T, N, H), new, None if latent else new
-    with warnings.catch_warnings(), described(target):
-        # jax stores what it compiled for an absent device, and cannot read it back
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    with described(target):
         return jitted.lower(*arguments).compile(), device_bytes(cache)
 
 

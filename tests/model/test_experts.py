@@ -59,7 +59,7 @@ def test_choices_are_sorted_by_expert_then_by_token(count: int, E: int, active: 
 def test_products_of_sorted_rows_are_those_of_tiles(c: Experts, count: int, among: int):
     """Also where experts have no tokens."""
     w, x, chosen = weights(c), tokens(count), choices(c, count, among)
-    found, expected = by_ragged_products(w, c, x, chosen), by_tiles(w, c, x, chosen, 8)
+    found, expected = by_ragged_products(w.experts, c, x, chosen), by_tiles(w.experts, c, x, chosen, 8)
     assert found.shape == expected.shape == (count, c.active, D) and found.dtype == jnp.bfloat16
     a, b = (np.asarray(y, np.float32) for y in (found, expected))
     np.testing.assert_allclose(a, b, atol=0.02 * float(np.abs(b).max()))

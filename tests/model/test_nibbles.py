@@ -1,7 +1,6 @@
 """Products with weights of four bits: the GPU's kernel, interpreted, against the widened weight, and what XLA
 makes of it for GPUs that are absent."""
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -158,9 +157,7 @@ def test_devices_multiply_with_the_codes_that_they_hold(
         weight((4096, 1024), (groups, 1024), 1, zeros=True),
     )
     x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16, sharding=whole)
-    with warnings.catch_warnings(), described(target):
-        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    with described(target):
         compiled = jax.jit(lambda x, w: einsum("td,df->tf", x, w)).lower(x, w).compile()
     found = facts(compiled)
     assert {name: made.calls for name, made in found.collectives.items()} == (

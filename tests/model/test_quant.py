@@ -12,7 +12,7 @@ from cases.weights import EXPERTS, MIXED, PRODUCTS, SCHEMES, SINKING, dense, is_
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from duetto.model.config import ModelConfig
-from duetto.model.experts import by_ragged_products, by_tiles
+from duetto.model.experts import MoE, by_ragged_products, by_tiles
 from duetto.model.layers import einsum
 from duetto.model.sharding import shardings
 from duetto.model.transformer import Decoder, decoder_spec
@@ -127,12 +127,15 @@ def test_a_model_computes_with_the_widened_weights(mixed: Decoder, how: Any, len
 @pytest.mark.parametrize("layer", [1, 2])
 def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
     kind = EXPERTS if layer == 1 else SINKING
-    w = compress(mixed, projections(how)).layers[layer].ffn
+    found = compress(mixed, projections(how)).layers[layer].ffn
+    plain = mixed.layers[layer].ffn
+    assert isinstance(found, MoE) and isinstance(plain, MoE)
+    f = found.experts
     x = random(11, 64)
     chosen = jax.random.randint(jax.random.key(2), (11, 2), 0, kind.count, jnp.int32)
-    tiles = by_tiles(w, kind, x, chosen, 8)
-    np.testing.assert_allclose(tiles, by_ragged_products(w, kind, x, chosen), atol=1e-5)
-    moved = tiles - by_tiles(mixed.layers[layer].ffn, kind, x, chosen, 8)
+    tiles = by_tiles(f, kind, x, chosen, 8)
+    np.testing.assert_allclose(tiles, by_ragged_products(f, kind, x, chosen), atol=1e-5)
+    moved = tiles - by_tiles(plain.experts, kind, x, chosen, 8)
     assert float(jnp.abs(moved).max()) > 1e-5
 
 

@@ -143,7 +143,7 @@ def test_options_and_their_other_names():
         ({"max_model_len": 1.5}, TypeError, "max_model_len=1.5"),
         ({"reproducible": "no"}, TypeError, "reproducible='no': expected `bool`"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization 1.5"),
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size=2 is not supported: only 1"),
+        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size 2 is not allowed"),
         ({"quantization": "awq"}, ValueError, "quantization='awq'"),
         ({"page_size": 16, "block_size": 16}, TypeError, "page_size is given under two names"),
         ({"page_size": 48}, ValueError, "page_size 48"),

@@ -26,6 +26,19 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def test_a_cache_that_cannot_be_saved_costs_no_answer(run, capsys, monkeypatch):
+    """The device is full by then: the answers are kept, and the same command makes the output of them."""
+
+    def full(self, path):
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(FakeEngine, "save_cache", full, raising=False)
+    assert run(LINES, save_cache="pages").code == 1
+    said = capsys.readouterr().err
+    assert "pages: No space left on device" in said and "run the same command again" in said
+    assert len(run(LINES, save_cache="pages").answers) == len(LINES)
+
+
 # ---------------------------------------------------------------- what is not ours
 
 

@@ -4,6 +4,7 @@ sentence."""
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -180,6 +181,26 @@ def test_a_missing_model_is_one_sentence(command: list[str], capsys: pytest.Capt
     assert main([*command, "--model", "/nowhere"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("duetto: /nowhere")
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["batch", "in", "out"]])
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--load-cache", "nowhere"], "load_cache: no saved cache in 'nowhere': No such file"),
+        (["--load-cache", ""], "load_cache: no saved cache in ''"),
+        (["--save-cache", "file"], "save_cache: 'file' is not allowed for pages: file is no folder"),
+        (["--save-cache", ""], "save_cache: '' is not allowed for pages"),
+    ],
+)
+def test_a_cache_that_cannot_be_kept_is_refused_before_a_model_is_read(
+    tmp_path, monkeypatch, capsys, command, flags, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main([*command, "--model", "/nowhere", *flags]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and os.listdir(".") == ["file"]
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch):

@@ -82,6 +82,25 @@ def test_work_grows_as_it_should():
     assert verify.flops - prefill.flops == 7 * 2 * SMALL.vocab_size * SMALL.hidden_size
 
 
+def test_the_stages_of_a_pipeline_do_together_what_the_model_does():
+    shape, layers = Shape("decode", 8, 1), SMALL.layers
+    whole = abstract(decoder_spec(SMALL), jnp.dtype("float32"))
+    parts = [
+        demand(
+            shape,
+            dataclasses.replace(SMALL, layers=layers[i : i + 1]),
+            "float32",
+            100,
+            dataclasses.replace(whole, layers=whole.layers[i : i + 1]),
+            samples=i == 1,
+        )
+        for i in range(2)
+    ]
+    whole_flops = demand(shape, SMALL, "float32", 100).flops
+    assert sum(part.flops for part in parts) == pytest.approx(whole_flops, rel=1e-3)  # but for a norm
+    assert parts[1].bytes - parts[0].bytes >= nbytes(whole.embed)
+
+
 @pytest.mark.parametrize("phase, steps", [("prefill", 0), ("decode", 0), ("verify", 1)])
 def test_a_draft_model_counts_at_its_own_width(phase: str, steps: int):
     """It writes its keys in each phase, and reads its head only where it guesses: once for each token."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from duetto.kvcache.dealing import DealtTables, shard_of
 from duetto.kvcache.names import extend
-from duetto.kvcache.tables import GONE
+from duetto.kvcache.pool import PagePool
+from duetto.kvcache.tables import GONE, PageTables
 from duetto.serve.engine.engine import MAX_FAILURES
 from duetto.serve.engine.request import Request
 
@@ -42,13 +45,14 @@ class Serving(RuleBasedStateMachine):
         tier=st.sampled_from([0, 0, 3, 9, 100]),
         loses=st.sampled_from([None, None, 1, 3]),
         late=st.sampled_from([False, False, False, True]),
+        shards=st.sampled_from([1, 1, 2, 3]),
     )
     def begin(self, size: int, tokens: int, tier: int, loses: int | None, late: bool, **options: Any) -> None:
         if options["guesses"]:
             options["decode_steps"] = 1
         options |= {"page_size": size, "pages": -(-tokens // size), "max_model_len": 24}
         self.engine, self.programs = start(**options)
-        tiered = tier and options["caching"]
+        tiered = tier and options["caching"] and options["shards"] == 1
         self.mover = attach(self.engine, self.programs, tier, loses, late) if tiered else None
         # seats cost nothing in half of the engines: nobody in line gets one before a shape is full
         cheap = 1e-9 if options["rows"] > 1 else 1.0
@@ -148,7 +152,8 @@ class Serving(RuleBasedStateMachine):
             if self.mover is not None:
                 self.mover.work()
         assert not self.engine.has_work, f"unfinished after {bound} steps without arrivals"
-        assert self.engine.tables.occupancy == 0 and not any(self.engine.tables.reserved)
+        assert self.engine.tables.occupancy == 0
+        assert not any(sum(tables.reserved) for tables in self.shards)
         for request, stop_after in self.asked:
             self._check_result(request, *self._expected(request, stop_after))
 
@@ -171,7 +176,7 @@ class Serving(RuleBasedStateMachine):
         him."""
         if left and left[0] in seated:
             first = left[0]
-            verified = any(work.request is first for ran in self.engine._flight for work in ran.rows)
+            verified = any(work.request is first for work in self.engine._flights.rows)
             goes_on = first.slot is not None and (first.computed > seated[first][0] or verified)
             assert first.finished or self._crossed(first) or goes_on
         running = self.engine.scheduler.running.values()
@@ -184,28 +189,45 @@ class Serving(RuleBasedStateMachine):
         return len(request.tokens) == (self.options["boundary"] or -2) + 1
 
     def _check_books(self) -> None:
-        scheduler, tables = self.engine.scheduler, self.engine.tables
-        assert sorted([*scheduler.free_slots, *scheduler.running]) == list(range(self.options["seats"]))
+        scheduler = self.engine.scheduler
+        seats = self.engine.sizes.seats
+        assert sorted([*scheduler.free_slots, *scheduler.running]) == list(range(seats))
         owners: dict[tuple[int, int], list[tuple[Request, int]]] = defaultdict(list)
         for slot, request in scheduler.running.items():
             assert request.slot == slot and not request.finished
             for g, pages in enumerate(request.pages):
                 assert request.computed <= len(pages) * self.engine.sizes.page_size
-                most = tables.most[g]
+                most = self.shards[0].most[g]
                 assert most is None or sum(page != GONE for page in pages) <= most
                 for i, page in enumerate(pages):
-                    owners[g, page].append((request, i))
+                    owners[g, self.place(request, g, page)].append((request, i))
             self._check_contents(request)
         queue = {request for _, request in scheduler.waiting if not request.finished}
         assert queue | set(scheduler.running.values()) == {r for r, _ in self.asked if not r.finished}
         assert all(r.slot is None and not r.pages and r.computed == 0 for r in queue)
-        for g, pool in enumerate(tables.pools):
-            assert pool.references == [len(owners[g, page]) for page in range(pool.pages)]
+        for g, first, pool in self.pools():
+            places = range(first, first + pool.pages)
+            assert pool.references == [len(owners[g, page]) for page in places]
             assert pool.free + sum(count > 0 for count in pool.references) == pool.pages
         for (g, page), those in owners.items():
             if len(those) > 1 and page != GONE:
                 self._check_shared(g, page, those)
         self._check_names()
+
+    @property
+    def shards(self) -> list[PageTables]:
+        tables = self.engine.tables
+        return tables.shards if isinstance(tables, DealtTables) else [tables]
+
+    def pools(self) -> Iterator[tuple[int, int, PagePool]]:
+        """Of each group and shard the pool, and the number of its first page among those of all shards."""
+        for i, tables in enumerate(self.shards):
+            yield from ((g, i * pool.pages, pool) for g, pool in enumerate(tables.pools))
+
+    def place(self, request: Request, g: int, page: int) -> int:
+        """A request's page among those of all shards."""
+        assert shard_of(request.pages) == (request.slot or 0) // self.engine.sizes.max_num_seqs
+        return page if page == GONE else shard_of(request.pages) * self.engine.sizes.pages[g] + page
 
     def _check_tier(self) -> None:
         """What a tier has of a name are the cells of that name."""
@@ -220,7 +242,9 @@ class Serving(RuleBasedStateMachine):
         known = range(min(request.computed, len(request.tokens) - 1))
         for g, pages in enumerate(request.pages):
             for position in (p for p in known if pages[p // W] != GONE):
-                cell = self.programs.pages.cells[g, pages[position // W], position % W]
+                cell = self.programs.pages.cells[
+                    g, self.place(request, g, pages[position // W]), position % W
+                ]
                 assert (cell.position, cell.token) == (position, request.tokens[position])
                 phase = "prefill" if position < len(request.prompt) else "decode"
                 assert self.options["same_bits"] or cell.phase == phase
@@ -228,15 +252,15 @@ class Serving(RuleBasedStateMachine):
     def _check_shared(self, g: int, page: int, owners: list[tuple[Request, int]]) -> None:
         """Two requests own a page only where it is full, named, and after the same tokens for both."""
         W = self.engine.sizes.page_size
-        assert page in self.engine.tables.pools[g]._name_of
+        assert any(first + own == page for h, first, pool in self.pools() if h == g for own in pool._name_of)
         texts = {tuple(request.tokens[: (i + 1) * W]) for request, i in owners}
         assert len(texts) == 1 and len(texts.pop()) == (owners[0][1] + 1) * W
 
     def _check_names(self) -> None:
         """What is found under a name has been written with the tokens of that name, in the phase that may
         share it."""
-        W, pools = self.engine.sizes.page_size, self.engine.tables.pools
-        named = [(g, *entry) for g, pool in enumerate(pools) for entry in pool._page_of.items()]
+        W = self.engine.sizes.page_size
+        named = [(g, name, first + page) for g, first, pool in self.pools() for name, page in pool.named()]
         assert self.options["caching"] or not named
         for g, name, page in named:
             self._check_name(name, [self.programs.pages.cells[g, page, offset] for offset in range(W)])

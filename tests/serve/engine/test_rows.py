@@ -40,7 +40,9 @@ def test_rows_of_different_lengths_share_the_places_of_a_call():
 
     def cut(*tokens: int) -> list[tuple[int, list[int]]]:
         found = calls(shapes, cast("list[Any]", [Row(n) for n in tokens]))
-        return [(shape.area, [row.tokens for row in cast("list[Any]", rows)]) for shape, rows in found]
+        return [
+            (shape.area, [row.tokens for row in cast("list[Any]", [*rows.values()])]) for shape, rows in found
+        ]
 
     assert cut(4, 1, 1, 2) == [(8, [4, 1, 1, 2])]
     assert cut(5, 1, 1, 2) == [(16, [5, 1, 1, 2])]

@@ -200,3 +200,29 @@ def test_a_scored_prompt_takes_a_call_for_each_chunk():
     engine.submit(ask(prompt_of(0, 10), 1, prompt_logprobs=0))
     run(engine)
     assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]
+
+
+def test_requests_give_way_to_neighbours_of_their_shard_alone():
+    engine, _ = start(shards=2, pages=8, seats=2, max_model_len=28)
+    long, short = (7, 16), (3, 13)  # pairs of the first do not fit a shard's cache to their end
+    requests = [ask(prompt_of(i, own[0]), own[1], i) for i, own in enumerate((long, short, long, short))]
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    assert [request.slot for request in requests] == [0, 2, 1, 3]
+    run(engine)
+    assert [request.preemptions > 0 for request in requests] == [False, False, True, False]
+    assert all((r.outputs, r.finish_reason) == expected(r) for r in requests)
+
+
+def test_a_full_shard_is_left_alone_though_it_has_the_prompt():
+    engine, _ = start(shards=2, seats=1)
+    first, second = (ask(prompt_of(0, 16, own=1), 12, i) for i in range(2))
+    engine.submit(first)
+    for _ in range(4):
+        engine.step()
+    engine.submit(second)
+    engine.step()
+    assert (first.slot, second.slot) == (0, 1)
+    run(engine)
+    assert second.cached == 0 and all((r.outputs, r.finish_reason) == expected(r) for r in (first, second))

@@ -88,7 +88,7 @@ def test_dummy_weights_need_no_file_and_are_the_same_each_time(tmp_path):
     raw = json.loads((DEMO / "config.json").read_text()) | small
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (config, random, _), (_, again, _) = (
-        load_folder(tmp_path, "float32", load_format="dummy") for _ in range(2)
+        load_folder(tmp_path, "float32", options=EngineOptions(load_format="dummy")) for _ in range(2)
     )
     assert (config.vocab_size, config.hidden_size) == random.embed.shape == (8, 8)
     assert all(map(np.array_equal, jax.tree.leaves(random), jax.tree.leaves(again)))

@@ -1,5 +1,6 @@
 """When pages are kept and fetched, and who waits for them; over the fake device."""
 
+import threading
 import time
 
 import pytest
@@ -7,6 +8,9 @@ from fakes.engine import ask, expected, prompt_of, run, start
 from fakes.tiers import Forgetful, HandMover, attach
 
 from duetto.serve.programs.transfers import OFFERED
+from duetto.serve.tiers.host import HostTier
+from duetto.serve.tiers.later import Later
+from duetto.serve.tiers.mover import FETCHES, FEWEST
 from duetto.serve.tiers.tier import Chain
 from duetto.serve.tiers.tiering import ROUNDS, TRIES, Tiering
 
@@ -63,6 +67,29 @@ def test_a_prompt_waits_for_its_pages_while_others_go_on():
     assert waits.outputs == expected(waits)[0]
 
 
+def test_what_somebody_waits_for_goes_before_what_is_kept():
+    """But for pages that are among those yet to be kept."""
+    engine, _, mover = flooded()
+    serve(engine, None, ask(prompt_of(3, 30), 2, 2), ask(prompt_of(4, 30), 2, 3))
+    assert len(mover._jobs) > 1  # nothing is kept yet
+    soon, later = ask(prompt_of(0, 13), 2, 4), ask(prompt_of(3, 13), 2, 5)
+    engine.submit(soon)
+    engine.step()
+    mover.work(1)
+    engine.step()
+    assert soon.slot is not None and soon.cached == 12
+    run(engine)
+    engine.submit(later)
+    engine.step()
+    mover.work(1)
+    engine.step()
+    assert later.slot is None
+    mover.work()
+    run(engine)
+    assert later.cached == 12
+    assert [soon.outputs, later.outputs] == [expected(r)[0] for r in (soon, later)]
+
+
 def test_nobody_waits_for_ever():
     engine, _, mover = flooded()
     late = ask(prompt_of(0, 13), 2, 2)
@@ -103,6 +130,23 @@ def test_an_abort_while_pages_are_on_their_way_leaves_nothing_behind():
     serve(engine, mover, ask(prompt_of(0, 13), 2, 3))
 
 
+def test_an_abort_while_pages_are_on_their_way_out_leaves_them_to_others():
+    engine, programs = start(pages=8, page_size=4, seats=2)
+    mover = attach(engine, programs, 100)
+    first, gone = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 13), 12, 1)
+    for request in (first, gone):
+        engine.submit(request)
+    while not mover._coming:  # pages of the second are written over, and are in no tier yet
+        engine.step()
+    assert gone.preemptions and not mover.tier.report()["host"]["pages"]
+    engine.abort(gone)
+    again = ask(prompt_of(1, 13), 12, 2)
+    serve(engine, mover, again)
+    assert engine.report()["tiers"]["fetched"] > 0 and again.cached == 12
+    assert not mover._coming and mover._offered == [0] and mover._staged == 0
+    assert first.outputs == expected(first)[0] and gone.finish_reason == "abort"
+
+
 def test_a_preempted_request_goes_on_from_its_pages():
     """Decode writes other bits than prefill here: without a tier its outputs are fed through decode again."""
     engine, programs = start(pages=8, page_size=4, seats=2, same_bits=False)
@@ -124,17 +168,29 @@ def test_a_preempted_request_goes_on_from_its_pages():
 
 def test_what_does_not_pay_is_neither_kept_nor_fetched():
     engine, _, mover = flooded()
-    serve(engine, mover, ask(prompt_of(0, 13), 2, 2))
     tiers = engine.tiers
     assert isinstance(tiers, Tiering)
     tiers.token_seconds = lambda: 1e-12
+    for i in range(2, 2 + FEWEST):
+        assert tiers.pays is None
+        serve(engine, mover, ask(prompt_of(i % 2, 13 + 15 * (i % 2)), 2, i))
     assert tiers.pays is False
     before = engine.report()["tiers"]
-    for i in range(3, 3 + TRIES):
+    for i in range(5, 5 + TRIES):
         serve(engine, mover, ask(prompt_of(i % 2, 13 + 15 * (i % 2)), 2, i))
     after = engine.report()["tiers"]
     assert after["kept"] == before["kept"] and after["refused"] > before["refused"]
     assert after["pays"] is False and after["page_fetch_seconds"] > after["page_compute_seconds"]
+
+
+def test_one_fetch_that_was_delayed_says_little():
+    engine, _, mover = flooded()
+    assert isinstance(engine.tiers, Tiering)
+    engine.tiers.token_seconds = lambda: 1.0
+    mover._rates.extend([1e-9, 1e9, 1e-9])
+    assert engine.tiers.pays is True
+    mover._rates.extend([1e9] * FETCHES)
+    assert engine.tiers.pays is False
 
 
 def test_pages_beyond_those_on_their_way_are_left_out():
@@ -195,6 +251,7 @@ def test_prompts_share_a_prefix_that_is_computed_since_fetching_does_not_pay():
     tiers = engine.tiers
     assert isinstance(tiers, Tiering)
     tiers.token_seconds, tiers._asked = lambda: 1e-12, 0
+    mover._rates.extend([1e9] * FEWEST)
     requests, before = [ask(prompt_of(0, 13, own=1), 2, 4 + i) for i in range(3)], len(programs.ran)
     serve(engine, mover, *requests)
     computed = sum(
@@ -234,3 +291,21 @@ def test_pages_survive_the_sleep_of_an_engine_and_its_warm_up_lends_none_of_them
     assert waits.ticket is None and mover._staged == 0
     serve(engine, mover)
     assert waits.cached == 12 and waits.outputs == expected(waits)[0]
+
+
+def test_the_end_of_an_engine_waits_for_a_disk_until_a_time_and_says_what_is_not_written(monkeypatch, caplog):
+    engine, _, mover = flooded()
+    may = threading.Event()
+
+    class Hanging(HostTier):
+        lasts = True
+
+        def offer(self, key, content):
+            assert may.wait(timeout=600)
+
+    mover.tier = Chain([Later(Hanging(1 << 20))])
+    named = sum(len(pool.named()) for pool in engine.tables.pools)
+    monkeypatch.setattr("duetto.serve.tiers.tiering.WRITING", 0.05)
+    engine.close()
+    may.set()
+    assert named > 3 and f"{named} pages were not written within 0.05 seconds" in caplog.text

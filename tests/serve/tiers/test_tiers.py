@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve.tiers.disk import ABANDONED, HEAD, PARTIAL, DiskTier
+from duetto.serve.tiers.disk import ABANDONED, FOLDERS, HEAD, PARTIAL, DiskTier, place_at
 from duetto.serve.tiers.host import HostTier
 from duetto.serve.tiers.tier import Chain, key_of
 
@@ -80,6 +80,25 @@ def test_processes_find_each_others_pages_of_the_same_realm(tmp_path):
     assert on_disk(tmp_path).fetch(key(0)) == content(0)
 
 
+def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatch):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    folder = tier._file(key(0))[:FOLDERS]
+    second = next(i for i in range(1, 10_000) if tier._file(key(i)).startswith(folder))
+    files = tier._files
+
+    def meanwhile(place: Path) -> list[tuple[float, str, int]]:
+        found = files(place)
+        tier.offer(key(second), content(second))
+        return found
+
+    monkeypatch.setattr(tier, "_files", meanwhile)
+    tier._seen.clear()
+    tier.refresh()
+    assert tier.has(key(second)) and tier.fetch(key(second)) == content(second)
+    assert tier.nbytes == 2 * (HEAD + PAGE)
+
+
 def test_files_of_other_realms_take_room_too(tmp_path):
     on_disk(tmp_path, realm=OTHER).offer(key(0), content(0))
     tier = on_disk(tmp_path, 2)
@@ -129,6 +148,53 @@ def test_a_file_that_is_gone_is_no_page(tmp_path):
     tier.offer(key(0), content(0))
     next(tmp_path.rglob("*.page")).unlink()
     assert tier.has(key(0)) and tier.fetch(key(0)) is None and not tier.has(key(0))
+
+
+def test_a_file_that_was_cut_off_is_written_again_by_who_saves_it(tmp_path):
+    on_disk(tmp_path).write(key(0), content(0))
+    (file,) = tmp_path.rglob("*.page")
+    whole = file.read_bytes()
+    damage(file, "cut")
+    on_disk(tmp_path).write(key(0), content(0))
+    assert file.read_bytes() == whole
+
+
+def test_files_of_others_in_the_folder_stay_there(tmp_path):
+    """Whatever they are called, and however old they are, as the folder fills up."""
+    mine, pages = [], tmp_path / "pages"
+    for name in ("in/index.page", "en/.partial-download", "ab/cdef.page", "ab/ab.page", "notes.page"):
+        mine.append(pages / name)
+        mine[-1].parent.mkdir(parents=True, exist_ok=True)
+        mine[-1].write_bytes(b"mine" * PAGE)
+        os.utime(mine[-1], (0, 0))
+    pages.chmod(0o700)
+    tier = on_disk(pages, 3)
+    for i in range(5):
+        tier.offer(key(i), content(i))
+    tier.refresh()
+    assert tier.report()["pages"] == 3 and all(file.read_bytes() == b"mine" * PAGE for file in mine)
+
+
+def refused(path: Path | str) -> str:
+    with pytest.raises(ValueError) as found:
+        place_at(path, "kv_disk_path")
+    return str(found.value)
+
+
+def test_what_is_no_folder_for_pages_is_named_with_the_argument(tmp_path, monkeypatch):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to("nowhere")
+    assert refused(file) == f"kv_disk_path: {str(file)!r} is not allowed for pages: {file} is no folder"
+    assert "file is no folder" in refused(file / "below") and "link is no folder" in refused(link)
+    assert "null byte" in refused("a\0b") and "expected a folder" in refused("")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "you may not write there" in refused(tmp_path)
+
+
+def test_a_path_may_begin_with_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert place_at("~/pages", "kv_disk_path") == tmp_path / "pages" == place_at(tmp_path / "pages", "")
 
 
 def test_a_full_disk_keeps_nothing_and_hurts_nobody(tmp_path, monkeypatch):

@@ -2,26 +2,25 @@
 1701.06538).
 
 Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, a Hopper GPU with
-the kernel of `grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for `ragged_dot`, we go
-through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's bits depend
-on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product knows
-nothing of the others.
+the kernel of `model/grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for `ragged_dot`, we
+go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's bits
+depend on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product
+knows nothing of the others.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .config import Dense, Experts
-from .ffn import FFN, activate, feed_forward, ffn_spec
-from .grouped import can_multiply, on_one_device
-from .layers import Weight, biased, einsum, ragged_product
-from .tree import Spec, is_spec, pytree
-
-TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
+from ..config import Dense, Experts
+from ..ffn import FFN, activate, feed_forward, ffn_spec
+from ..grouped import can_multiply
+from ..layers import Weight, biased, einsum, ragged_product
+from ..scatter import apart
+from ..tree import Spec, is_spec, pytree, static
 
 
 @pytree
@@ -34,6 +33,7 @@ class MoE:
     router_bias: Any = None  # [E]
     correction: Any = None  # [E]
     shared: FFN | None = None
+    parts: Any = static(None)  # a `Parts` where devices share the layer
 
 
 def experts_spec(c: Experts, D: int, depth: int) -> MoE:
@@ -45,39 +45,60 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
         return replace(spec, shape=(E, *spec.shape), axes=("experts", *axes))
 
     return MoE(
-        router=Spec((D, E), ("model", "experts")),
+        router=Spec((D, E), ("model", "scores")),
         experts=jax.tree.map(stacked, ffn_spec(c.each, D, depth), is_leaf=is_spec),
-        router_bias=Spec((E,), ("experts",), scale=0.0) if c.router_bias else None,
-        correction=Spec((E,), ("experts",), scale=0.0, dtype=jnp.float32) if c.correction else None,
+        router_bias=Spec((E,), ("scores",), scale=0.0) if c.router_bias else None,
+        correction=Spec((E,), ("scores",), scale=0.0, dtype=jnp.float32) if c.correction else None,
         shared=ffn_spec(Dense(c.shared, c.activation), D, depth) if c.shared else None,
     )
 
 
-def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The chosen experts' outputs, weighted and added in order of their scores, and the shared one's."""
-    flat = x.reshape(-1, x.shape[-1])
-    weights, chosen = route(w, c, flat)
-    outputs = each_expert(w, c, flat, chosen, TILE if x.shape[1] == 1 else LARGE_TILE)
-    parts = (outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(c.active))
-    mixed = sum(parts, start=jnp.float32(0))
-    mixed = mixed.astype(x.dtype).reshape(x.shape)
-    return mixed if w.shared is None else mixed + feed_forward(w.shared, Dense(c.shared, c.activation), x)
+class Held(NamedTuple):
+    """The experts that a device has."""
+
+    experts: FFN  # each leaf with E before its axes
+    shared: FFN | None
+
+
+def add_all(
+    held: Held,
+    x: Float[Array, "tokens D"],
+    weights: Float[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    c: Experts,
+    tile: int,
+) -> Float[Array, "tokens D"]:
+    """The weighted sum of each token's experts, all of which are here, and the shared one's output."""
+    mixed = weighted(each_expert(held.experts, c, x, chosen, tile), weights, x.dtype)
+    return mixed if held.shared is None else mixed + shared_output(held.shared, c, x)
+
+
+def weighted(
+    outputs: Float[Array, "tokens A D"], weights: Float[Array, "tokens A"], dtype: Any
+) -> Float[Array, "tokens D"]:
+    parts = (outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(weights.shape[1]))
+    return sum(parts, start=jnp.float32(0)).astype(dtype)
+
+
+def shared_output(w: FFN, c: Experts, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
+    return feed_forward(w, Dense(c.shared, c.activation), x)
 
 
 def each_expert(
-    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
+    experts: FFN, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
 ) -> Float[Array, "tokens A D"]:
-    """Each token through each of its experts, in the way of the device."""
+    """Each token through each of its experts, in the way of the device. A choice beyond the experts is none,
+    its output any."""
 
     def products(x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]) -> Float[Array, "tokens A D"]:
-        return by_ragged_products(w, c, x, chosen)
+        return by_ragged_products(experts, c, x, chosen)
 
     return jax.lax.platform_dependent(
         x,
         chosen,
         tpu=products,
-        default=lambda x, chosen: by_tiles(w, c, x, chosen, tile),
-        **({"cuda": products} if has_kernel(w.experts, x.dtype) else {}),
+        default=lambda x, chosen: by_tiles(experts, c, x, chosen, tile),
+        **({"cuda": products} if has_kernel(experts, x.dtype) else {}),
     )
 
 
@@ -86,7 +107,9 @@ def has_kernel(f: FFN, dtype: Any) -> bool:
     weights = f.gate, f.up, f.down
     shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
     alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
-    return alike and can_multiply(dtype, *shapes) and on_one_device(weights)
+    # under `shard_map` too: it has not been compiled there
+    alone = all(jax.typeof(x).sharding.mesh.size <= 1 for x in jax.tree.leaves(weights))
+    return alike and can_multiply(dtype, *shapes) and alone
 
 
 def route(
@@ -116,11 +139,11 @@ def in_best_groups(c: Experts, scores: Float[Array, "tokens E"]) -> Bool[Array, 
 
 
 def by_ragged_products(
-    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
+    f: FFN, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
 ) -> Float[Array, "tokens A D"]:
     """Each token through each of its experts, as products of consecutive rows with one expert each."""
-    order, sizes = sorted_by_expert(chosen, c.count)
-    expert, f = chosen.reshape(-1)[order], w.experts
+    order, sizes = sorted_by_expert(chosen, count_of(f))
+    expert = chosen.reshape(-1)[order]
 
     def product(
         rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
@@ -128,14 +151,15 @@ def by_ragged_products(
         out = ragged_product(rows, weights, sizes, expert)
         return out if bias is None else out + bias[expert]
 
-    rows = x[order // c.active]
+    rows = x[order // chosen.shape[1]]
     gate, up = product(rows, f.gate, f.gate_bias), product(rows, f.up, f.up_bias)
     out = product(activate(c.each, gate, up), f.down, f.down_bias)
     return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
 
 
 def sorted_by_expert(chosen: Int[Array, "tokens A"], E: int) -> tuple[Int[Array, " rows"], Int[Array, " E"]]:
-    """The numbers of the choices, expert by expert in order of tokens, and how many each expert has.
+    """The numbers of the choices, expert by expert in order of tokens, and how many each expert has; choices
+    of none, E and beyond, come last.
 
     One sort of whole numbers that differ, and sums without a scatter, which GPUs would add up in any order.
     """
@@ -146,28 +170,33 @@ def sorted_by_expert(chosen: Int[Array, "tokens A"], E: int) -> tuple[Int[Array,
 
 
 def by_tiles(
-    w: MoE, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
+    f: FFN, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"], tile: int
 ) -> Float[Array, "tokens A D"]:
     """The same through tiles of rows of one expert; the last is padded, one without tokens has none."""
-    assigned = chosen.reshape(-1)
+    assigned, E = chosen.reshape(-1), count_of(f)
     order = jnp.argsort(assigned, stable=True)
     expert = assigned[order]
-    count = jnp.bincount(assigned, length=c.count).astype(jnp.int32)
+    count = jnp.bincount(assigned, length=E).astype(jnp.int32)
     tiles = (count + tile - 1) // tile
     ends = jnp.cumsum(tiles)
     before = jnp.cumsum(count) - count  # rows of the experts before each one
     row = (ends - tiles)[expert] * tile + jnp.arange(expert.size, dtype=jnp.int32) - before[expert]
-    most = expert.size // tile + min(c.count, expert.size)
-    rows = (
-        jnp.zeros((most * tile, x.shape[1]), x.dtype).at[row].set(x[order // c.active], unique_indices=True)
-    )
+    most = expert.size // tile + min(E, expert.size)
+    row = apart(row, expert < E, most * tile)
+    rows = jnp.zeros((most * tile, x.shape[1]), x.dtype)
+    rows = rows.at[row].set(x[order // chosen.shape[1]], mode="drop", unique_indices=True)
     owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right", method="compare_all")
 
     def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
         e, start = owner[i], i * tile
         a = jax.lax.dynamic_slice_in_dim(rows, start, tile)
-        own = jax.tree.map(lambda leaf: leaf[e], w.experts)
+        own = jax.tree.map(lambda leaf: leaf[e], f)
         return jax.lax.dynamic_update_slice_in_dim(out, feed_forward(own, c.each, a), start, 0)
 
     out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros_like(rows))
     return out[row][jnp.argsort(order)].reshape(*chosen.shape, -1)
+
+
+def count_of(f: FFN) -> int:
+    """E of experts side by side."""
+    return jax.tree.leaves(f)[0].shape[0]

@@ -1,0 +1,78 @@
+"""Pages of several shards: each has pools of its own, and a sequence's pages are all in one of them."""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+from .tables import Away, PageTables, Tables
+
+AS_BUSY = 8  # sequences more or less in a shard that make no step wider
+
+
+class Dealt(list[list[int]]):
+    """A sequence's tables, and the shard that its pages are in."""
+
+    def __init__(self, tables: Tables, shard: int):
+        super().__init__(tables)
+        self.shard = shard
+
+
+def shard_of(tables: Tables) -> int:
+    """The shard of a sequence's pages; without shards 0."""
+    return tables.shard if isinstance(tables, Dealt) else 0
+
+
+class DealtTables(PageTables):
+    """The tables of several shards behind what those of one say: each is asked about the sequences whose
+    pages are in it. Pages have the numbers of their shard."""
+
+    def __init__(self, make: Callable[[], PageTables], shards: int):
+        self.shards = [make() for _ in range(shards)]
+        self.windows, self.page_size = self.shards[0].windows, self.shards[0].page_size
+        self.lent = self.claimed = 0
+
+    @property
+    def occupancy(self) -> float:
+        return max(shard.occupancy for shard in self.shards)
+
+    def find(self, names: Sequence[bytes], away: Away | None = None) -> Tables:
+        """Of the shard that has most."""
+        return max(self.find_each(names), key=lambda found: len(found[0]))
+
+    def find_each(self, names: Sequence[bytes]) -> list[Dealt]:
+        """Pages of the longest prefix that each shard has."""
+        return [Dealt(shard.find(names), i) for i, shard in enumerate(self.shards)]
+
+    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> list[Dealt]:
+        """What the shards have that could take a sequence, the best first, where so many run in each and
+        `most` can: of those about as busy as each other the one that has most of it."""
+        found = [(running[own.shard], own) for own in self.find_each(names) if running[own.shard] < most]
+        ranked = [((n // AS_BUSY, -len(own[0]), n, own.shard), own) for n, own in found]
+        return [own for _, own in sorted(ranked, key=itemgetter(0))]
+
+    def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
+        return self._of(found).fits(found, tokens, end, spare)
+
+    def admit(self, found: Tables, tokens: int, end: int) -> Tables:
+        return Dealt(self._of(found).admit(found, tokens, end), shard_of(found))
+
+    def grow(self, tables: Tables, tokens: int) -> bool:
+        return self._of(tables).grow(tables, tokens)
+
+    def advance(self, tables: Tables, start: int, end: int) -> None:
+        self._of(tables).advance(tables, start, end)
+
+    def name(self, tables: Tables, names: Sequence[bytes], since: int) -> None:
+        self._of(tables).name(tables, names, since)
+
+    def release(self, tables: Tables, end: int) -> None:
+        self._of(tables).release(tables, end)
+
+    def growth(self, pages: Tables, end: int) -> int:
+        return self._of(pages).growth(pages, end)
+
+    def forget(self) -> None:
+        for shard in self.shards:
+            shard.forget()
+
+    def _of(self, tables: Tables) -> PageTables:
+        return self.shards[shard_of(tables)]

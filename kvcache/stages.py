@@ -1,0 +1,83 @@
+"""The stages of a pipeline: consecutive layers on devices of their own (GPipe, Huang et al., arXiv
+1811.06965), read off where the parameters lie. Keys stay with the layers that make them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from ..model.config import ModelConfig
+from ..model.pair import Params, target_of
+from ..model.transformer import Decoder
+from .pages import KVCache
+
+
+def stages(params: Params) -> list[range]:
+    """The layers of each stage; one stage where all parameters share their devices.
+
+    Raises ValueError where layers of the same devices do not follow one another, or what stands before the
+    first layer, or behind the last, lies elsewhere.
+    """
+    target = target_of(params)
+    found, start = [], 0
+    for _, layers in groupby(target.layers, devices):
+        count = len(list(layers))
+        found.append(range(start, start + count))
+        start += count
+    if len(found) > 1:
+        check(target, found)
+    return found
+
+
+def check(params: Decoder, found: Sequence[range]) -> None:
+    places = [devices(params.layers[span.start]) for span in found]
+    if len(set().union(*places)) < sum(map(len, places)):
+        raise ValueError(
+            "the layers of a pipeline's stage must follow one another: two stages share a device"
+        )
+    if params.head is None:
+        raise ValueError(
+            "a pipeline's parameters need a head, on the devices of the last layer: a copy of embed where "
+            "they are tied"
+        )
+    ends = {"embed": (params.embed, 0), "norm": (params.norm, -1), "head": (params.head, -1)}
+    for name, (part, stage) in ends.items():
+        if devices(part) != places[stage]:
+            which = "first" if stage == 0 else "last"
+            raise ValueError(f"parameter {name} must lie on the devices of the {which} layer of a pipeline")
+
+
+def devices(tree: Any) -> frozenset[Any]:
+    """All devices of a tree's arrays, or of shapes that have a place."""
+    return frozenset().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(tree)))
+
+
+def params_of(params: Decoder, span: range) -> Decoder:
+    """The parameters of a stage; the first has the embedding, the last the norm and the head."""
+    is_first, is_last = span.start == 0, span.stop == len(params.layers)
+    ends: Any = (params.norm, params.head) if is_last else (None, None)
+    return Decoder(
+        embed=params.embed if is_first else None,
+        layers=params.layers[span.start : span.stop],
+        norm=ends[0],
+        head=ends[1],
+        positions=params.positions if is_first else None,
+    )
+
+
+def config_of(config: ModelConfig, span: range) -> ModelConfig:
+    """The sizes of a stage."""
+    return replace(config, layers=config.layers[span.start : span.stop])
+
+
+def cache_of(cache: KVCache, span: range) -> KVCache:
+    """The pools of a stage."""
+    return KVCache(cache.k[span.start : span.stop], cache.v[span.start : span.stop])
+
+
+def joined(parts: Iterable[KVCache]) -> KVCache:
+    """The pools of all stages, in order."""
+    parts = list(parts)
+    return KVCache(tuple(k for part in parts for k in part.k), tuple(v for part in parts for v in part.v))

@@ -1,0 +1,19 @@
+"""Mixtures of experts, on one device and on several."""
+
+from .layer import mix_experts
+from .mixture import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
+from .parts import Parts, inner_dims, parted, unparted
+
+__all__ = [
+    "MoE",
+    "Parts",
+    "by_ragged_products",
+    "by_tiles",
+    "experts_spec",
+    "has_kernel",
+    "inner_dims",
+    "mix_experts",
+    "parted",
+    "sorted_by_expert",
+    "unparted",
+]

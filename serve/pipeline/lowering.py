@@ -1,0 +1,66 @@
+"""The programs of a pipeline's stages, each for its own devices, before they are compiled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from ...kvcache.placement import whole
+from ...kvcache.stages import cache_of, params_of
+from ...model.pair import target_of
+from ..programs.compile import Arguments, batch_like
+from ..programs.phases import Alone
+from ..programs.shapes import Shape, Sizes
+from ..programs.step import Front
+from .steps import Cut, front_of
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What the stages' programs follow from: phases, an engine's arguments as shapes, its sizes, and the
+    layers of each stage."""
+
+    phases: Alone
+    like: Arguments
+    sizes: Sizes
+    spans: Sequence[range]
+
+    def place(self, stage: int) -> Sharding:
+        """Where a stage has what is on each of its devices."""
+        layer = target_of(self.like.params).layers[self.spans[stage].start]
+        return whole(layer.ffn_norm.gain.sharding)
+
+    @property
+    def front(self) -> Front:
+        return at(front_of(self.like.slots), self.place(0))
+
+    def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
+        """A program for each stage."""
+        lowered, handed = [], None
+        for stage in range(len(self.spans)):
+            traced = self._trace(shape, stage, handed)
+            lowered.append(traced.lower())
+            handed = traced.out_info[1]
+        return lowered
+
+    def _trace(self, shape: Shape, stage: int, handed: Any) -> Any:
+        span, here = self.spans[stage], self.place(stage)
+        cut = Cut(self.phases.target, span, shape.phase, self.phases.acceptance)
+        cache, params = cache_of(self.like.cache, span), params_of(target_of(self.like.params), span)
+        pools = jax.tree.map(lambda pool: pool.sharding, cache)
+        batch = batch_like(shape, self.sizes, here)
+        if stage == 0:
+            jitted = jax.jit(cut.enter, donate_argnums=1, out_shardings=(pools, here))
+            return jitted.trace(params, cache, self.front, batch)
+        if stage < len(self.spans) - 1:
+            jitted = jax.jit(cut.go_on, donate_argnums=1, out_shardings=(pools, here))
+            return jitted.trace(params, cache, at(handed, here), batch)
+        jitted = jax.jit(cut.leave, donate_argnums=(1, 2), out_shardings=(pools, here, here, here))
+        return jitted.trace(params, cache, self.like.slots, at(handed, here), batch)
+
+
+def at(tree: Any, where: Sharding) -> Any:
+    """Shapes at another place."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)

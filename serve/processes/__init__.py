@@ -1,0 +1,1 @@
+"""One model over the devices of several processes: how they meet, what they tell each other, how all end."""

@@ -1,0 +1,179 @@
+"""Layouts of two devices that options ask for; `test_mesh.py` runs these tests where there are two."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import EXPERTS, TINY, Model, random_model
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from duetto import LLM, SamplingParams
+from duetto.checkpoints import huggingface
+from duetto.model.config import Experts, LayerKind, ModelConfig
+from duetto.model.experts import MoE, experts_spec, mix_experts
+from duetto.model.sharding import Layout, device_bytes, rules_for, shardings
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import init, is_spec, nbytes
+from duetto.model.weights.compress import compress, projections
+from duetto.model.weights.prepared import prepared
+from duetto.sampling.params import knobs_row
+from duetto.sampling.sample import sample
+from duetto.sampling.search import argmax
+from duetto.sampling.state import admit, empty_state
+from duetto.serve.loading.mesh import places, put
+from duetto.serve.tiers.realm import realm
+
+SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
+    "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,
+    "page_size": 16, "reproducible": False,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 110, 3))]
+TWO, TWO_WITH_EXPERTS = Layout(2), Layout(2, experts=True)
+
+
+def mesh_of(**axes: int) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(*axes.values()), tuple(axes))
+
+
+def generated(llm: LLM, prompts=PROMPTS) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def drawn(config: ModelConfig, name: str = "drawn") -> Model:
+    """Random, with weights large enough that greedy tokens have clear margins."""
+    spec = jax.tree.map(
+        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
+    )
+    return Model(name, config, jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
+
+
+def sharing(config: ModelConfig) -> ModelConfig:
+    """With one key head, which two devices share, and a vocabulary that they cannot split."""
+    layers = [replace(k, mixer=replace(k.mixer, num_kv_heads=1, sinks=True)) for k in config.layers]
+    return replace(config, layers=tuple(layers), vocab_size=301)
+
+
+@pytest.mark.parametrize(
+    "name, layout, own",
+    [
+        ("one key head", TWO, {"kv": 1, "group": 2}),
+        ("windows", TWO_WITH_EXPERTS, {"tensor": 2}),
+        ("latent", TWO_WITH_EXPERTS, {"tensor": 2}),
+    ],
+)
+def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: dict[str, int], oracle):
+    model = drawn(sharing(TINY)) if name == "one key head" else random_model(name)
+    expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
+    asked = {"tensor_parallel_size": layout.tensor, "enable_expert_parallel": layout.experts}
+    with LLM.from_params(model.config, model.params, **SMALL, **asked) as llm:
+        mesh: Any = llm.params.embed.sharding
+        assert dict(mesh.mesh.shape) == own and llm.get_world_size() == 2
+        assert generated(llm) == expected == [generated(llm, [prompt])[0] for prompt in PROMPTS]
+        for layer in llm.params.layers:
+            if isinstance(layer.ffn, MoE):
+                up = layer.ffn.experts.up
+                assert up.sharding.shard_shape(up.shape)[0] * 2 == up.shape[0]
+                assert device_bytes(layer.ffn.experts) * 2 == nbytes(layer.ffn.experts)
+        if name == "windows":  # pages are named after the mesh too
+            others = put(places(model.config, TWO), model.params), model.params, llm.params
+            assert len({realm(llm.engine.programs, p, llm.options) for p in others}) == 3
+
+
+def test_a_folder_is_loaded_as_the_options_say(tiny, oracle, tmp_path):
+    huggingface.save(tmp_path, tiny.config, tiny.params)
+    with LLM(tmp_path, tensor_parallel_size=2, **SMALL) as llm:
+        assert device_bytes(llm.params.embed) * 2 == nbytes(llm.params.embed)
+        assert generated(llm, PROMPTS[:1]) == [oracle(tiny)(PROMPTS[0], GREEDY)]
+
+
+def test_what_devices_cannot_do_is_refused_with_what_they_can(tiny, tmp_path):
+    huggingface.save(tmp_path, tiny.config, tiny.params)
+    with pytest.raises(ValueError, match="tensor_parallel_size 4 is not allowed: 6 heads .* so; 1, 2, 6 can"):
+        LLM(tmp_path, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="tensor_parallel_size 6 is not allowed: devices here are 2"):
+        LLM(tmp_path, tensor_parallel_size=6)
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 is not allowed: the mesh has 2 devices"):
+        LLM(tmp_path, tensor_parallel_size=3, mesh=mesh_of(tensor=2))
+    split = put(places(tiny.config, TWO), tiny.params)
+    with pytest.raises(ValueError, match="not allowed: the parameters lie on 2 devices"):
+        LLM.from_params(tiny.config, split, tensor_parallel_size=3, **SMALL)
+    wide = replace(EXPERTS, size=96)
+    grouped = drawn(replace(tiny.config, layers=(LayerKind(tiny.config.layers[0].mixer, wide),)))
+    with pytest.raises(
+        ValueError, match="layer 0: experts .* cannot be split over 2 .* enable_expert_parallel"
+    ):
+        LLM.from_params(grouped.config, grouped.params, tensor_parallel_size=2, quantization="int4", **SMALL)
+
+
+# ---------------------------------------------------------------- experts, sampling
+
+
+SHARED = replace(EXPERTS, size=128)
+BIASED = Experts(4, 2, 64, "clamped_silu", clamp=2.0, bias=True, router_bias=True)
+
+
+@pytest.mark.parametrize("how", [None, "int8", "int4"])
+@pytest.mark.parametrize("c", [SHARED, BIASED], ids=["shared", "biased"])
+@pytest.mark.parametrize("experts", [True, False], ids=["whole", "parts"])
+def test_experts_stay_where_they_are(c: Experts, how: Any, experts: bool):
+    """One all-reduce adds up what devices make of their own; nothing else goes between them."""
+    D, mesh = 64, mesh_of(tensor=2)
+    specs = jax.tree.map(lambda s: replace(s, scale=0.3), experts_spec(c, D, 4), is_leaf=is_spec)
+    w: Any = init(jax.random.key(0), specs)
+    if how:
+        w = replace(w, experts=compress({"layers": {"ffn": w.experts}}, projections(how))["layers"]["ffn"])
+    placed = prepared(put(shardings(experts_spec(c, D, 4), mesh, rules_for(mesh, experts)), w), False)
+    x = jax.random.normal(jax.random.key(1), (16, 1, D))
+    expected = np.asarray(jax.jit(partial(mix_experts, c=c))(w, x=x))
+    everywhere = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    program = jax.jit(partial(mix_experts, c=c)).lower(placed, x=everywhere).compile()
+    found = np.asarray(jax.block_until_ready(program(placed, x=everywhere)))
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+    assert moved(program) == {"all-reduce": 1}
+
+
+def moved(program: jax.stages.Compiled) -> Counter[str]:
+    """Instructions between devices, by kind."""
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    return Counter(re.findall(rf"= .*? ({kinds})(?:-start)?\(", program.as_text() or ""))
+
+
+def logits_over(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+
+
+@pytest.mark.parametrize("V", [2, 14, 254, 1000])
+def test_the_likeliest_token_is_found_in_parts(V: int):
+    """The first of equal ones too, wherever they lie."""
+    x = np.random.default_rng(0).integers(0, 5, (9, V)).astype(np.float32)
+    x[0], x[1, : V // 2], x[2, V // 2 :] = 0, -np.inf, -np.inf
+    found = jax.jit(argmax)(logits_over(mesh_of(tensor=2), x))
+    np.testing.assert_array_equal(np.asarray(jax.block_until_ready(found)), x.argmax(-1))
+
+
+def test_draws_from_logits_in_parts_are_those_of_one_device():
+    """All logits go between the devices once for the draw and once for the scores, never for an argmax."""
+    B, V = 4, 300
+    state = empty_state(B, V)
+    for slot, (temperature, top_p) in enumerate(((0.0, 1.0), (1.0, 0.9), (0.7, 0.5), (1.3, 1.0))):
+        params = SamplingParams(temperature=temperature, top_p=top_p, top_k=40, logprobs=2)
+        row = knobs_row(params, seed=slot, stop_ids=(), prompt_len=3)
+        state = admit(state, jnp.int32(slot), row)
+    x = np.asarray(jax.random.normal(jax.random.key(0), (B, V)), np.float32) * 4
+    slots, live = jnp.arange(B, dtype=jnp.int32), jnp.ones(B, bool)
+    expected = jax.jit(sample)(jnp.asarray(x), slots + 3, slots, live, state)
+    mesh = mesh_of(tensor=2)
+    whole = NamedSharding(mesh, PartitionSpec())
+    rest = jax.device_put((slots + 3, slots, live, state), whole)
+    program = jax.jit(sample).lower(logits_over(mesh, x), *rest).compile()
+    found = jax.block_until_ready(program(logits_over(mesh, x), *rest))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    sizes = re.findall(r"= .*?f32\[4,300\]\S* all-gather\(", program.as_text() or "")
+    assert len(sizes) == 2 and moved(program) == {"all-gather": 3}

@@ -1,0 +1,91 @@
+"""Serving in stages: what stages are made of, and tests that run in processes that have as many devices."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from duetto.serve.pipeline.clock import Clock
+from duetto.serve.pipeline.relay import Stages
+from duetto.serve.pipeline.split import balanced
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    "file, devices, least", [("two_stages.py", 2, 31), ("three_stages.py", 3, 1), ("two_by_two.py", 4, 2)]
+)
+def test_stages_give_the_tokens_of_one_device(file: str, devices: int, least: int):
+    """Stages of one device each have no collectives, so that there may be more of them than cores; those of
+    several take turns."""
+    flags = {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *options, str(TESTS / file)]
+    done = subprocess.run(
+        command, env=os.environ | flags, cwd=TESTS.parents[2], capture_output=True, text=True,
+        timeout=1740, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= least and "skipped" not in done.stdout
+
+
+def test_what_ran_before_a_clock_is_reset_does_not_count():
+    clock, may = Clock(1), threading.Event()
+
+    class Slow:
+        def is_ready(self) -> bool:
+            return False
+
+        def block_until_ready(self) -> None:
+            assert may.wait(timeout=600)
+
+    clock.ran(0, time.perf_counter(), time.perf_counter(), None, Slow())
+    clock.reset()
+    may.set()
+    clock.stop()
+    assert clock.report() == {"seconds": 0.0, "busy_seconds": [0.0], "bubbles": 0.0}
+    assert not any(thread.is_alive() for thread in clock._threads)
+
+
+def test_stages_work_at_the_same_time():
+    """The second stage's step and the first one's next wait for each other: in turn they would wait for
+    ever."""
+    both, meet = Stages([range(1), range(1, 2)]), threading.Barrier(2, timeout=600)
+
+    def first(step: int) -> int:
+        if step:
+            meet.wait()
+        return step
+
+    def second(step: int) -> int:
+        if step < 7:
+            meet.wait()
+        return step
+
+    done = [both.do(1, second, both.do(0, first, step)) for step in range(8)]
+    assert [promise.arrived() for promise in done] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "costs, stages, behind, lengths",
+    [
+        ([1] * 8, 2, 0, [4, 4]),
+        ([1] * 8, 2, 2, [5, 3]),
+        ([1, 1, 5, 1, 1], 3, 0, [2, 1, 2]),
+        ([3, 1, 1, 1], 2, 0, [1, 3]),
+        ([1, 1], 2, 100, [1, 1]),
+    ],
+)
+def test_layers_are_cut_where_the_slowest_stage_is_fastest(costs, stages, behind, lengths):
+    spans = balanced(costs, stages, behind)
+    assert [len(span) for span in spans] == lengths
+    assert [layer for span in spans for layer in span] == list(range(len(costs)))

@@ -1,0 +1,42 @@
+"""Two stages of two devices each, which split their layers; `test_pipeline.py` runs this test where there are
+four."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import pytest
+
+from duetto import LLM, SamplingParams
+from duetto.kvcache.stages import stages
+from duetto.model.sharding import device_bytes
+from duetto.model.tree import nbytes
+from duetto.serve.pipeline.relay import Stages
+from duetto.serve.programs.promise import Promise, arrived
+
+OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 160, "page_size": 16}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 80, 3))]
+
+
+def at_once(_: Stages, stage: int, work: Callable[..., Any], *given: Any) -> Promise:
+    """One program at a time: where collectives of several overlap, a CPU with fewer cores than devices can
+    hang."""
+    done: Future[Any] = Future()
+    done.set_result(jax.block_until_ready(work(*map(arrived, given))))
+    return Promise(done)
+
+
+@pytest.mark.parametrize("model", ["tiny", "windows"], indirect=True)
+def test_tokens_are_those_of_the_oracle(model, oracle, monkeypatch):
+    assert jax.device_count() == 4
+    monkeypatch.setattr(Stages, "do", at_once)
+    expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
+    own = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "reproducible": False}
+    with LLM.from_params(model.config, model.params, **OPTIONS, **own) as llm:
+        assert len(stages(llm.params)) == 2 and llm.get_world_size() == 4
+        for layer in llm.params.layers:
+            assert device_bytes(layer.attention.q) * 2 == nbytes(layer.attention.q)
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [list(out.outputs[0].token_ids) for out in found] == expected

@@ -1,0 +1,310 @@
+"""A model in two stages gives the tokens of one device; `test_pipeline.py` runs these tests where there are
+two."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.invariance import PARAMS, bits, prompts
+from jax.sharding import Mesh
+
+from duetto import LLM, SamplingParams
+from duetto.checkpoints.huggingface import load
+from duetto.kvcache.stages import stages
+from duetto.model.sharding import Layout
+from duetto.serve.commands.planned_stages import StagePlan, stage_plans
+from duetto.serve.commands.planning import abstract_arguments, main_shapes, plan_job
+from duetto.serve.loading.folder import DEMO
+from duetto.serve.loading.mesh import places, put, spread
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.pipeline.relay import Relay
+from duetto.serve.pipeline.split import split
+from duetto.serve.roofline.targets import here
+
+OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 60, 110, 3))]
+
+
+def staged(model) -> Any:
+    """A model's parameters on two devices."""
+    assert jax.device_count() == 2
+    return spread(model.config, model.params, Layout(stages=2))
+
+
+def cut(params: Any, layers: int) -> Any:
+    """The same with so many layers in the first stage."""
+    first, last = jax.devices()
+    places = [first] * layers + [last] * (len(params.layers) - layers)
+    return replace(params, layers=tuple(map(jax.device_put, params.layers, places)))
+
+
+def serve(model, params: Any = None, **options: Any) -> LLM:
+    params = staged(model) if params is None else params
+    kept = {"kv_cache_dtype": model.kv_cache_dtype}
+    return LLM.from_params(model.config, params, **OPTIONS | kept | options)
+
+
+def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in llm.generate(texts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny", "windows", "latent", "longrope", "int8", "windows, int8 cache"], indirect=True
+)
+def test_tokens_are_those_of_the_oracle(model, oracle):
+    plain, texts = oracle(model), prompts(model.config.vocab_size)
+    expected = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
+    with serve(model) as llm:
+        assert len(stages(llm.params)) == 2
+        assert generated(llm, texts, PARAMS) == expected
+        report = llm.report()
+        assert report["compilations"] == 0
+        assert all(seconds > 0 for seconds in report["stages"]["busy_seconds"])
+
+
+def test_bits_depend_on_the_request_alone(tiny):
+    texts = prompts(tiny.config.vocab_size)
+    with serve(tiny) as llm:
+        alone = []
+        for text, params in zip(texts, PARAMS, strict=True):
+            llm.engine.tables.forget()
+            alone += [bits(out) for out in llm.generate(text, params, use_tqdm=False)]
+        llm.engine.tables.forget()
+        for cached in (False, True):
+            outputs = llm.generate(texts, PARAMS, use_tqdm=False)
+            assert [bits(out) for out in outputs] == alone
+            assert any(out.num_cached_tokens for out in outputs) == cached
+
+
+def test_any_cut_will_do(tiny, oracle):
+    expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+    for layers in range(1, tiny.config.num_layers):
+        for micro_batches in (1, 3):
+            with serve(tiny, cut(staged(tiny), layers), micro_batches=micro_batches) as llm:
+                assert generated(llm) == expected
+
+
+def test_requests_give_way_and_come_back(tiny, oracle):
+    small = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}
+    expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+    with serve(tiny, **small) as llm:
+        assert generated(llm) == expected
+        assert llm.report()["preemptions"] > 0
+
+
+@pytest.mark.usefixtures("steady_steps")
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_guesses_change_no_token(tiny, oracle, method):
+    again = [prompt[:20] * 3 for prompt in PROMPTS]
+    expected = [oracle(tiny)(prompt, GREEDY) for prompt in again]
+    with serve(tiny, speculative_config={"method": method, "num_speculative_tokens": 3}) as llm:
+        assert generated(llm, again) == expected
+        assert any(name.startswith("verify") for name in llm.report()["steps"])
+
+
+def test_prompts_are_scored_as_on_one_device(tiny):
+    scored = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
+
+    def scores(llm: LLM) -> list[list[float]]:
+        outputs = llm.generate(PROMPTS, scored, use_tqdm=False)
+        return [[x.logprob for at in out.prompt_logprobs[1:] for x in at.values()] for out in outputs]
+
+    with serve(tiny) as llm, serve(tiny, tiny.params) as one:
+        for found, expected in zip(scores(llm), scores(one), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_aborted_requests_leave_others_alone(tiny, oracle):
+    expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+    with serve(tiny) as llm:
+        for i, prompt in enumerate(PROMPTS * 2):
+            llm.add_request({"prompt_token_ids": prompt}, GREEDY, str(i))
+        found = {}
+        for step in range(1000):
+            found |= {out.request_id: list(out.outputs[0].token_ids) for out in llm.step()}
+            if step < 4:
+                llm.abort(str(2 * step))
+            if not llm.has_unfinished_requests():
+                break
+        assert {name: found[name] for name in "1357"} == {str(i): expected[i % 4] for i in (1, 3, 5, 7)}
+
+
+def breaks(llm: LLM, step: int) -> None:
+    """Let a decode fail in the last stage, or on the one device."""
+    programs = llm.engine.programs.steps
+    shape = max(s for s in programs if s.phase == "decode")
+    own, calls = programs[shape], iter(range(1000))
+
+    def fails(*given: Any) -> Any:
+        if next(calls) == step:
+            raise jax.errors.JaxRuntimeError("INTERNAL: a device is lost")
+        return last(*given)
+
+    if isinstance(own, Relay):
+        last, programs[shape] = own.programs[-1], replace(own, programs=(*own.programs[:-1], fails))
+    else:
+        last, programs[shape] = own, fails
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, oracle, stages, monkeypatch):
+    """Two may not fit."""
+    with serve(tiny, tiny.params if stages == 1 else None) as llm:
+        programs = llm.engine.programs
+        shapes, make, left = {x.shape for x in jax.tree.leaves(programs.like.cache)}, programs.fresh_cache, []
+
+        def counted() -> Any:
+            left.append(sum(x.shape in shapes for x in jax.live_arrays()))
+            return make()
+
+        monkeypatch.setattr(programs, "fresh_cache", counted)
+        breaks(llm, step=3)
+        assert generated(llm) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+        assert left == [0]
+
+
+def test_a_step_that_fails_while_an_engine_goes_to_sleep_costs_nothing(tiny, oracle):
+    with serve(tiny) as llm:
+        breaks(llm, step=0)
+        for prompt in PROMPTS:
+            llm.add_request({"prompt_token_ids": prompt}, GREEDY)
+        shape = max(s for s in llm.engine.programs.steps if s.phase == "decode")
+        while not any(ran.shape == shape for flight in llm.engine._flights._steps for ran in flight):
+            llm.step()
+        llm.sleep(mode="keep")
+        llm.wake_up()
+        found = {
+            out.request_id: list(out.outputs[0].token_ids) for out in llm.wait_for_completion(use_tqdm=False)
+        }
+        assert list(found.values()) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+
+
+def test_weights_are_replaced_and_put_aside(tiny, oracle):
+    expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
+    with serve(tiny) as llm:
+        other = jax.tree.map(lambda x: 2 * x, llm.params)
+        llm.update_params(other)
+        assert generated(llm) != expected
+        llm.update_params(staged(tiny))
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert generated(llm) == expected
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"decode_steps": 4}, "decode_steps 4 is not allowed with 2 pipeline stages: only 1"),
+        ({"swap_space": 1.0}, "swap_space 1.0 is not allowed with 2 pipeline stages: only 0"),
+        ({"micro_batches": 9}, "micro_batches 9 is not allowed with max_num_seqs 8: 1 to 8"),
+        ({"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}}, "ngram and suffix"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(tiny, options, words):
+    with pytest.raises(ValueError, match=words):
+        serve(tiny, **options)
+
+
+def test_parameters_that_are_no_stages_are_refused(tiny):
+    params, (first, last) = staged(tiny), jax.devices()
+    back = jax.device_put(params.layers[0], last)
+    for words, wrong in {
+        "two stages share a device": replace(params, layers=(back, *params.layers)),
+        "embed must lie on the devices of the first": replace(
+            params, embed=jax.device_put(params.embed, last)
+        ),
+        "norm must lie on the devices of the last": replace(params, norm=jax.device_put(params.norm, first)),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            serve(tiny, wrong)
+    with pytest.raises(ValueError, match="micro_batches 2 is not allowed without"):
+        serve(tiny, tiny.params, micro_batches=2)
+
+
+def test_the_shipped_model_is_cut_by_an_option():
+    """Its embedding is its head too: the last stage has a copy."""
+    texts = ["One day, a", "def add(a, b):", "the"]
+    with LLM(**OPTIONS) as one, LLM(pipeline_parallel_size=2, **OPTIONS) as two:
+        found = [
+            [out.outputs[0].text for out in llm.generate(texts, GREEDY, use_tqdm=False)] for llm in (one, two)
+        ]
+        assert found[0] == found[1]
+        assert two.report()["stages"]["layers"] == ["0-2", "3-4"]
+        assert two.params.head is not None and one.params.head is None
+
+
+def test_a_tied_model_is_updated_with_trees_that_have_no_head():
+    """Nobody's checkpoint has the copy."""
+    config, params = load(DEMO, jnp.float32)
+    assert params.head is None
+    where = places(config, Layout(stages=2))
+    tied = put(replace(where, head=None), params)
+    with LLM.from_params(config, tied, **OPTIONS) as llm:
+        expected = generated(llm)
+        llm.update_params(jax.tree.map(lambda x: -x, tied))
+        assert generated(llm) != expected
+        llm.update_params(tied)
+        assert generated(llm) == expected
+        llm.update_params(llm.params)
+        assert generated(llm) == expected
+
+
+def test_stages_that_cannot_be_are_refused(tiny):
+    with pytest.raises(
+        ValueError, match="pipeline_parallel_size 3 is not allowed: 3 stages of 1 devices are 3"
+    ):
+        LLM(pipeline_parallel_size=3)
+    mesh = Mesh(np.array(jax.devices()), ("tensor",))
+    with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed with a mesh of your own"):
+        LLM(pipeline_parallel_size=2, mesh=mesh)
+    for options in ({"pipeline_parallel_size": 3}, {"tensor_parallel_size": 2}):
+        with pytest.raises(ValueError, match="the parameters lie on 2 devices"):
+            serve(tiny, staged(tiny), **options)
+    with serve(tiny) as llm:
+        with pytest.raises(ValueError, match="save_cache is not allowed with 2 pipeline stages"):
+            llm.save_cache("nowhere")
+        assert "duetto plan" in llm.report(explained=True)["explained"]
+    with pytest.raises(ValueError, match="pipeline_parallel_size 3 is not allowed for 2 layers: 1 to 2"):
+        split(tiny.config, 3)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"decode_steps": 4}, "decode_steps 4 is not allowed with 2 pipeline stages"),
+        ({"kv_disk_space": 1.0}, "kv_disk_space 1.0 is not allowed with 2 pipeline stages"),
+        ({"micro_batches": 33}, "micro_batches 33 is not allowed with max_num_seqs 32: 1 to 32"),
+        ({"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}}, "ngram and suffix"),
+        ({"micro_batches": 2, "pipeline_parallel_size": 1}, "micro_batches 2 is not allowed without"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_before_weights_are_read(monkeypatch, options, words):
+    def read(*given: Any, **others: Any) -> Any:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("duetto.serve.loading.folder.read_folder", read)
+    with pytest.raises(ValueError, match=words):
+        LLM(**{"pipeline_parallel_size": 2} | options)
+
+
+def test_a_plans_loops_over_keys_count_as_often_as_they_run():
+    """And what a quantised weight is widened to counts where nothing was compiled."""
+    target = replace(here(), devices=tuple(jax.devices()))
+    options = EngineOptions(pipeline_parallel_size=2, max_num_seqs=8, max_prefill_tokens=64)
+
+    def planned(compiled: bool, context: int, **asked: Any) -> list[StagePlan]:
+        plan = plan_job(None, None, "float32", replace(options, **asked), target, context)
+        shapes = main_shapes(plan.shapes)[1:] if compiled else []
+        return stage_plans(plan, abstract_arguments(plan), shapes)
+
+    touched = []
+    for context in (64, 900):
+        rows = [row for stage in planned(True, context) for row in stage.rows]
+        touched.append([row.facts.bytes for row in rows if row.facts])
+    assert len(touched[0]) == 2 and all(few < many for few, many in zip(*touched, strict=True))
+    for plain, widened in zip(planned(False, 64), planned(False, 64, quantization="int8"), strict=True):
+        assert plain.memory.temporaries < widened.memory.temporaries
