@@ -108,10 +108,11 @@ class Group:
             self._lost(f"rank {other} cannot be heard: {error}")
 
     def _lost(self, why: str, code: int = LOST) -> None:
+        if self.ended:
+            return
         if self._refused:
             end_process(1)
-        if not self.ended:
-            self.lose(why, code)
+        self.lose(why, code)
 
     def _take(self, other: int, message: Message) -> None:
         match message:

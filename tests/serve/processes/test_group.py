@@ -7,7 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,6 +26,14 @@ from duetto.serve.processes.messages import Beat, End, Hello, Link, Order, Refus
 from duetto.serve.processes.supervisor import TOKEN, free_port, share, supervise, wait
 
 SOON = 60.0  # seconds in which a thread must have noticed
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    until = time.monotonic() + SOON
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -61,17 +72,28 @@ def test_messages_arrive_as_they_were_sent(linked):
         theirs.receive()
 
 
+@dataclass
+class Lost:
+    said: list[tuple[str, int]]
+    heard: threading.Event
+
+    def __call__(self) -> tuple[str, int]:
+        assert self.heard.wait(SOON)
+        return self.said[0]
+
+
 @pytest.fixture
 def lost(monkeypatch):
     """What groups say instead of ending the process, as it comes."""
-    said, heard = [], threading.Event()
+    said: list[tuple[str, int]] = []
+    heard = threading.Event()
 
     def end_process(code: int, why: str = "") -> None:
         said.append((why, code))
         heard.set()
 
     monkeypatch.setattr(groups, "end_process", end_process)
-    return lambda: (heard.wait(SOON), said[0])[1]
+    return Lost(said, heard)
 
 
 @pytest.fixture
@@ -101,29 +123,43 @@ def test_a_silent_rank_is_lost(lost, pair):
     other.close()
 
 
-def test_a_rank_that_does_no_order_is_lost(lost, pair):
-    ours, other = pair(0.5)
-    stop = threading.Event()
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that groups look at, which passes when a test says so."""
+    now, looks = 0.0, 0
 
-    def beat() -> None:
-        while not stop.wait(0.02):
-            other.send(Beat(0))
+    def sleep(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        time.sleep(0.001)
 
-    beating = threading.Thread(target=beat)
-    beating.start()
+    def passes(seconds: float) -> None:
+        """And groups have looked since."""
+        nonlocal now
+        now += seconds
+        before = looks
+        soon(lambda: looks > before + 1)
+
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    return passes
+
+
+def test_a_rank_that_does_no_order_is_lost(lost, pair, clock):
+    ours, other = pair()
     ours.tell(Order("empty"))
-    assert lost() == ("rank 0 ends: rank 1 has done no order for 0.5 s", LOST)
-    stop.set()
-    beating.join()
+    other.send(Beat(0))
+    clock(SOON + 1)
+    assert lost() == (f"rank 0 ends: rank 1 has done no order for {SOON:g} s", LOST)
 
 
-def test_a_rank_that_is_always_one_order_behind_is_not(pair):
-    ours, other = pair(0.4)
-    for done in range(60):
+def test_a_rank_that_is_always_one_order_behind_is_not(lost, pair, clock):
+    ours, other = pair()
+    for done in range(10):
         ours.tell(Order("empty"))
+        clock(SOON / 2)
         other.send(Beat(done))
-        time.sleep(0.02)
-    assert not ours.ended  # and the process goes on
+        soon(lambda: ours._progress[1][0] == done)
+    assert not lost.said
 
 
 def test_what_one_rank_refuses_ends_all(lost, pair):
