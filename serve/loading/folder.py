@@ -23,6 +23,7 @@ from ...sampling.params import MAX_STOP_IDS, SamplingParams
 from ..host import progress
 from ..host.devices import default_device, memory_limit
 from ..options.engine import EngineOptions
+from ..processes.meeting import agree_on
 from .dtype import compute_dtype, dtype_name
 from .mesh import layout_of, places
 from .stages import with_head
@@ -42,7 +43,8 @@ def load_folder(
 
     With the load format "dummy" no weights are read: they are random.
 
-    Raises CheckpointError for the folder, ValueError for sizes that are no multiple of the mesh's.
+    Raises CheckpointError for the folder, ValueError for sizes that are no multiple of the mesh's, and where
+    processes of a group have other files.
     """
     defaults = checked_defaults(path)
     device = default_device() if mesh is None else mesh.devices.flat[0]
@@ -53,6 +55,7 @@ def load_folder(
     chosen = compute_dtype(dtype, device, None if is_random else path)
     if dtype_name(dtype) == "auto" and chosen == jnp.bfloat16:
         progress.say("computing in bfloat16, which this processor multiplies; the choice is dtype's")
+    agree_on(path)
     config, params = read(path, chosen, where, options.quantization)
     params = with_head(params)
     return config, transposed(params, donate=True), defaults

@@ -11,12 +11,14 @@ from dataclasses import asdict, replace
 from functools import wraps
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ...checkpoints import orbax
 from ..host.devices import default_device, is_started, processor
 from ..host.streams import silent_stdout
 from ..options.engine import EngineOptions
@@ -31,6 +33,7 @@ JOINING = 300.0  # seconds in which all ranks have to be there
 HELLO = 5.0  # seconds in which one who has come says who it is
 LONGEST_HELLO = 1 << 16  # bytes
 PAUSE = 0.1  # seconds between two tries to reach rank 0
+SAMPLE = 1 << 20  # bytes
 SETTINGS = (  # of jax, which programs follow from
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
@@ -202,6 +205,24 @@ def agree(what: Mapping[str, str]) -> None:
         others = [rank for rank, row in enumerate(every) if (row != every[0]).any()]
         if others:
             raise ValueError(f"{name} of {named(set(others))} are others than of rank 0")
+
+
+def agree_on(folder: Path) -> None:
+    """Raise ValueError, in all processes of a group, unless all have the same weights in a model's folder, as
+    the sizes of its files and their first and last bytes tell; nothing to do without a group."""
+    if group() is None:
+        return
+    files = [*folder.glob("*.safetensors"), *(folder / orbax.PARAMS).rglob("*")]
+    ends = [f"{f.relative_to(folder)} {f.stat().st_size} {ends_of(f)}" for f in sorted(files) if f.is_file()]
+    agree({"files of the model": "\n".join(ends)})
+
+
+def ends_of(file: Path) -> str:
+    """A hash of a file's first and last bytes."""
+    with open(file, "rb") as content:
+        first = content.read(SAMPLE)
+        content.seek(-min(SAMPLE, file.stat().st_size), os.SEEK_END)
+        return sha256(first + content.read()).hexdigest()
 
 
 def together(start: Callable[P, T]) -> Callable[P, T]:

@@ -1,6 +1,7 @@
 """A model in two stages gives the tokens of one device; `test_pipeline.py` runs these tests where there are
 two."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,37 @@ def test_requests_give_way_and_come_back(tiny, oracle):
     with serve(tiny, **small) as llm:
         assert generated(llm) == expected
         assert llm.report()["preemptions"] > 0
+
+
+def test_stages_compute_for_different_requests_at_the_same_time(tiny, oracle):
+    """From where all requests decode, every step of the last stage waits until the first has begun the next
+    one: stages that take turns would wait for ever. That is half of the time of stages in turn."""
+    long = replace(GREEDY, max_tokens=60)
+    with serve(tiny, micro_batches=2) as llm:
+        programs, meet = llm.engine.programs.steps, threading.Barrier(2, timeout=600)
+        calls, meetings = [0, 0], range(0)
+
+        def meeting(stage: int, program: Any) -> Any:
+            def called(*given: Any) -> Any:
+                calls[stage] += 1
+                if calls[stage] - (stage == 0) in meetings:
+                    meet.wait()
+                return program(*given)
+
+            return called
+
+        for shape in [shape for shape in programs if shape.phase == "decode"]:
+            both = tuple(meeting(i, program) for i, program in enumerate(programs[shape].programs))
+            programs[shape] = replace(programs[shape], programs=both)
+        for prompt in PROMPTS:
+            llm.add_request({"prompt_token_ids": prompt}, long)
+        running = llm.engine.scheduler.running
+        while len(running) < len(PROMPTS) or any(x.tokens == x.prompt for x in running.values()):
+            llm.step()
+        meetings = range(calls[0] + 2, calls[0] + 22)
+        found = [list(out.outputs[0].token_ids) for out in llm.wait_for_completion(use_tqdm=False)]
+        assert found == [oracle(tiny)(prompt, long) for prompt in PROMPTS]
+        assert calls[1] > meetings.stop
 
 
 @pytest.mark.usefixtures("steady_steps")

@@ -108,12 +108,12 @@ def test_processes_that_would_not_run_the_same_are_refused(tmp_path):
 
 
 def test_other_weights_are_refused(tmp_path):
+    """Also those that no device has whole."""
     tiny = random_model("tiny")
     ours, theirs = stored(tiny, tmp_path / "a"), tmp_path / "b"
-    norm = tiny.params.norm
-    save(theirs, tiny.config, replace(tiny.params, norm=replace(norm, gain=norm.gain + 1)))
+    save(theirs, tiny.config, replace(tiny.params, embed=tiny.params.embed + 1))
     ranks = of_group(SMALL | {"model": str(ours)}, model=str(theirs))
-    assert ranks[0][0] == 1 and "weights of rank 1 are others than of rank 0" in ranks[0][2]
+    assert ranks[0][0] == 1 and "files of the model of rank 1 are others than of rank 0" in ranks[0][2]
     assert ranks[1][0] in (0, 1) and "Traceback" not in ranks[1][2]  # nobody could take it up there
 
 
