@@ -158,7 +158,7 @@ def test_a_rank_that_is_always_one_order_behind_is_not(lost, pair, clock):
         ours.tell(Order("empty"))
         clock(SOON / 2)
         other.send(Beat(done))
-        soon(lambda: ours._progress[1][0] == done)
+        soon(lambda done=done: ours._progress[1][0] == done)
     assert not lost.said
 
 
