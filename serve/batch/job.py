@@ -15,11 +15,13 @@ from ...sampling.params import SamplingParams
 from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
+from ..openai.replies import usage
+from ..openai.tasks import RequestError, Task, encodable, prompt_ids
 from ..outputs import RequestOutput
-from ..text.chat import ChatTemplateError, apply_chat
+from ..text.chat import ChatTemplateError
 from ..text.tokenizer import Tokenizer
-from .answers import Answers, usage
-from .lines import INTERNAL, Address, LineError, RawLine, Task, address_of, decode, encodable, task_of
+from .answers import Answers
+from .lines import INTERNAL, Address, RawLine, address_of, decode, task_of
 from .source import Input
 
 if TYPE_CHECKING:
@@ -228,12 +230,12 @@ class Job:
 
     def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
-            prompt = self._prompt(task, engine)
+            prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
             engine.add_request(prompt, task.params, str(line.index))
         except ChatTemplateError as error:
-            raise LineError("chat_template_error", str(error)) from None
+            raise RequestError("chat_template_error", str(error)) from None
         except (ValueError, TypeError) as error:
-            raise LineError("invalid_request", str(error)) from None
+            raise RequestError("invalid_request", str(error)) from None
         self._running[str(line.index)] = line, task
 
     def _load(self) -> BatchEngine:
@@ -259,17 +261,6 @@ class Job:
                 "machine that began the job (--compilation-cache), or choose another output"
             )
 
-    def _prompt(self, task: Task, engine: BatchEngine) -> list[int]:
-        tokenizer, most = engine.tokenizer, engine.longest_prompt
-        if isinstance(task.prompt, list):
-            return task.prompt
-        if tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the prompt as token ids")
-        if task.messages is not None:
-            return apply_chat(tokenizer, task.messages, most, now=self._now, **task.template_variables)
-        assert task.prompt is not None
-        return tokenizer.encode(task.prompt, most=most)
-
     def _seed(self, line: RawLine) -> int:
         """64 bits for a line without a seed of its own."""
         return int.from_bytes(sha256(f"{self._options.seed} {line.number}".encode()).digest()[:8], "big")
@@ -279,7 +270,7 @@ class Job:
             return
         known = blake2b(msgspec.json.encode(name), digest_size=16).digest()
         if known in self._ids:
-            raise LineError("duplicate_id", f"an earlier line has the same id, {str(name)[:60]}")
+            raise RequestError("duplicate_id", f"an earlier line has the same id, {str(name)[:60]}")
         self._ids.add(known)
 
 
@@ -323,13 +314,13 @@ class Progress:
             self._bar.close()
 
 
-def line_error(error: Exception) -> LineError:
+def line_error(error: Exception) -> RequestError:
     """What a line is told of an exception. One that nobody foresaw says so by its code, and by its type."""
-    if isinstance(error, LineError):
+    if isinstance(error, RequestError):
         return error
     if isinstance(error, RecursionError):
-        return LineError("invalid_request", "the line, or JSON text in it, is nested too deeply")
-    return LineError(INTERNAL, f"internal error, {type(error).__name__}: {error}"[:MESSAGE])
+        return RequestError("invalid_request", "the line, or JSON text in it, is nested too deeply")
+    return RequestError(INTERNAL, f"internal error, {type(error).__name__}: {error}"[:MESSAGE])
 
 
 def about(line: RawLine, output: RequestOutput, products: str | None) -> dict[str, Any]:

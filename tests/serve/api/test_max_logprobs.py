@@ -8,7 +8,7 @@ import pytest
 
 from duetto import LLM, SamplingParams
 from duetto.model.pair import PairConfig
-from duetto.serve.batch.answers import likeliest
+from duetto.serve.openai.replies import likeliest
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs import kept
 from duetto.serve.programs.compile import arguments_like, operands

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from duetto.serve.batch.answers import Answers
 from duetto.serve.batch.job import BatchOptions
-from duetto.serve.batch.lines import Address, LineError, RawLine, address_of, decode, task_of
+from duetto.serve.batch.lines import Address, RawLine, address_of, decode, task_of
 from duetto.serve.batch.run import run_batch
+from duetto.serve.openai.tasks import RequestError
 
 
 def deep(levels: int, inside: str = "1") -> str:
@@ -167,7 +168,7 @@ def test_every_line_is_a_task_or_an_error_of_its_own(fields, message, shape):
         found = decode(RawLine(1, 0, text, len(text), 0), 1 << 20)
         address = address_of(found)
         task_of(found, {}, seed=1)
-    except LineError as error:
+    except RequestError as error:
         assert error.code != "internal_error"
         assert json.loads(Answers("salt", "model").error(1, address, error))
 

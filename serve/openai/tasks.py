@@ -1,0 +1,180 @@
+"""What a request asks for, in OpenAI's API and under vLLM's names."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from ...refusals import among, nearest
+from ...sampling.params import SamplingParams
+from ..text.chat import ChatTemplateError, apply_chat, check_messages
+from ..text.tokenizer import Tokenizer
+from .neutral import HARMLESS, NEUTRAL
+
+Form = Literal["plain", "completion", "chat"]
+MAX_CHOICES = 128  # completions of one line: OpenAI's limit
+
+SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
+CHAT = frozenset(
+    {"model", "messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
+)
+COMPLETION = frozenset({"model", "prompt"})
+# OpenAI's answers have no place for what these ask for.
+PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
+BODY = SAMPLING - PLAIN_ONLY
+# Variables of a chat template that are not the line's to set.
+TEMPLATE_OWN = frozenset(
+    {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "now"}
+)
+
+
+class RequestError(ValueError):
+    """What is wrong with a request: a code for programs, a sentence for people, and the field."""
+
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a request asks for: text or token ids to continue, or messages to reply to.
+
+    `model` is the name that it gives the model, if it names one.
+    """
+
+    form: Form
+    id: str | int | None
+    params: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+
+
+def task_of_body(
+    form: Form, name: str | int | None, body: dict[str, Any], defaults: Mapping[str, Any], seed: int | None
+) -> Task:
+    """What the body of a completion or of a chat asks for. `defaults` are sampling parameters that it need
+    not give, `seed` its seed likewise.
+
+    Raises RequestError naming the field, its value and what is allowed.
+    """
+    body = {k: v for k, v in body.items() if v is not None}
+    model = body.get("model")
+    require(model is None or isinstance(model, str), "model", model, "a string")
+    if form == "chat":
+        params = sampling_of(_chat_fields(body), {"max_tokens": None, **defaults}, seed)
+        return replace(chat_of("chat", name, params, body), model=model)
+    require("prompt" in body, "prompt", None, "a string or a list of token ids")
+    params = sampling_of(_body_fields(body, COMPLETION), {"max_tokens": 16, **defaults}, seed)
+    return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model)
+
+
+def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime | None = None) -> list[int]:
+    """A task's prompt as token ids, at most so many. `now` is the time that chat templates see.
+
+    Raises ChatTemplateError, and ValueError for a prompt that is too long, or text where there is no tokenizer.
+    """
+    if isinstance(task.prompt, list):
+        return task.prompt
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give the prompt as token ids")
+    if task.messages is not None:
+        return apply_chat(tokenizer, task.messages, most, now=now, **task.template_variables)
+    assert task.prompt is not None
+    return tokenizer.encode(task.prompt, most=most)
+
+
+def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
+    left out.
+
+    Raises RequestError for a field that is understood only as far as it asks for nothing, but asks for
+    something.
+    """
+    fields = {}
+    for name, value in given.items():
+        if name in NEUTRAL and name not in known | others:
+            allowed = " or ".join(json.dumps(x) for x in NEUTRAL[name])
+            require(among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
+        elif name not in HARMLESS | others:
+            fields[name] = value
+    return fields
+
+
+def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
+    fields = asking(body, BODY, others)
+    for name in (name for name in fields if name not in BODY):
+        near = nearest(name, BODY | others)
+        hint = f"; did you mean {near}?" if near else ""
+        raise RequestError("invalid_request", f"{name[:60]} is not supported in a body{hint}")
+    return fields
+
+
+def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters under the names and in the meaning that they have for chat."""
+    fields = _body_fields(body, CHAT)
+    if "max_completion_tokens" in body:
+        fields["max_tokens"] = body["max_completion_tokens"]
+    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
+    require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
+    require(wanted or among(top, (0,)), "top_logprobs", top, "only with logprobs true")
+    return fields | ({"logprobs": top} if wanted else {})
+
+
+def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> SamplingParams:
+    merged = {**defaults, **fields}
+    if merged.get("seed") is None:
+        merged["seed"] = seed
+    try:
+        params = SamplingParams.from_dict(merged)
+    except (TypeError, ValueError) as error:
+        raise RequestError("invalid_request", str(error)[:500]) from None
+    require(params.n <= MAX_CHOICES, "n", params.n, f"1 to {MAX_CHOICES}")
+    return params
+
+
+def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:
+    variables = fields.get("chat_template_kwargs") or {}
+    require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
+    taken = sorted(TEMPLATE_OWN.intersection(variables))
+    require(not taken, "chat_template_kwargs", taken, "other variables of the template")
+    try:
+        messages = check_messages(fields.get("messages"))
+    except ChatTemplateError as error:
+        raise RequestError("invalid_request", str(error)) from None
+    return Task(form, name, params, messages=messages, template_variables=variables)
+
+
+def prompt_of(name: str, value: Any) -> str | list[int]:
+    """A string or token ids; OpenAI's clients also send either in a list of one."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        require(len(value) == 1, name, value, "one prompt a line; give each its own")
+        value = value[0]
+    ids = isinstance(value, list) and all(type(i) is int for i in value)
+    require(ids or isinstance(value, str), name, value, "a string or a list of token ids")
+    return value
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise RequestError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}", name)
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON does not have."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def as_json(value: Any) -> str:
+    """A value for a message, cut short."""
+    if isinstance(value, (list, dict)):
+        kind = "a list" if isinstance(value, list) else "an object"
+        return f"{kind} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
