@@ -13,12 +13,12 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/duetto batch examples/prompts.jsonl $$out && \
 	$(BIN)/python examples/show_answers.py examples/prompts.jsonl $$out 3
 
-# A file's tests stay in one process: they share engines.
+# A file's tests stay in one process: they share engines. One that crashes ends the run: xdist would hang.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 coverage: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --cov --cov-report=term
 
 # Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).
 # Flags go into BENCH, as in `make bench BENCH="--quick"`.
