@@ -27,6 +27,7 @@ class Command:
 COMMANDS = {
     "generate": Command("PROMPT", "continue one prompt and show the text as it comes"),
     "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped"),
+    "serve": Command("[MODEL]", "answer requests of OpenAI's API over HTTP"),
     "plan": Command("", "show shapes, memory and roofline before anything runs"),
     "bench": Command("", "measure decode, prefill and startup on this machine"),
     "buckets": Command("INPUT", "find the padding buckets that suit a workload"),

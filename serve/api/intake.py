@@ -13,7 +13,7 @@ from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, t
 from ...sampling.state import check_choice
 from ..engine.request import Request, ScoreLog
 from ..options.engine import EngineOptions
-from ..outputs import CompletionOutput, Logprob, RequestOutput
+from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.stops import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .ticket import Ticket
@@ -217,6 +217,21 @@ class Intake:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
+        )
+
+    def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
+        """What a stream adds to a completion, of which `start` tokens were given out."""
+        scores, top = None, request.params.logprobs
+        if top is not None:
+            places = enumerate(delta.token_ids, start)
+            scores = [self._alternatives(token, request.scores, i, top) for i, token in places]
+        return CompletionOutput(
+            index=delta.index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=scores,
+            finish_reason=delta.finish_reason,
+            stop_reason=request.stop_reason,
         )
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:

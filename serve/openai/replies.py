@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .tasks import Task
 
+Scores = dict[int, Logprob]  # of one position
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
 
 
@@ -25,7 +27,7 @@ class Replies:
     ) -> dict[str, Any]:
         """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
         chat = task.form == "chat"
-        choice = self._chat_choice if chat else self._completion_choice
+        choice = self.chat_choice if chat else self.completion_choice
         return {
             "id": ("chatcmpl-" if chat else "cmpl-") + id,
             "object": "chat.completion" if chat else "text_completion",
@@ -45,7 +47,7 @@ class Replies:
         textless = self.tokenizer is None or not task.params.detokenize
         return {**ending, "token_ids": output.token_ids} if textless else ending
 
-    def _completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task))
@@ -56,26 +58,42 @@ class Replies:
             **self.ending(output, task),
         }
 
-    def _chat_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def chat_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text}
+        return {"index": output.index, "message": message, **self._chat_ending(output, task)}
+
+    def chat_delta(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+        """What a stream adds to a choice."""
+        delta = {"content": output.text} if output.text else {}
+        return {"index": output.index, "delta": delta, **self._chat_ending(output, task)}
+
+    def _chat_ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.chat_logprobs(output, output.logprobs, alternatives_of(task))
-        return {"index": output.index, "message": message, "logprobs": logprobs, **self.ending(output, task)}
+        return {"logprobs": logprobs, **self.ending(output, task)}
 
     def completion_logprobs(
-        self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: float
-    ) -> dict:
-        tokens = [self._token(i, s[i]) for i, s in zip(output.token_ids, scores, strict=True)]
+        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float
+    ) -> dict[str, Any]:
+        """Of the first token of a prompt nothing is known."""
+        pairs = list(zip(output.token_ids, scores, strict=True))
+        tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
         offsets = [0, *itertools.accumulate(len(t) for t in tokens)]
         return {
             "tokens": tokens,
-            "token_logprobs": [finite(s[i]) for i, s in zip(output.token_ids, scores, strict=True)],
-            "top_logprobs": [{self._token(i, p): finite(p) for i, p in likeliest(s, top)} for s in scores],
+            "token_logprobs": [found and finite(found[i]) for i, found in pairs],
+            "top_logprobs": [found and self._top(found, top) for _, found in pairs],
             "text_offset": offsets[:-1],
         }
 
-    def chat_logprobs(self, output: CompletionOutput, scores: list[dict[int, Logprob]], top: float) -> dict:
+    def _top(self, scores: Scores, top: float) -> dict[str, float]:
+        return {self._token(i, p): finite(p) for i, p in likeliest(scores, top)}
+
+    def _decoded(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
+
+    def chat_logprobs(self, output: CompletionOutput, scores: Sequence[Scores], top: float) -> dict:
         entries = []
         for token_id, found in zip(output.token_ids, scores, strict=True):
             others = [self._entry(i, p) for i, p in likeliest(found, top)]

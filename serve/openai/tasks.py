@@ -77,7 +77,7 @@ def task_of_body(
 def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime | None = None) -> list[int]:
     """A task's prompt as token ids, at most so many. `now` is the time that chat templates see.
 
-    Raises ChatTemplateError, and ValueError for a prompt that is too long, or text where there is no tokenizer.
+    Raises ChatTemplateError, and ValueError for a prompt that is too long, or for text without a tokenizer.
     """
     if isinstance(task.prompt, list):
         return task.prompt
@@ -127,7 +127,7 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields | ({"logprobs": top} if wanted else {})
 
 
-def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> SamplingParams:
+def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int | None) -> SamplingParams:
     merged = {**defaults, **fields}
     if merged.get("seed") is None:
         merged["seed"] = seed

@@ -1,0 +1,130 @@
+"""One thread that drives an engine for an event loop: requests go in through a queue, and what a step has
+brought for all of them comes out in one call."""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...sampling.params import SamplingParams
+from ..outputs import CompletionOutput, RequestOutput
+from .intake import Intake, Prompt
+from .llm import LLM
+from .ticket import Cursor, Ticket
+
+
+class Flow:
+    """A request on its way through the driver, and how far it has been given out."""
+
+    def __init__(self, ticket: Ticket, intake: Intake):
+        self.ticket = ticket
+        self._intake, self._cursor = intake, Cursor(ticket)
+        self._given = Counter[int]()  # tokens of each completion
+
+    @property
+    def at_end(self) -> bool:
+        return self._cursor.at_end
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.ticket.requests[0].prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.ticket.requests[0].cached
+
+    def take(self) -> list[CompletionOutput]:
+        """What is new of each completion: text, tokens and their log-probabilities; the last of one has its
+        reason to end."""
+        found = []
+        for delta in self._cursor.take():
+            request, start = self.ticket.requests[delta.index], self._given[delta.index]
+            found.append(self._intake.since(delta, request, start))
+            self._given[delta.index] += len(delta.token_ids)
+        return found
+
+
+class Piece(NamedTuple):
+    """What a step has brought for a flow, and whether that was all."""
+
+    flow: Flow
+    outputs: list[CompletionOutput]
+    at_end: bool
+
+
+class Driver:
+    """Drives an LLM's engine in a thread of its own. `deliver` is called there, after each step that has
+    brought something; `failed` once, if the engine raises what it cannot mend: then the thread ends.
+
+    The methods may be called from any thread. `flow` tokenizes; `begin` and `leave` wait for nothing.
+    """
+
+    def __init__(
+        self, llm: LLM, deliver: Callable[[Sequence[Piece]], None], failed: Callable[[Exception], None]
+    ):
+        self._llm, self._session = llm, llm._session
+        self._deliver, self._failed = deliver, failed
+        self._orders = queue.SimpleQueue[Callable[[], None] | None]()
+        self._flows: dict[str, Flow] = {}  # under way
+        self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
+        self._thread.start()
+
+    def flow(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Flow:
+        """A checked request. Raises ValueError or TypeError, naming what is wrong."""
+        (ticket,) = self._llm._tickets([prompt], params, priority)
+        return Flow(ticket, self._llm._intake)
+
+    def begin(self, flow: Flow) -> None:
+        self._orders.put(lambda: self._begin(flow))
+
+    def leave(self, flow: Flow) -> None:
+        """Nobody wants the rest: it ends before the next step."""
+        self._orders.put(lambda: self._leave(flow))
+
+    def output(self, flow: Flow) -> RequestOutput:
+        """The whole result of a flow that is at its end."""
+        return self._llm._intake.output(flow.ticket)
+
+    def stop(self) -> None:
+        """End the thread after the step under way."""
+        self._orders.put(None)
+        self._thread.join()
+
+    # ------------------------------------------------------------ in the thread
+
+    def _begin(self, flow: Flow) -> None:
+        self._flows[flow.ticket.id] = flow
+        self._session.submit([flow.ticket])
+
+    def _leave(self, flow: Flow) -> None:
+        self._flows.pop(flow.ticket.id, None)
+        self._session.drop([flow.ticket])
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                with self._session.turn():
+                    if self._session.engine.has_work:
+                        self._session.engine.step()
+                    taken = [(flow, flow.take()) for flow in self._flows.values()]
+                pieces = [Piece(flow, new, flow.at_end) for flow, new in taken if new]
+                for piece in pieces:
+                    if piece.at_end:
+                        self._leave(piece.flow)
+                if pieces:
+                    self._deliver(pieces)
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for answers
+            self._failed(error)
+
+    def _obey(self) -> bool:
+        """Do what was asked for since the last step, or wait for it where there is nothing to do; False at
+        the end."""
+        wait = not self._flows and not self._session.engine.has_work
+        while wait or not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return False
+            order()
+            wait = False
+        return True

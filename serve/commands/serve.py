@@ -1,0 +1,48 @@
+"""`duetto serve`: a server of OpenAI's API."""
+
+import argparse
+
+from ..loading.folder import checked_defaults
+from ..options.flags import add_fields, given
+from ..options.server import ServerOptions
+from .command import (
+    cache_flags,
+    check_cache,
+    checked,
+    engine_flags,
+    engine_options,
+    finish,
+    model_flags,
+    report_flags,
+    resolve_once,
+    start,
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", metavar="MODEL", help="the same as --model")
+    add_fields(parser, ServerOptions, "server")
+    model_flags(parser)
+    report_flags(parser)
+    engine_flags(parser, alone=True)
+    cache_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..server.running import reserved, served
+
+    options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
+    if args.path is not None and args.model is not None:
+        args.usage_error(f"MODEL {args.path} and --model {args.model} are two models")
+    args.model = args.path or args.model
+    check_cache(args)
+    names = options.served_model_name or [str(args.model or "demo")]
+    with reserved(options) as own:
+        folder, engine = resolve_once(args, engine_options(args))
+        defaults = engine.recommended(checked_defaults(folder).sampling)
+        with start(args, engine) as llm:
+            code = served(llm, names, options, defaults, own)
+            if args.save_cache is not None:
+                llm.save_cache(args.save_cache)
+            finish(llm.report(args.explain), args)
+    return code

@@ -1,0 +1,43 @@
+"""How a server is reached, and what it lets its clients ask for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...fields import knob
+from ...refusals import shown
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Address and limits, by default as a public address wants them. Raises ValueError for what is not
+    allowed."""
+
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 is every one of this machine")
+    port: int = knob(8000, "port to listen on; 0 takes a free one")
+    served_model_name: Sequence[str] | None = knob(
+        None, "name of the model for clients, repeatable; default: that of --model"
+    )
+    api_key_file: str | None = knob(
+        None, "file with a key on each line, one of which clients have to send; default: none is asked for"
+    )
+    max_queued: int = knob(
+        256, "requests that may wait for their first token; more are answered with 429 and Retry-After"
+    )
+    max_wait: float = knob(600.0, "seconds until a request's first token; then it ends with 503")
+    max_body: int = knob(8 << 20, "bytes of a request's body")
+    receive_timeout: float = knob(30.0, "seconds that a request's headers, and its body, may take to arrive")
+    max_unread: int = knob(
+        4096, "pieces of a stream that may wait for its reader; then the stream ends with an error"
+    )
+    ping: float = knob(15.0, "seconds of silence after which a stream sends a comment, to be kept open")
+    ssl_certfile: str | None = knob(None, "certificate, for https")
+    ssl_keyfile: str | None = knob(None, "its private key")
+
+    def __post_init__(self):
+        for name in ("max_queued", "max_wait", "max_body", "receive_timeout", "max_unread", "ping"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} {shown(getattr(self, name))} is not allowed: more than 0")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port {self.port} is not allowed: 0 to {(1 << 16) - 1}")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("ssl_keyfile is not allowed without ssl_certfile")

@@ -1,0 +1,132 @@
+"""Answers to completions and chats: whole, and as events of a stream."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from ..openai.replies import Replies, usage
+from ..openai.tasks import Task
+from ..outputs import CompletionOutput, RequestOutput
+from ..text.tokenizer import Tokenizer
+from .asked import Asked
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+ENCODER = msgspec.json.Encoder()
+
+
+def event(record: dict[str, Any]) -> bytes:
+    return b"data: " + ENCODER.encode(record) + b"\n\n"
+
+
+def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """The answer to a request, of the results of its prompts."""
+    task, n = asked.tasks[0], asked.tasks[0].params.n
+    if asked.silent:
+        outputs = [replace(out, outputs=[silenced(one) for one in out.outputs]) for out in outputs]
+    counted = replace(
+        outputs[0],
+        prompt_token_ids=[i for out in outputs for i in out.prompt_token_ids],
+        outputs=[one for out in outputs for one in out.outputs],
+    )
+    if asked.echo:
+        both = zip(outputs, asked.tasks, strict=True)
+        outputs = [echoed(out, prompt_text(task, replies.tokenizer)) for out, task in both]
+    choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
+    cached = sum(out.num_cached_tokens for out in outputs)
+    reply = replies.body(id, task, replace(counted, outputs=choices), int(time.time()), cached)
+    return reply | {"usage": reply["usage"] | usage(counted)}
+
+
+def silenced(output: CompletionOutput) -> CompletionOutput:
+    """Without the token that only the scores of the prompt were asked for with."""
+    logprobs = None if output.logprobs is None else []
+    return replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
+
+
+def echoed(output: RequestOutput, text: str) -> RequestOutput:
+    """With the prompt, which has this text, in front of each continuation."""
+    ids, scores = output.prompt_token_ids, output.prompt_logprobs
+    with_prompt = [
+        replace(
+            one,
+            text=text + one.text,
+            token_ids=[*ids, *one.token_ids],
+            logprobs=None if one.logprobs is None or scores is None else [*scores, *one.logprobs],
+        )
+        for one in output.outputs
+    ]
+    return replace(output, outputs=with_prompt)
+
+
+def prompt_text(task: Task, tokenizer: Tokenizer | None) -> str:
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "" if tokenizer is None else tokenizer.decode(task.prompt or [])
+
+
+@dataclass
+class Events:
+    """Writes the events of a stream."""
+
+    replies: Replies
+    id: str
+    asked: Asked
+    created: int = field(default_factory=lambda: int(time.time()))
+    tokens: int = 0  # generated so far
+    _begun: set[int] = field(default_factory=set)  # choices
+
+    def begin(self) -> bytes:
+        """What comes before all that is generated: the prompts, where they are wanted."""
+        if not self.asked.echo:
+            return b""
+        n, tasks = self.task.params.n, self.asked.tasks
+        echoes = [
+            CompletionOutput(i * n + j, prompt_text(task, self.replies.tokenizer), [])
+            for i, task in enumerate(tasks)
+            for j in range(n)
+        ]
+        return self.chunks(echoes)
+
+    @property
+    def task(self) -> Task:
+        return self.asked.tasks[0]
+
+    def chunks(self, outputs: list[CompletionOutput]) -> bytes:
+        """Events for what a step has brought."""
+        return b"".join(event(self._record([choice])) for out in outputs for choice in self._choices(out))
+
+    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """The last events."""
+        if not self.asked.usage:
+            return DONE
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
+        counts |= {"total_tokens": prompt_tokens + self.tokens}
+        details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+        return event(self._record([]) | {"usage": counts | details}) + DONE
+
+    def _record(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chat = self.task.form == "chat"
+        record = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + self.id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.created,
+            "model": self.replies.named(self.task),
+            "choices": choices,
+        }
+        return record | {"usage": None} if self.asked.usage else record
+
+    def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
+        self.tokens += len(out.token_ids)
+        is_first = out.index not in self._begun
+        self._begun.add(out.index)
+        if self.task.form == "chat":
+            if is_first:
+                delta = {"role": "assistant", "content": ""}
+                yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.replies.chat_delta(out, self.task)
+        else:
+            yield self.replies.completion_choice(out, self.task)

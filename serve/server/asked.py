@@ -1,0 +1,70 @@
+"""What the body of a completion or of a chat asks a server for: tasks, one for each prompt, and how the
+answer is to come."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..openai.tasks import Form, RequestError, Task, require, task_of_body
+
+MAX_PROMPTS = 128  # of one request
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
+    their continuations, of which `silent` wants none."""
+
+    tasks: list[Task]
+    stream: bool = False
+    usage: bool = False
+    echo: bool = False
+    silent: bool = False
+
+
+def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    stream = fields.pop("stream", False)
+    require(isinstance(stream, bool), "stream", stream, "true or false")
+    usage = usage_wanted(fields.pop("stream_options", {}), stream)
+    if form == "chat":
+        return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage)
+    echo = fields.pop("echo", False)
+    require(isinstance(echo, bool), "echo", echo, "true or false")
+    silent = echo and fields.get("max_tokens") == 0
+    if silent:
+        fields["max_tokens"] = 1
+    prompts = prompts_of(fields.get("prompt"))
+    tasks = [task_of_body(form, None, fields | {"prompt": one}, defaults, None) for one in prompts]
+    if echo and "logprobs" in fields:
+        require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
+        tasks = [scored(task) for task in tasks]
+    return Asked(tasks, stream, usage, echo, silent)
+
+
+def usage_wanted(options: Any, stream: bool) -> bool:
+    require(isinstance(options, dict), "stream_options", options, "an object")
+    require(stream or not options, "stream_options", options, "only with stream true")
+    others = sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"})
+    require(not others, "stream_options", options, "only include_usage is supported")
+    always = options.get("continuous_usage_stats")
+    require(not always, "continuous_usage_stats", always, "only false is supported")
+    return bool(options.get("include_usage"))
+
+
+def prompts_of(prompt: Any) -> list[Any]:
+    """The prompts of a completion: text or token ids, or a list of them."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    found = prompt if several else [prompt]
+    require(len(found) <= MAX_PROMPTS, "prompt", prompt, f"at most {MAX_PROMPTS} prompts")
+    if prompt is None:
+        raise RequestError(
+            "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
+        )
+    return found
+
+
+def scored(task: Task) -> Task:
+    """With the log-probabilities of its prompt too."""
+    return replace(task, params=replace(task.params, prompt_logprobs=task.params.logprobs))

@@ -1,0 +1,212 @@
+"""What all requests of a server share: the engine's driver, limits, and the way to the end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...sampling.params import SamplingParams
+from ..api.driver import Driver, Flow, Piece
+from ..api.llm import LLM
+from ..openai.replies import Replies
+from ..openai.tasks import RequestError, Task, prompt_ids
+from ..options.server import ServerOptions
+from ..outputs import RequestOutput
+from ..text.chat import ChatTemplateError
+from .errors import HttpError
+from .fairness import Shares
+from .streams import Stream
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of a client: its flows, one for each prompt, and the stream that all of them go into."""
+
+    flows: list[Flow]
+    stream: Stream
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, and how many of them were found in the cache."""
+        return {
+            "prompt_tokens": sum(flow.prompt_tokens for flow in self.flows),
+            "cached_tokens": sum(flow.cached_tokens for flow in self.flows),
+        }
+
+
+@dataclass
+class Place:
+    """Where a flow's pieces go: its stream, its first choice there, its place in line, and its deadline."""
+
+    stream: Stream
+    base: int
+    line: int
+    late: asyncio.TimerHandle | None
+
+
+class Service:
+    """Serves an LLM under some names; made in the event loop, and used there alone.
+
+    `defaults` are sampling parameters for requests that do not give them. `ended` is set once the engine has
+    failed, or `drain` was called and all requests are done.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        names: Sequence[str],
+        options: ServerOptions,
+        defaults: Mapping[str, Any],
+    ):
+        self.llm, self.names, self.options = llm, list(names), options
+        self.defaults = dict(defaults)
+        self.replies = Replies(self.names[0], llm.tokenizer)
+        self.error: Exception | None = None
+        self.is_draining = False
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[Flow, Place] = {}
+        self._coming = self._calls = 0  # prompts being tokenized, requests under way
+        self._shares = Shares()
+        self.max_model_len = llm.engine.sizes.max_model_len
+        self._driver = Driver(llm, self._deliver, self._fail)
+
+    def known(self, name: str) -> str:
+        """A name that the model is served under. Raises HttpError for others."""
+        if name not in self.names:
+            raise HttpError(404, f"model {name!r} is not served here", "model_not_found", "model")
+        return name
+
+    # ------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def call(self, tasks: Sequence[Task], client: str) -> AsyncIterator[Call]:
+        """Tasks under way, until the block ends. Raises HttpError where there is no room, RequestError for
+        what is not allowed."""
+        self._check(len(tasks))
+        flows: list[Flow] = []
+        stream = Stream(lambda: self._leave(flows), self.options.max_unread)
+        self._calls += 1
+        try:
+            await self._prepare(tasks, client, flows, stream)
+            for flow in flows:
+                self._driver.begin(flow)
+            yield Call(flows, stream)
+        finally:
+            self._leave(flows)
+            self._calls -= 1
+            self._end_if_done()
+
+    async def outputs(self, call: Call) -> list[RequestOutput]:
+        """The whole results of a call."""
+        async for _ in call.stream.pieces(self.options.max_wait):
+            pass
+        return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
+
+    def _check(self, count: int) -> None:
+        if self.error is not None or self.is_draining:
+            raise HttpError(503, "the server is ending", "unavailable")
+        waiting = self._coming + sum(place.late is not None for place in self._places.values())
+        if waiting + count > self.options.max_queued:
+            raise HttpError(429, f"{waiting} requests wait already", "too_many_requests")
+
+    async def _prepare(self, tasks: Sequence[Task], client: str, flows: list[Flow], stream: Stream) -> None:
+        """Flows of the tasks, each with its place; they are tokenized in another thread."""
+        self._coming += len(tasks)
+        try:
+            prompts = await asyncio.to_thread(lambda: [self._prompt(task) for task in tasks])
+            base = 0
+            for task, prompt in zip(tasks, prompts, strict=True):
+                line = self._line(client, task, len(prompt))
+                flow = await asyncio.to_thread(self._flow, prompt, task.params, line)
+                late = self._loop.call_later(self.options.max_wait, self._late, flow)
+                self._places[flow] = Place(stream, base, line, late)
+                flows.append(flow)
+                stream.count += 1
+                base += task.params.n
+        finally:
+            self._coming -= len(tasks)
+
+    def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
+        """A place in line by what may be generated; all clients without a key are one, who come first come,
+        first served."""
+        if not client:
+            return 0
+        room = self.max_model_len - prompt_tokens
+        return self._shares.place(
+            client, prompt_tokens + task.params.n * min(task.params.max_tokens or room, room)
+        )
+
+    def _flow(self, prompt: list[int], params: SamplingParams, line: int) -> Flow:
+        try:
+            return self._driver.flow(prompt, params, line)
+        except (ValueError, TypeError) as error:
+            raise RequestError("invalid_request", str(error)) from None
+
+    def _prompt(self, task: Task) -> list[int]:
+        try:
+            return prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
+        except ChatTemplateError as error:
+            raise RequestError("chat_template_error", str(error), "messages") from None
+        except ValueError as error:
+            raise RequestError("invalid_request", str(error)) from None
+
+    # ------------------------------------------------------------ pieces, from the engine's thread
+
+    def _deliver(self, pieces: Sequence[Piece]) -> None:
+        self._loop.call_soon_threadsafe(self._hand_out, pieces)
+
+    def _hand_out(self, pieces: Sequence[Piece]) -> None:
+        for flow, outputs, at_end in pieces:
+            if (place := self._places.get(flow)) is None:
+                continue  # its client has left
+            self._starts(place)
+            for output in outputs:
+                output.index += place.base
+            place.stream.put(outputs, at_end)
+            if at_end:
+                del self._places[flow]
+
+    def _starts(self, place: Place) -> None:
+        if place.late is not None:
+            place.late.cancel()
+            place.late = None
+            self._shares.served(place.line)
+
+    def _late(self, flow: Flow) -> None:
+        place = self._places.pop(flow)
+        self._driver.leave(flow)
+        seconds = f"{self.options.max_wait:g} s"
+        place.stream.fail(HttpError(503, f"nothing was generated within {seconds}", "max_wait"))
+
+    def _leave(self, flows: Sequence[Flow]) -> None:
+        for flow in flows:
+            if (place := self._places.pop(flow, None)) is not None:
+                self._driver.leave(flow)
+                if place.late is not None:
+                    place.late.cancel()
+
+    # ------------------------------------------------------------ the end
+
+    def drain(self) -> None:
+        """Take no more requests; `ended` is set when those under way are done."""
+        self.is_draining = True
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self.is_draining and not self._calls:
+            self.ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._failed, error)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+        for place in self._places.values():
+            place.stream.fail(HttpError(500, "the engine has failed", "engine_error"))
+        self._places.clear()
+        self.ended.set()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._driver.stop)

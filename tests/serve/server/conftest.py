@@ -1,0 +1,109 @@
+"""A server as users start it, and its clients."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+KEYS = "first-key", "second-key"
+LIMIT = 600.0  # seconds: a server that hangs fails a test
+OPTIONS = [
+    "--port", "0", "--max-num-seqs", "8", "--max-prefill-tokens", "64", "--max-model-len", "256",
+    "--page-size", "16", "--prompt-hold", "0", "--no-serve-while-compiling",
+]  # fmt: skip
+
+
+@dataclass
+class Running:
+    """A process that serves, where it does, and what it has said."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    said: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        self.said.extend(self.process.stderr)
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        self.process.send_signal(sig)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Its exit code, when it has ended by itself, and all that it said is read."""
+        try:
+            code = self.process.wait(LIMIT)
+        finally:
+            self.process.kill()
+        if self.reader is not None:
+            self.reader.join(LIMIT)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    def openai(self, **options: object) -> openai.OpenAI:
+        given = {"base_url": f"{self.url}/v1", "api_key": KEYS[0], "max_retries": 0, "timeout": LIMIT}
+        return openai.OpenAI(**(given | options))
+
+    def http(self, key: str = KEYS[1]) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT)
+
+
+def start(*options: str) -> Running:
+    command = [sys.executable, "-m", "duetto", "serve", *OPTIONS, *options]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    running = Running(process)
+    assert process.stderr is not None
+    for line in process.stderr:
+        running.said.append(line)
+        if found := re.search(r"serving .* at (http.*)/v1", line):
+            running.url = found[1]
+            running.reader = threading.Thread(target=running.read, daemon=True)
+            running.reader.start()
+            return running
+    raise AssertionError("".join(running.said))
+
+
+@pytest.fixture(scope="package")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("\n".join(KEYS) + "\n\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(keys: Path) -> Iterator[Running]:
+    running = start(
+        "--api-key-file", str(keys), "--max-body", "100000", "--receive-timeout", "2",
+        "--served-model-name", "demo", "--served-model-name", "other",
+    )  # fmt: skip
+    yield running
+    assert running.stop() == 0, running.said
+    assert not any("Traceback" in line for line in running.said), running.said
+
+
+@pytest.fixture
+def starting() -> Iterator[Callable[..., Running]]:
+    """Starts servers, which are killed after the test."""
+    made: list[Running] = []
+
+    def begin(*options: str) -> Running:
+        made.append(start(*options))
+        return made[-1]
+
+    yield begin
+    for running in made:
+        running.process.kill()
+        running.ended()

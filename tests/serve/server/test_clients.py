@@ -1,0 +1,162 @@
+"""What OpenAI's own client gets from a server is what the library gives."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from duetto import LLM, SamplingParams
+
+OPTIONS = {
+    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16, "prompt_hold": 0.0,
+    "serve_while_compiling": False,
+}  # fmt: skip
+TEXTS = ["def add(a, b):", "import os\n", "class Stack:", "for i in range("]
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 24},
+    {"temperature": 0.9, "seed": 7, "max_tokens": 24, "n": 2},
+    {"temperature": 0.8, "seed": 3, "max_tokens": 30, "stop": ["\n"], "frequency_penalty": 0.5},
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """As the server's engine: its programs are compiled in another process, with the same options."""
+    with LLM(**OPTIONS) as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.openai() as own:
+        yield own
+
+
+def offline(llm: LLM, text: str, asked: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Beside what the model's authors recommend, as the server has it."""
+    (out,) = llm.generate(text, replace(llm.get_default_sampling_params(), **asked), use_tqdm=False)
+    return [(one.text, one.finish_reason) for one in out.outputs]
+
+
+def joined(chunks: Any) -> list[tuple[str, str | None]]:
+    """Texts and ends of a stream's choices."""
+    texts: dict[int, str] = {}
+    ends: dict[int, str | None] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            new = choice.text if hasattr(choice, "text") else choice.delta.content
+            texts[choice.index] = texts.get(choice.index, "") + (new or "")
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+    return [(texts[i], ends[i]) for i in sorted(texts)]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_streamed_and_whole_are_what_the_library_gives(client, llm, asked):
+    for text in TEXTS:
+        expected = offline(llm, text, asked)
+        whole = client.completions.create(model="demo", prompt=text, **asked)
+        assert [(one.text, one.finish_reason) for one in whole.choices] == expected
+        assert joined(client.completions.create(model="demo", prompt=text, stream=True, **asked)) == expected
+
+
+def test_chats_are_what_the_library_gives(client, llm):
+    messages: Any = [{"role": "user", "content": "sort a list"}]
+    (out,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)
+    asked: Any = {"model": "other", "messages": messages, "temperature": 0.0, "max_completion_tokens": 20}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == out.outputs[0].text and whole.model == "other"
+    assert whole.usage.prompt_tokens == len(out.prompt_token_ids) and whole.usage.completion_tokens == 20
+    chunks = list(
+        client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    )
+    assert joined(chunks) == [(out.outputs[0].text, "length")]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    usage = chunks[-1].usage
+    assert not chunks[-1].choices and (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        len(out.prompt_token_ids), 20, len(out.prompt_token_ids) + 20,
+    )  # fmt: skip
+
+
+def test_log_probabilities_are_the_same_in_a_stream(client):
+    asked: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 8}
+    messages: Any = [{"role": "user", "content": "def"}]
+    chat = {"messages": messages, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked, **chat).choices[0].logprobs.content
+    chunks = client.chat.completions.create(stream=True, **asked, **chat)
+    pieces = [x for chunk in chunks for one in chunk.choices if one.logprobs for x in one.logprobs.content]
+    assert pieces == whole and len(whole) == 8 and all(len(one.top_logprobs) == 2 for one in whole)
+    text = client.completions.create(prompt="def", logprobs=2, **asked).choices[0].logprobs
+    parts = client.completions.create(prompt="def", logprobs=2, stream=True, **asked)
+    parts = [one.logprobs for chunk in parts for one in chunk.choices if one.logprobs]
+    assert [x for part in parts for x in part.token_logprobs] == text.token_logprobs
+    assert [x for part in parts for x in part.top_logprobs] == text.top_logprobs
+
+
+def test_several_prompts_have_choices_in_their_order(client, llm):
+    expected = [one for text in TEXTS for one in offline(llm, text, ASKED[1])]
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    for prompts in (TEXTS, ids):
+        whole = client.completions.create(model="demo", prompt=prompts, **ASKED[1])
+        assert [(one.text, one.finish_reason) for one in whole.choices] == expected
+        assert [one.index for one in whole.choices] == list(range(8))
+        chunks = client.completions.create(model="demo", prompt=prompts, stream=True, **ASKED[1])
+        assert joined(chunks) == expected
+    assert whole.usage.prompt_tokens == sum(map(len, ids)) and whole.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_echoed_prompts_have_scores(client, llm, most):
+    """As evaluations ask for them: token ids, and what each is worth."""
+    ids = llm.tokenizer.encode("def add(a, b):")
+    asked: Any = {
+        "model": "demo",
+        "prompt": [ids],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": most,
+        "temperature": 0.0,
+    }
+    choice = client.completions.create(**asked).choices[0]
+    (out,) = llm.generate(
+        {"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    )
+    expected = [at[i].logprob for at, i in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]
+    found = choice.logprobs.token_logprobs
+    assert found[0] is None and found[1 : len(ids)] == pytest.approx(expected)
+    assert len(found) == len(ids) + most == len(choice.logprobs.tokens) == len(choice.logprobs.top_logprobs)
+    assert choice.text == "def add(a, b):" + (out.outputs[0].text if most else "")
+    streamed = client.completions.create(
+        model="demo", prompt="import", echo=True, stream=True, max_tokens=4, temperature=0.0
+    )
+    ((text, _),) = joined(streamed)
+    assert text == "import" + offline(llm, "import", {"temperature": 0.0, "max_tokens": 4})[0][0]
+
+
+def test_many_streams_at_once_are_what_each_is_alone(server, llm):
+    asked: Any = {"temperature": 0.9, "max_tokens": 20}
+
+    async def stream(client: openai.AsyncOpenAI, i: int) -> list[tuple[str, str | None]]:
+        chunks = await client.completions.create(
+            model="demo", prompt=TEXTS[i % 4], seed=i, stream=True, **asked
+        )
+        return joined([chunk async for chunk in chunks])
+
+    async def every() -> list[Any]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="second-key", timeout=600
+        ) as client:
+            return await asyncio.gather(*(stream(client, i) for i in range(24)))
+
+    found = asyncio.run(every())
+    assert found == [offline(llm, TEXTS[i % 4], asked | {"seed": i}) for i in range(24)]
+
+
+def test_models_are_listed(client):
+    assert [one.id for one in client.models.list()] == ["demo", "other"]
+    assert client.models.retrieve("other").id == "other"
+    with pytest.raises(openai.NotFoundError, match="'third' is not served here"):
+        client.models.retrieve("third")
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="third", prompt="x")

@@ -1,0 +1,208 @@
+"""What a server refuses, and what it survives."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+ENDLESS = {"prompt": "def f", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 600
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def gauges(server) -> dict[str, float]:
+    """Samples of the metrics by their names; those of one name are added up."""
+    found: dict[str, float] = {}
+    with server.http() as http:
+        for family in text_string_to_metric_families(http.get("/metrics").text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str, Any]:
+    error = reply.json()["error"]
+    return reply.status_code, error["message"], error["param"]
+
+
+TALK = [{"role": "user", "content": "x"}]
+COMPLETIONS = [
+    ({}, 400, "prompt is missing", "prompt"),
+    ({"prompt": ""}, 400, "the prompt is empty", None),
+    ({"prompt": [70000]}, 400, "outside the vocabulary", None),
+    ({"prompt": "x " * 400}, 400, "at most 255 are allowed", None),
+    ({"prompt": "x", "temperature": -1}, 400, "temperature=-1", None),
+    ({"prompt": "x", "tempreature": 1}, 400, "did you mean temperature", None),
+    ({"prompt": "x", "stream": 1}, 400, "stream=1 is not allowed: true or false", "stream"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "only with stream", "stream_options"),
+    ({"prompt": ["x"] * 129}, 400, "at most 128 prompts", "prompt"),
+    ({"prompt": "x" * 200000}, 413, "more than 100000 bytes", None),
+    ({"prompt": "x", "model": "m"}, 404, "model 'm' is not served here", "model"),
+]
+CHATS = [
+    ({"messages": []}, 400, "messages", None),
+    ({"messages": TALK, "tools": [{}]}, 400, "tools", "tools"),
+    ({"messages": TALK, "top_logprobs": 2}, 400, "only with logprobs", "top_logprobs"),
+]
+
+
+@pytest.mark.parametrize(
+    "path, body, status, message, param",
+    [
+        *(("completions", *case) for case in COMPLETIONS),
+        *(("chat/completions", *case) for case in CHATS),
+        ("embeddings", {"input": "x"}, 404, "Not Found", None),
+    ],
+)
+def test_what_is_not_allowed_is_said(server, path, body, status, message, param):
+    with server.http() as http:
+        found = refusal(http.post(f"/v1/{path}", json=body))
+    assert found[0] == status and message in found[1] and found[2] == param
+
+
+def test_malformed_requests_leave_a_server_that_answers(server):
+    """Bodies that are cut, changed and made of anything; nothing but a client's error, ever."""
+    chance, paths = random.Random(0), ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+    good = json.dumps(
+        {"prompt": "def", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    ).encode()
+    anything: list[Any] = [None, True, -1, 1e308, 2**70, "", "\ud800", [], {}, [[]], [{}], [None], "x" * 999]
+    names = [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "n",
+        "stop",
+        "logit_bias",
+        "seed",
+        "stream",
+        "tokens",
+        "echo",
+    ]
+    with server.http() as http:
+        for case in range(300):
+            body = bytearray(good)
+            match case % 3:
+                case 0:
+                    del body[chance.randrange(len(body)) :]
+                case 1:
+                    body[chance.randrange(len(body))] = chance.randrange(256)
+                case 2:
+                    fields = {name: chance.choice(anything) for name in chance.sample(names, 3)}
+                    body = bytearray(json.dumps({"max_tokens": 1} | fields).encode())
+            reply = http.post(chance.choice(paths), content=bytes(body))
+            assert reply.status_code in (200, 400), (bytes(body), reply.text)
+        assert http.get("/health").status_code == 200
+    assert not any("Traceback" in line for line in server.said)
+
+
+def test_clients_have_keys(server):
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        for path in ("/v1/models", "/metrics", "/version"):
+            assert refusal(http.get(path))[0] == 401
+    with server.openai(api_key="no-key") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_a_client_that_leaves_frees_its_pages(server):
+    before = gauges(server)["vllm:request_success_total"]
+    with server.http() as http:
+        with http.stream("POST", "/v1/completions", json=ENDLESS) as reply:
+            next(reply.iter_bytes())
+        with pytest.raises(httpx.ReadTimeout):  # one that waits for the whole
+            http.post(
+                "/v1/completions", json=ENDLESS | {"stream": False, "max_tokens": 240, "n": 8}, timeout=0.05
+            )
+    until(lambda: gauges(server)["vllm:request_success_total"] >= before + 1)
+    until(lambda: not gauges(server)["vllm:num_requests_running"])
+    assert gauges(server)["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_a_client_that_sends_slowly_is_left(server):
+    """In the head of its request, and in the body."""
+    place = urlsplit(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first-key\r\ncontent-length: 9\r\n"
+    for sent in (b"POST /v1", head + b"host: x\r\n\r\n{"):
+        with socket.create_connection((place.hostname, place.port), timeout=600) as own:
+            own.sendall(sent)
+            said = (
+                b"".join(iter(lambda: own.recv(4096), b""))
+                if sent.startswith(b"POST /v1 ")
+                else own.recv(4096)
+            )
+            assert said == b"" or b" 408 " in said.partition(b"\r\n")[0]
+
+
+def test_text_and_tokens(server):
+    with server.http() as http:
+        found = http.post("/tokenize", json={"prompt": "def f", "return_token_strs": True}).json()
+        assert (
+            found["count"] == len(found["tokens"]) == len(found["token_strs"])
+            and found["max_model_len"] == 256
+        )
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "def f"}
+        chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "def f"}]}).json()
+        assert chat["tokens"] != found["tokens"]
+        assert http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
+
+
+def test_too_many_are_told_to_come_again(starting):
+    server = starting("--max-queued", "2", "--max-num-seqs", "2")
+    with (
+        server.openai() as client,
+        pytest.raises(openai.RateLimitError, match="0 requests wait already") as told,
+    ):
+        client.completions.create(model="demo", prompt=["a", "b", "c"])
+    assert told.value.response.headers["retry-after"] == "1"
+
+
+def test_streams_finish_before_the_end(starting):
+    """At a signal a server takes no more requests, finishes what it has, and ends with 0."""
+    server = starting()
+    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        with server.http() as other:
+            until(lambda: other.get("/ready").status_code == 503)
+        with (
+            server.openai() as client,
+            pytest.raises(openai.InternalServerError, match="the server is ending"),
+        ):
+            client.completions.create(model="demo", prompt="x")
+        assert list(lines)[-2] == "data: [DONE]"
+    assert server.ended() == 0
+    assert any("no more requests are taken" in line for line in server.said)
+
+
+def test_a_second_signal_ends_at_once(starting):
+    server = starting()
+    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 32}) as reply:
+        next(reply.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: any("no more requests" in line for line in server.said))
+        assert server.stop() == 128 + signal.SIGTERM
+
+
+def test_an_address_that_is_taken_is_refused_before_a_model_is_read(server):
+    port = str(urlsplit(server.url).port)
+    command = [sys.executable, "-m", "duetto", "serve", "no-such-model", "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1 and f"127.0.0.1 port {port}: Address already in use" in done.stderr
