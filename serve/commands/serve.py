@@ -1,6 +1,7 @@
 """`duetto serve`: a server of OpenAI's API."""
 
 import argparse
+from dataclasses import replace
 
 from ..loading.folder import checked_defaults
 from ..options.flags import add_fields, given
@@ -29,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..server.keys import keys_in
     from ..server.running import reserved, served
 
     options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
@@ -37,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.path or args.model
     check_cache(args)
     names = options.served_model_name or [str(args.model or "demo")]
+    options = replace(options, served_model_name=names)
+    keys = keys_in(options.api_key_file) if options.api_key_file else []
     with reserved(options) as own:
         folder, engine = resolve_once(args, engine_options(args))
         defaults = engine.recommended(checked_defaults(folder).sampling)
         with start(args, engine) as llm:
-            code = served(llm, names, options, defaults, own)
+            code = served(llm, options, defaults, own, keys)
             if args.save_cache is not None:
                 llm.save_cache(args.save_cache)
             finish(llm.report(args.explain), args)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -97,7 +98,9 @@ class Events:
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
         """Events for what a step has brought."""
-        return b"".join(event(self._record([choice])) for out in outputs for choice in self._choices(out))
+        before, after = self._frame
+        pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
+        return b"".join(pieces)
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         """The last events."""
@@ -106,18 +109,24 @@ class Events:
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
         counts |= {"total_tokens": prompt_tokens + self.tokens}
         details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
-        return event(self._record([]) | {"usage": counts | details}) + DONE
+        return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
-    def _record(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    @cached_property
+    def _frame(self) -> tuple[bytes, bytes]:
+        """What stands before and after a choice in each event."""
+        usage = b',"usage":null' if self.asked.usage else b""
+        before = ENCODER.encode(self._record).removesuffix(b"}")
+        return b"data: " + before + b',"choices":[', b"]" + usage + b"}\n\n"
+
+    @cached_property
+    def _record(self) -> dict[str, Any]:
         chat = self.task.form == "chat"
-        record = {
+        return {
             "id": ("chatcmpl-" if chat else "cmpl-") + self.id,
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": self.created,
             "model": self.replies.named(self.task),
-            "choices": choices,
         }
-        return record | {"usage": None} if self.asked.usage else record
 
     def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
         self.tokens += len(out.token_ids)

@@ -52,7 +52,7 @@ class Completions:
         return json_response(body, headers={"x-request-id": id})
 
     async def _stream(self, call: Call, asked: Asked, id: str, send: Send) -> None:
-        events, ping = Events(self.service.replies, id, asked), self.service.options.ping
+        events = Events(self.service.replies, id, asked)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
 
@@ -60,7 +60,7 @@ class Completions:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         begun = False
-        async with aclosing(call.stream.pieces(ping)) as pieces:
+        async with aclosing(call.stream.pieces()) as pieces:
             try:
                 async for outputs in pieces:
                     if not begun:  # what is wrong before the first piece has a status of its own

@@ -4,21 +4,25 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
-import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..api.llm import LLM
 from ..host.streams import tell
 from ..options.server import ServerOptions
 from .app import app
-from .keys import keys_in
 from .service import Service
+
+if sys.platform == "win32":  # uvloop is not there
+    from asyncio import run
+else:
+    from uvloop import run
 
 CLOSING = 10  # seconds that connections have after the last request
 
@@ -64,9 +68,13 @@ class Server(uvicorn.Server):
     """Ends in two steps: at a first signal it takes no more requests, and ends when those under way are done;
     a second one ends the process."""
 
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], object]):
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
         super().__init__(config)
-        self._drain, self._signals = drain, 0
+        self._drain, self._place, self._signals = drain, place, 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        tell(f"duetto: serving {self._place}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -77,41 +85,36 @@ class Server(uvicorn.Server):
 
 
 def served(
-    llm: LLM, names: Sequence[str], options: ServerOptions, defaults: dict[str, Any], own: socket.socket
+    llm: LLM, options: ServerOptions, defaults: dict[str, Any], own: socket.socket, keys: list[str]
 ) -> int:
-    """Serve until a signal, or until the engine fails; the exit code. Raises OSError for a file of keys or
-    certificates that cannot be read."""
-    keys = keys_in(options.api_key_file) if options.api_key_file else []
-    return uvloop.run(serve(llm, names, options, defaults, own, keys))
+    """Serve until a signal, or until the engine fails; the exit code. Raises OSError for certificates that
+    cannot be read."""
+    return run(serve(llm, options, defaults, own, keys))
 
 
 async def serve(
-    llm: LLM,
-    names: Sequence[str],
-    options: ServerOptions,
-    defaults: dict[str, Any],
-    own: socket.socket,
-    keys: list[str],
+    llm: LLM, options: ServerOptions, defaults: dict[str, Any], own: socket.socket, keys: list[str]
 ) -> int:
-    service = Service(llm, names, options, defaults)
+    service = Service(llm, options, defaults)
     config = uvicorn.Config(
         app(service, keys), loop="none", http=protocol(options.receive_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING,
         ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
     )  # fmt: skip
-    loop = asyncio.get_running_loop()
-    server = Server(config, partial(loop.call_soon_threadsafe, service.drain))
+    loop, place = asyncio.get_running_loop(), f"{', '.join(service.names)} at {url(options, own)}/v1"
+    server = Server(config, partial(loop.call_soon_threadsafe, service.drain), place)
     ending = asyncio.create_task(end(service, server))
-    host, port = own.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    kind = "https" if options.ssl_certfile else "http"
-    tell(f"duetto: serving {', '.join(names)} at {kind}://{place}:{port}/v1")
     await server.serve(sockets=[own])
     ending.cancel()
     await service.close()
     if service.error is not None:
         tell(f"duetto: the engine has failed: {service.error}")
     return 0 if service.error is None else 1
+
+
+def url(options: ServerOptions, own: socket.socket) -> str:
+    host, port = own.getsockname()[:2]
+    return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def end(service: Service, server: uvicorn.Server) -> None:

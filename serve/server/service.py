@@ -46,20 +46,15 @@ class Place:
 
 
 class Service:
-    """Serves an LLM under some names; made in the event loop, and used there alone.
+    """Serves an LLM; made in the event loop, and used there alone.
 
     `defaults` are sampling parameters for requests that do not give them. `ended` is set once the engine has
     failed, or `drain` was called and all requests are done.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        names: Sequence[str],
-        options: ServerOptions,
-        defaults: Mapping[str, Any],
-    ):
-        self.llm, self.names, self.options = llm, list(names), options
+    def __init__(self, llm: LLM, options: ServerOptions, defaults: Mapping[str, Any]):
+        self.llm, self.options = llm, options
+        self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
         self.replies = Replies(self.names[0], llm.tokenizer)
         self.error: Exception | None = None
@@ -70,6 +65,7 @@ class Service:
         self._coming = self._calls = 0  # prompts being tokenized, requests under way
         self._shares = Shares()
         self.max_model_len = llm.engine.sizes.max_model_len
+        self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
 
     def known(self, name: str) -> str:
@@ -100,7 +96,7 @@ class Service:
 
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""
-        async for _ in call.stream.pieces(self.options.max_wait):
+        async for _ in call.stream.pieces():
             pass
         return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
 
@@ -168,6 +164,14 @@ class Service:
             if at_end:
                 del self._places[flow]
 
+    def _ping(self) -> None:
+        """Wake the readers of streams that have been silent since the last time."""
+        for place in self._places.values():
+            if place.stream.is_silent:
+                place.stream.wake()
+            place.stream.is_silent = True
+        self._pinging = self._loop.call_later(self.options.ping, self._ping)
+
     def _starts(self, place: Place) -> None:
         if place.late is not None:
             place.late.cancel()
@@ -209,4 +213,5 @@ class Service:
         self.ended.set()
 
     async def close(self) -> None:
+        self._pinging.cancel()
         await asyncio.to_thread(self._driver.stop)

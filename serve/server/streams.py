@@ -1,7 +1,6 @@
 """Between the engine's thread and the event loop: what a request has brought, for whoever reads it."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,45 +23,44 @@ class Stream:
 
     def __init__(self, leave: Callable[[], None], most: int):
         self._leave, self._most = leave, most
-        self._pieces: deque[CompletionOutput] = deque()
-        self._changed = asyncio.Event()
+        self._pieces: Outputs = []
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, who waits for more
         self.count = 0  # of flows that have not ended
+        self.is_silent = False  # nothing has come since this was set
         self._error: Exception | None = None
 
     def put(self, outputs: Outputs, at_end: bool) -> None:
-        self._pieces.extend(outputs)
+        self._pieces += outputs
         self.count -= at_end
+        self.is_silent = False
         if len(self._pieces) > self._most:
             self.fail(HttpError(503, f"{self._most} pieces wait to be read", "slow_reader"))
             self._leave()
-        self._changed.set()
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._changed.set()
+        self.wake()
 
-    async def pieces(self, silence: float) -> AsyncGenerator[Outputs]:
-        """What has come since the last time; nothing after so many seconds in which nothing came. Raises
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def pieces(self) -> AsyncGenerator[Outputs]:
+        """What has come since the last time; nothing where somebody has called `wake` for no reason. Raises
         HttpError where the request failed; whoever stops reading before the end ends it."""
         try:
             while self.count or self._pieces:
-                yield await self._next(silence)
+                if not self._pieces and self._error is None:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                if self._error is not None:
+                    raise self._error
+                found, self._pieces = self._pieces, []
+                yield found
         finally:
             if self.count:
                 self._leave()
-
-    async def _next(self, silence: float) -> Outputs:
-        if self._error is None and not self._pieces and self.count:
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), silence)
-            except TimeoutError:
-                return []
-        if self._error is not None:
-            raise self._error
-        found = list(self._pieces)
-        self._pieces.clear()
-        return found
 
 
 async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
