@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 ASKED = re.compile(r"<!-- (help|fields): ([\w.]+) -->\n")
 
