@@ -29,8 +29,8 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._hashes and scope["path"] not in OPEN:
-            given = Headers(scope=scope).get("authorization", "")
-            found = digest(given.removeprefix("Bearer "))
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            found = digest(key.strip() if scheme.lower() == "bearer" else "")
             if not sum(hmac.compare_digest(found, known) for known in self._hashes):
                 error = HttpError(401, "the API key is missing or unknown", "invalid_api_key")
                 return await error.response()(scope, receive, send)

@@ -50,8 +50,8 @@ def protocol(seconds: float) -> type[HttpToolsProtocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            if self._late.when() < self.loop.time():
-                self._late = self.loop.call_later(seconds, self.transport.close)
+            self._late.cancel()
+            self._late = self.loop.call_later(seconds, self.transport.close)
 
         def on_headers_complete(self) -> None:
             self._late.cancel()
