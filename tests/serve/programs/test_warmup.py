@@ -17,7 +17,7 @@ from duetto.serve.programs.probe import Probe
 from duetto.serve.programs.shapes import Canonical, Shape
 from duetto.serve.programs.warmup import first_shapes, in_turn
 
-SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 256, "max_model_len": 256, "page_size": 16}
+SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=2)
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 150)), [7], list(range(60, 90))] * 4
 PATIENCE = 600.0

@@ -1,6 +1,7 @@
 """Speculative decoding whole: guesses of the device change no bit, and what is refused."""
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def bits(output: RequestOutput) -> list[tuple[int, bytes]]:
     return [(t, np.array([x.logprob for x in at.values()]).tobytes()) for t, at in steps]
 
 
+@pytest.fixture
+def compiled(kept: str) -> Iterator[None]:
+    """Where keys are kept in eight bits, quickly: what users' optimisations do is shown without."""
+    jax.config.update("jax_disable_most_optimizations", kept != "auto")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @cache
 def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
     with LLM(**SIZES, kv_cache_dtype=kv_cache_dtype) as llm:
@@ -70,6 +79,7 @@ def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
         ("tree of a draft model", "int8"),
     ],
 )
+@pytest.mark.usefixtures("compiled")
 def test_guesses_of_the_device_change_no_bit(name, kept):
     """Tokens and log-probabilities, through preemption and prefix hits, in an engine that verifies at every
     step."""
