@@ -30,6 +30,11 @@ class Flow:
     def prompt_tokens(self) -> int:
         return len(self.ticket.requests[0].prompt)
 
+    def rank(self, priority: int) -> None:
+        """Its place in every queue, before it begins: smaller ones go first."""
+        for request in self.ticket.requests:
+            request.priority = priority
+
     @property
     def cached_tokens(self) -> int:
         return self.ticket.requests[0].cached
@@ -70,9 +75,9 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
         self._thread.start()
 
-    def flow(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Flow:
+    def flow(self, prompt: Prompt, params: SamplingParams) -> Flow:
         """A checked request. Raises ValueError or TypeError, naming what is wrong."""
-        (ticket,) = self._llm._tickets([prompt], params, priority)
+        (ticket,) = self._llm._tickets([prompt], params, priority=0)
         return Flow(ticket, self._llm._intake)
 
     def begin(self, flow: Flow) -> None:

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..server.keys import keys_in
-    from ..server.running import reserved, served
+    from ..server.running import check_certificates, reserved, served
 
     options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
     if args.path is not None and args.model is not None:
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     names = options.served_model_name or [str(args.model or "demo")]
     options = replace(options, served_model_name=names)
     keys = keys_in(options.api_key_file) if options.api_key_file else []
+    check_certificates(options)
     with reserved(options) as own:
         folder, engine = resolve_once(args, engine_options(args))
         defaults = engine.recommended(checked_defaults(folder).sampling)

@@ -21,11 +21,14 @@ class ServerOptions:
         None, "file with a key on each line, one of which clients have to send; default: none is asked for"
     )
     max_queued: int = knob(
-        256, "requests that may wait for their first token; more are answered with 429 and Retry-After"
+        256, "completions that may wait for their first token; more are answered with 429 and Retry-After"
     )
     max_wait: float = knob(600.0, "seconds until a request's first token; then it ends with 503")
     max_body: int = knob(8 << 20, "bytes of a request's body")
-    receive_timeout: float = knob(30.0, "seconds that a request's headers, and its body, may take to arrive")
+    receive_timeout: float = knob(
+        30.0,
+        "seconds that a request's head, and its body, may take to arrive, and that a client may stop reading",
+    )
     max_unread: int = knob(
         4096, "pieces of a stream that may wait for its reader; then the stream ends with an error"
     )

@@ -129,6 +129,8 @@ class Events:
         }
 
     def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
+        if self.asked.silent:
+            out = silenced(out)
         self.tokens += len(out.token_ids)
         is_first = out.index not in self._begun
         self._begun.add(out.index)

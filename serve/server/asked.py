@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..openai.tasks import Form, RequestError, Task, require, task_of_body
-
-MAX_PROMPTS = 128  # of one request
+from ..openai.tasks import MAX_CHOICES, Form, RequestError, Task, require, task_of_body
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,9 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if silent:
         fields["max_tokens"] = 1
     prompts = prompts_of(fields.get("prompt"))
+    n = fields.get("n", 1)
+    many = isinstance(n, int) and len(prompts) * n > MAX_CHOICES
+    require(not many, "n", n, f"at most {MAX_CHOICES} completions, {len(prompts)} prompts have n each")
     tasks = [task_of_body(form, None, fields | {"prompt": one}, defaults, None) for one in prompts]
     if echo and "logprobs" in fields:
         require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
@@ -50,14 +51,15 @@ def usage_wanted(options: Any, stream: bool) -> bool:
     require(not others, "stream_options", options, "only include_usage is supported")
     always = options.get("continuous_usage_stats")
     require(not always, "continuous_usage_stats", always, "only false is supported")
-    return bool(options.get("include_usage"))
+    usage = options.get("include_usage") or False
+    require(isinstance(usage, bool), "include_usage", usage, "true or false")
+    return usage
 
 
 def prompts_of(prompt: Any) -> list[Any]:
     """The prompts of a completion: text or token ids, or a list of them."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
     found = prompt if several else [prompt]
-    require(len(found) <= MAX_PROMPTS, "prompt", prompt, f"at most {MAX_PROMPTS} prompts")
     if prompt is None:
         raise RequestError(
             "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"

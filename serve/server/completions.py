@@ -18,6 +18,8 @@ from .errors import HttpError, json_response
 from .service import Call, Service
 from .streams import ClientLeft, while_read
 
+LONG = 1 << 14  # bytes of a body that is read in another thread
+
 
 class Completions:
     """Answers requests of one form, whole or as a stream of server-sent events; a client that leaves ends its
@@ -30,7 +32,8 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = uuid.uuid4().hex
         try:
-            asked = self._asked(await read_body(Request(scope, receive), self.service.options))
+            body = await read_body(Request(scope, receive), self.service.options)
+            asked = await asyncio.to_thread(self._asked, body) if len(body) > LONG else self._asked(body)
             async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
                 if asked.stream:
                     await while_read(receive, self._stream(call, asked, id, send))

@@ -10,6 +10,8 @@ from starlette.responses import Response
 from ..openai.tasks import RequestError, encodable
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+LONGEST = 1000  # characters of a message
+UNREAD = (401, 408, 413)  # answered before the body was read: the connection has no use any more
 RETRY = "1"  # seconds after which a client may try again
 
 
@@ -23,11 +25,18 @@ class HttpError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
-        told = {"message": encodable(str(self)), "type": kind, "param": self.param, "code": self.code}
+        told = {
+            "message": encodable(str(self))[:LONGEST],
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": told}
 
     def response(self) -> Response:
         headers = {"retry-after": RETRY} if self.status in (429, 503) else {}
+        if self.status in UNREAD:
+            headers["connection"] = "close"
         return json_response(self.body, self.status, headers)
 
 
@@ -39,9 +48,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
         case RequestError():
             return HttpError(400, str(error), error.code, error.param).response()
         case HTTPException():  # Starlette's own: no such path, another method
-            return HttpError(
-                error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-            ).response()
+            told = f"{request.method} {request.url.path}: {error.detail}"
+            response = HttpError(error.status_code, told).response()
+            response.headers.update(error.headers or {})
+            return response
     return HttpError(500, "the server has failed; its log says how", "internal_error").response()
 
 

@@ -14,7 +14,8 @@ OPEN = ("/health", "/ready")  # what load balancers ask has no key
 
 def keys_in(path: str) -> list[str]:
     """The keys in a file, one on each line. Raises OSError, and ValueError where there is none."""
-    keys = [word for line in Path(path).read_text().splitlines() if (word := line.strip())]
+    lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"api_key_file {path} is not allowed: it has no key")
     return keys
@@ -25,12 +26,12 @@ class Keys:
     time for all keys."""
 
     def __init__(self, app: ASGIApp, keys: list[str]):
-        self.app, self._hashes = app, [digest(key) for key in keys]
+        self.app, self._hashes = app, [digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._hashes and scope["path"] not in OPEN:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            found = digest(key.strip() if scheme.lower() == "bearer" else "")
+            found = digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
             if not sum(hmac.compare_digest(found, known) for known in self._hashes):
                 error = HttpError(401, "the API key is missing or unknown", "invalid_api_key")
                 return await error.response()(scope, receive, send)
@@ -38,5 +39,5 @@ class Keys:
         await self.app(scope, receive, send)
 
 
-def digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogateescape")).digest()
+def digest(key: bytes) -> bytes:
+    return sha256(key).digest()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..api.llm import LLM
 from ..host.streams import tell
 from ..options.server import ServerOptions
 from .app import app
+from .protocol import protocol
 from .service import Service
 
 if sys.platform == "win32":  # uvloop is not there
@@ -24,11 +25,11 @@ if sys.platform == "win32":  # uvloop is not there
 else:
     from uvloop import run
 
-CLOSING = 10  # seconds that connections have after the last request
+CLOSING = 3  # seconds that connections have after the last request
 
 
 def reserved(options: ServerOptions) -> socket.socket:
-    """The address, which nobody else can take from now on. Raises OSError where somebody has it."""
+    """The address, which is looked at before a model is read. Raises OSError where somebody serves there."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,28 +41,14 @@ def reserved(options: ServerOptions) -> socket.socket:
     return own
 
 
-def protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """HTTP whose clients have to send the head of a request in so many seconds; uvicorn waits for ever."""
-
-    class Prompt(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._late = self.loop.call_later(seconds, transport.close)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._late.cancel()
-            self._late = self.loop.call_later(seconds, self.transport.close)
-
-        def on_headers_complete(self) -> None:
-            self._late.cancel()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._late.cancel()
-            super().connection_lost(exc)
-
-    return Prompt
+def check_certificates(options: ServerOptions) -> None:
+    """Raises ValueError, before a model is read, for certificates that cannot be used."""
+    if options.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        except OSError as error:
+            files = " with ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
+            raise ValueError(f"ssl_certfile {files} is not allowed: {error}") from None
 
 
 class Server(uvicorn.Server):

@@ -1,12 +1,12 @@
 """What all requests of a server share: the engine's driver, limits, and the way to the end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...sampling.params import SamplingParams
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.replies import Replies
@@ -37,10 +37,12 @@ class Call:
 
 @dataclass
 class Place:
-    """Where a flow's pieces go: its stream, its first choice there, its place in line, and its deadline."""
+    """Where a flow's pieces go: its stream, and the first of its choices there; its place in line, and its
+    deadline until the first piece."""
 
     stream: Stream
     base: int
+    choices: int
     line: int
     late: asyncio.TimerHandle | None
 
@@ -62,7 +64,7 @@ class Service:
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._places: dict[Flow, Place] = {}
-        self._coming = self._calls = 0  # prompts being tokenized, requests under way
+        self._coming = self._calls = 0  # completions being tokenized, calls under way
         self._shares = Shares()
         self.max_model_len = llm.engine.sizes.max_model_len
         self._pinging = self._loop.call_later(options.ping, self._ping)
@@ -80,14 +82,16 @@ class Service:
     async def call(self, tasks: Sequence[Task], client: str) -> AsyncIterator[Call]:
         """Tasks under way, until the block ends. Raises HttpError where there is no room, RequestError for
         what is not allowed."""
-        self._check(len(tasks))
         flows: list[Flow] = []
         stream = Stream(lambda: self._leave(flows), self.options.max_unread)
         self._calls += 1
         try:
-            await self._prepare(tasks, client, flows, stream)
-            for flow in flows:
-                self._driver.begin(flow)
+            with self._room(sum(task.params.n for task in tasks)):
+                prepared = await asyncio.to_thread(lambda: [self._prepared(task) for task in tasks])
+                self._check()
+                for task, flow in zip(tasks, prepared, strict=True):
+                    self._begin(flow, task, client, stream)
+                    flows.append(flow)
             yield Call(flows, stream)
         finally:
             self._leave(flows)
@@ -100,29 +104,35 @@ class Service:
             pass
         return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
 
-    def _check(self, count: int) -> None:
+    @contextmanager
+    def _room(self, count: int) -> Iterator[None]:
+        """Room for so many completions while they are tokenized."""
+        self._check()
+        waiting = self._coming + sum(place.choices for place in self._places.values() if place.late)
+        if count > self.options.max_queued:
+            raise HttpError(
+                400, f"n and the prompts make {count} completions; {self.options.max_queued} may wait"
+            )
+        if waiting + count > self.options.max_queued:
+            raise HttpError(429, f"{waiting} completions wait already", "too_many_requests")
+        self._coming += count
+        try:
+            yield
+        finally:
+            self._coming -= count
+
+    def _check(self) -> None:
         if self.error is not None or self.is_draining:
             raise HttpError(503, "the server is ending", "unavailable")
-        waiting = self._coming + sum(place.late is not None for place in self._places.values())
-        if waiting + count > self.options.max_queued:
-            raise HttpError(429, f"{waiting} requests wait already", "too_many_requests")
 
-    async def _prepare(self, tasks: Sequence[Task], client: str, flows: list[Flow], stream: Stream) -> None:
-        """Flows of the tasks, each with its place; they are tokenized in another thread."""
-        self._coming += len(tasks)
-        try:
-            prompts = await asyncio.to_thread(lambda: [self._prompt(task) for task in tasks])
-            base = 0
-            for task, prompt in zip(tasks, prompts, strict=True):
-                line = self._line(client, task, len(prompt))
-                flow = await asyncio.to_thread(self._flow, prompt, task.params, line)
-                late = self._loop.call_later(self.options.max_wait, self._late, flow)
-                self._places[flow] = Place(stream, base, line, late)
-                flows.append(flow)
-                stream.count += 1
-                base += task.params.n
-        finally:
-            self._coming -= len(tasks)
+    def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
+        place, n = self._line(client, task, flow.prompt_tokens), task.params.n
+        flow.rank(place)
+        late = self._loop.call_later(self.options.max_wait, self._late, flow)
+        self._places[flow] = Place(stream, stream.choices, n, place, late)
+        stream.count += 1
+        stream.choices += n
+        self._driver.begin(flow)
 
     def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
         """A place in line by what may be generated; all clients without a key are one, who come first come,
@@ -130,22 +140,16 @@ class Service:
         if not client:
             return 0
         room = self.max_model_len - prompt_tokens
-        return self._shares.place(
-            client, prompt_tokens + task.params.n * min(task.params.max_tokens or room, room)
-        )
+        most = task.params.n * min(task.params.max_tokens or room, room)
+        return self._shares.place(client, prompt_tokens + most)
 
-    def _flow(self, prompt: list[int], params: SamplingParams, line: int) -> Flow:
+    def _prepared(self, task: Task) -> Flow:
         try:
-            return self._driver.flow(prompt, params, line)
-        except (ValueError, TypeError) as error:
-            raise RequestError("invalid_request", str(error)) from None
-
-    def _prompt(self, task: Task) -> list[int]:
-        try:
-            return prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
+            prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
+            return self._driver.flow(prompt, task.params)
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise RequestError("invalid_request", str(error)) from None
 
     # ------------------------------------------------------------ pieces, from the engine's thread
@@ -162,7 +166,7 @@ class Service:
                 output.index += place.base
             place.stream.put(outputs, at_end)
             if at_end:
-                del self._places[flow]
+                self._places.pop(flow, None)
 
     def _ping(self) -> None:
         """Wake the readers of streams that have been silent since the last time."""
@@ -179,7 +183,8 @@ class Service:
             self._shares.served(place.line)
 
     def _late(self, flow: Flow) -> None:
-        place = self._places.pop(flow)
+        if (place := self._places.pop(flow, None)) is None:
+            return
         self._driver.leave(flow)
         seconds = f"{self.options.max_wait:g} s"
         place.stream.fail(HttpError(503, f"nothing was generated within {seconds}", "max_wait"))
@@ -207,7 +212,10 @@ class Service:
 
     def _failed(self, error: Exception) -> None:
         self.error = error
+        traceback.print_exception(error)
         for place in self._places.values():
+            if place.late is not None:
+                place.late.cancel()
             place.stream.fail(HttpError(500, "the engine has failed", "engine_error"))
         self._places.clear()
         self.ended.set()

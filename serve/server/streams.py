@@ -25,7 +25,7 @@ class Stream:
         self._leave, self._most = leave, most
         self._pieces: Outputs = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, who waits for more
-        self.count = 0  # of flows that have not ended
+        self.count = self.choices = 0  # flows that have not ended; completions in all
         self.is_silent = False  # nothing has come since this was set
         self._error: Exception | None = None
 

@@ -14,6 +14,8 @@ from .body import read_body
 from .errors import HttpError, json_response
 from .service import Service
 
+MOST = 1 << 17  # tokens of a text: encoding holds the interpreter
+
 
 class Tokens:
     """Endpoints around a service's tokenizer."""
@@ -23,11 +25,7 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         body = object_of(await read_body(request, self.service.options), "body")
-        ids = await asyncio.to_thread(self._ids, body)
-        found = {"count": len(ids), "max_model_len": self.service.max_model_len, "tokens": ids}
-        if body.get("return_token_strs"):
-            found["token_strs"] = [self._tokenizer.decode_token(i) for i in ids]
-        return json_response(found)
+        return json_response(await asyncio.to_thread(self._tokenized, body))
 
     async def detokenize(self, request: Request) -> Response:
         body = object_of(await read_body(request, self.service.options), "body")
@@ -47,6 +45,13 @@ class Tokens:
             raise HttpError(501, "the model has no tokenizer", "no_tokenizer")
         return found
 
+    def _tokenized(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = self._ids(body)
+        found = {"count": len(ids), "max_model_len": self.service.max_model_len, "tokens": ids}
+        if body.get("return_token_strs"):
+            found["token_strs"] = [self._tokenizer.decode_token(i) for i in ids]
+        return found
+
     def _ids(self, body: dict[str, Any]) -> list[int]:
         special = body.get("add_special_tokens")
         require(special in (None, True, False), "add_special_tokens", special, "true or false")
@@ -60,7 +65,7 @@ class Tokens:
             generation = body.get("add_generation_prompt", True)
             require(isinstance(generation, bool), "add_generation_prompt", generation, "true or false")
             messages = check_messages(body["messages"])
-            return apply_chat(self._tokenizer, messages, add_generation_prompt=generation)
+            return apply_chat(self._tokenizer, messages, MOST, add_generation_prompt=generation)
         text: Any = body.get("prompt")
         require(isinstance(text, str), "prompt", text, "a string")
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        return self._tokenizer.encode(text, add_special_tokens=special, most=MOST)

@@ -51,7 +51,8 @@ COMPLETIONS = [
     ({"prompt": "x", "tempreature": 1}, 400, "did you mean temperature", None),
     ({"prompt": "x", "stream": 1}, 400, "stream=1 is not allowed: true or false", "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "only with stream", "stream_options"),
-    ({"prompt": ["x"] * 129}, 400, "at most 128 prompts", "prompt"),
+    ({"prompt": ["x"] * 129}, 400, "at most 128 completions", "n"),
+    ({"prompt": ["x"] * 10, "n": 13}, 400, "at most 128 completions", "n"),
     ({"prompt": "x" * 200000}, 413, "more than 100000 bytes", None),
     ({"prompt": "x", "model": "m"}, 404, "model 'm' is not served here", "model"),
 ]
@@ -113,6 +114,8 @@ def test_malformed_requests_leave_a_server_that_answers(server):
 
 
 def test_clients_have_keys(server):
+    with httpx.Client(base_url=server.url, headers={"authorization": "bearer  second-key"}) as http:
+        assert http.get("/version").status_code == 200
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         for path in ("/v1/models", "/metrics", "/version"):
@@ -150,6 +153,25 @@ def test_a_client_that_sends_slowly_is_left(server):
             assert said == b"" or b" 408 " in said.partition(b"\r\n")[0]
 
 
+def test_a_head_is_bounded(server):
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=600) as own:
+        own.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * (1 << 17))
+        assert b"the head has more than 65536 bytes" in own.recv(4096)
+
+
+def test_a_client_that_does_not_read_is_left(server):
+    """Neither its seats nor the server's end wait for it."""
+    place, body = urlsplit(server.url), json.dumps(ENDLESS | {"n": 64, "logprobs": 20}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first-key\r\nhost: x\r\ncontent-length: "
+    with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        own.connect((place.hostname, place.port))
+        own.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        until(lambda: gauges(server)["vllm:num_requests_running"] > 0)
+        until(lambda: not gauges(server)["vllm:num_requests_running"])
+
+
 def test_text_and_tokens(server):
     with server.http() as http:
         found = http.post("/tokenize", json={"prompt": "def f", "return_token_strs": True}).json()
@@ -161,16 +183,6 @@ def test_text_and_tokens(server):
         chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "def f"}]}).json()
         assert chat["tokens"] != found["tokens"]
         assert http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
-
-
-def test_too_many_are_told_to_come_again(starting):
-    server = starting("--max-queued", "2", "--max-num-seqs", "2")
-    with (
-        server.openai() as client,
-        pytest.raises(openai.RateLimitError, match="0 requests wait already") as told,
-    ):
-        client.completions.create(model="demo", prompt=["a", "b", "c"])
-    assert told.value.response.headers["retry-after"] == "1"
 
 
 def test_streams_finish_before_the_end(starting):

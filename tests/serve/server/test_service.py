@@ -1,0 +1,148 @@
+"""Room, places and ends of a service whose engine does what a test says."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from duetto import SamplingParams
+from duetto.serve.api.driver import Piece
+from duetto.serve.openai.tasks import Task
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.outputs import CompletionOutput
+from duetto.serve.server import service as services
+from duetto.serve.server.errors import HttpError
+from duetto.serve.server.service import Service
+
+
+class Flow:
+    prompt_tokens, cached_tokens = 3, 0
+
+    def __init__(self):
+        self.priority = 0
+
+    def rank(self, priority: int) -> None:
+        self.priority = priority
+
+
+class Driver:
+    """Notes what it is told."""
+
+    def __init__(self, llm: Any, deliver: Any, failed: Any):
+        self.deliver, self.failed = deliver, failed
+        self.begun: list[Any] = []
+        self.left: list[Any] = []
+        self.begin, self.leave = self.begun.append, self.left.append
+
+    def flow(self, prompt: Any, params: Any) -> Flow:
+        return Flow()
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+LLM = SimpleNamespace(
+    tokenizer=None, longest_prompt=100, engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100))
+)
+
+
+def task(n: int = 1) -> Task:
+    return Task("completion", None, SamplingParams(n=n, max_tokens=10), prompt=[1, 2, 3])
+
+
+def piece(flow: Any, count: int = 1, at_end: bool = False) -> Piece:
+    return Piece(flow, [CompletionOutput(0, "x", [1]) for _ in range(count)], at_end)
+
+
+def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
+    monkeypatch.setattr(services, "Driver", Driver)
+
+    async def served() -> None:
+        service: Any = Service(LLM, ServerOptions(**options), {})
+        await asyncio.wait_for(test(service, service._driver), 60)
+        await service.close()
+
+    asyncio.run(served())
+
+
+def test_those_that_wait_are_counted_with_all_their_completions(monkeypatch):
+    async def test(service: Service, driver: Driver) -> None:
+        with pytest.raises(HttpError, match="make 4 completions; 3 may wait"):
+            async with service.call([task(), task(3)], ""):
+                pass
+        async with service.call([task(2)], ""):
+            with pytest.raises(HttpError, match="2 completions wait already") as told:
+                async with service.call([task(2)], ""):
+                    pass
+            assert told.value.response().headers["retry-after"] == "1"
+            driver.deliver([piece(driver.begun[0])])
+            await asyncio.sleep(0)
+            async with service.call([task(3)], ""):
+                assert len(driver.begun) == 2
+        assert driver.left == driver.begun[::-1]
+
+    run(test, monkeypatch, max_queued=3)
+
+
+def test_a_slow_reader_costs_others_nothing(monkeypatch):
+    """Its last pieces, and those of another request, come with the same step."""
+
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], "") as slow, service.call([task()], "") as other:
+            driver.deliver([piece(slow.flows[0], 5, at_end=True), piece(other.flows[0], at_end=True)])
+            assert [len(outputs) async for outputs in other.stream.pieces()] == [1]
+            with pytest.raises(HttpError, match="4 pieces wait"):
+                await anext(slow.stream.pieces())
+
+    run(test, monkeypatch, max_unread=4)
+
+
+def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], "") as call:
+            driver.failed(RuntimeError("boom"))
+            with pytest.raises(HttpError, match="the engine has failed"):
+                await anext(call.stream.pieces())
+            await asyncio.sleep(0.05)  # past the longest wait
+        await service.ended.wait()
+        with pytest.raises(HttpError, match="the server is ending"):
+            async with service.call([task()], ""):
+                pass
+
+    run(test, monkeypatch, max_wait=0.01)
+    assert "RuntimeError: boom" in capsys.readouterr().err
+
+
+def test_who_waits_too_long_is_told(monkeypatch):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], "") as call:
+            with pytest.raises(HttpError, match="nothing was generated within 0.01 s") as told:
+                await anext(call.stream.pieces())
+        assert told.value.status == 503 and driver.left == call.flows
+
+    run(test, monkeypatch, max_wait=0.01)
+
+
+def test_clients_with_keys_get_equal_shares(monkeypatch):
+    async def test(service: Service, driver: Driver) -> None:
+        async with (
+            service.call([task()] * 5, "a") as many,
+            service.call([task()], "b") as one,
+            service.call([task()], "") as open,
+        ):
+            ranks: Any = [call.flows for call in (many, one, open)]
+            assert [[flow.priority for flow in flows] for flows in ranks] == [[0, 13, 26, 39, 52], [0], [0]]
+
+    run(test, monkeypatch)
+
+
+def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], ""):
+            service.drain()
+            assert not service.ended.is_set()
+        await service.ended.wait()
+
+    run(test, monkeypatch)
