@@ -9,6 +9,7 @@ from ..options.server import ServerOptions
 from .command import (
     cache_flags,
     check_cache,
+    check_report,
     checked,
     engine_flags,
     engine_options,
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path is not None and args.model is not None:
         args.usage_error(f"MODEL {args.path} and --model {args.model} are two models")
     args.model = args.path or args.model
+    check_report(args)
     check_cache(args)
     names = options.served_model_name or [str(args.model or "demo")]
     options = replace(options, served_model_name=names)

@@ -58,13 +58,12 @@ def usage_wanted(options: Any, stream: bool) -> bool:
 
 def prompts_of(prompt: Any) -> list[Any]:
     """The prompts of a completion: text or token ids, or a list of them."""
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-    found = prompt if several else [prompt]
     if prompt is None:
         raise RequestError(
             "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
         )
-    return found
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return prompt if several else [prompt]
 
 
 def scored(task: Task) -> Task:

@@ -1,4 +1,5 @@
-"""A server's life: from an address that is reserved before a model is read to the last stream's end."""
+"""A server's life: from an address and certificates that are looked at before a model is read, to the end of
+the last stream."""
 
 import asyncio
 import os
@@ -74,8 +75,7 @@ class Server(uvicorn.Server):
 def served(
     llm: LLM, options: ServerOptions, defaults: dict[str, Any], own: socket.socket, keys: list[str]
 ) -> int:
-    """Serve until a signal, or until the engine fails; the exit code. Raises OSError for certificates that
-    cannot be read."""
+    """Serve until a signal, or until the engine fails; the exit code."""
     return run(serve(llm, options, defaults, own, keys))
 
 

@@ -87,8 +87,9 @@ class Service:
         self._calls += 1
         try:
             with self._room(sum(task.params.n for task in tasks)):
-                prepared = await asyncio.to_thread(lambda: [self._prepared(task) for task in tasks])
-                self._check()
+                prepared = await asyncio.to_thread(self._prepare, tasks)
+                with self._kept(prepared):
+                    self._check()
                 for task, flow in zip(tasks, prepared, strict=True):
                     self._begin(flow, task, client, stream)
                     flows.append(flow)
@@ -142,6 +143,23 @@ class Service:
         room = self.max_model_len - prompt_tokens
         most = task.params.n * min(task.params.max_tokens or room, room)
         return self._shares.place(client, prompt_tokens + most)
+
+    def _prepare(self, tasks: Sequence[Task]) -> list[Flow]:
+        flows: list[Flow] = []
+        with self._kept(flows):
+            for task in tasks:
+                flows.append(self._prepared(task))
+        return flows
+
+    @contextmanager
+    def _kept(self, flows: list[Flow]) -> Iterator[None]:
+        """Flows that have not begun, whose ids are free again where the block raises."""
+        try:
+            yield
+        except BaseException:
+            for flow in flows:
+                self._driver.leave(flow)
+            raise
 
     def _prepared(self, task: Task) -> Flow:
         try:

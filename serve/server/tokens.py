@@ -36,8 +36,8 @@ class Tokens:
 
     async def info(self, request: Request) -> Response:
         own = self._tokenizer
-        names = ("bos_token", "eos_token", "pad_token", "chat_template")
-        return json_response({name: getattr(own, name, None) for name in names})
+        named = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": own.pad_token}
+        return json_response(named | {"chat_template": own.chat_template})
 
     @property
     def _tokenizer(self) -> Tokenizer:

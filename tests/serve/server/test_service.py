@@ -9,7 +9,7 @@ import pytest
 
 from duetto import SamplingParams
 from duetto.serve.api.driver import Piece
-from duetto.serve.openai.tasks import Task
+from duetto.serve.openai.tasks import RequestError, Task
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.outputs import CompletionOutput
 from duetto.serve.server import service as services
@@ -134,6 +134,19 @@ def test_clients_with_keys_get_equal_shares(monkeypatch):
         ):
             ranks: Any = [call.flows for call in (many, one, open)]
             assert [[flow.priority for flow in flows] for flows in ranks] == [[0, 13, 26, 39, 52], [0], [0]]
+
+    run(test, monkeypatch)
+
+
+def test_prompts_beside_one_that_is_refused_are_forgotten(monkeypatch):
+    """Or their ids would be taken for ever."""
+
+    async def test(service: Service, driver: Driver) -> None:
+        wrong = Task("completion", None, SamplingParams(), prompt="text without a tokenizer")
+        with pytest.raises(RequestError, match="no tokenizer"):
+            async with service.call([task(), task(), wrong], ""):
+                pass
+        assert len(driver.left) == 2 and not driver.begun
 
     run(test, monkeypatch)
 
