@@ -14,7 +14,7 @@ from .tensors import CheckpointError
 DESCRIBING = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "LICENSE*", "NOTICE*",
+    "LICENSE*", "NOTICE*", "1_Pooling/config.json", "modules.json",
 )  # fmt: skip
 
 
@@ -65,7 +65,9 @@ def copy_description(source: Path, target: Path) -> None:
     licence."""
     for pattern in DESCRIBING:
         for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, target / file.name)
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

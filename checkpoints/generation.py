@@ -22,6 +22,7 @@ FIELDS = {
     "max_new_tokens": ("max_tokens", int),
     "skip_special_tokens": ("skip_special_tokens", bool),
 }
+POOLING = {"lasttoken": "last", "mean_tokens": "mean"}  # of Sentence Transformers
 TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
 
 
@@ -32,6 +33,7 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     sampling: dict[str, int | float | bool] = field(default_factory=dict)
+    pooling: str | None = None  # of hidden states to an embedding
 
 
 def generation_defaults(path: str | Path) -> GenerationDefaults:
@@ -51,7 +53,20 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     sampling = {FIELDS[name][0]: own[name] for name in FIELDS if own.get(name) is not None}
     for name, (parameter, kind) in FIELDS.items():
         check_type(file, name, sampling.get(parameter), kind)
-    return GenerationDefaults(tuple(dict.fromkeys(eos)), bos[0] if bos else None, sampling)
+    ends, first = tuple(dict.fromkeys(eos)), bos[0] if bos else None
+    return GenerationDefaults(ends, first, sampling, pooling_in(folder))
+
+
+def pooling_in(folder: Path) -> str | None:
+    """How a folder of Sentence Transformers pools hidden states, in its own words where that is not
+    supported."""
+    file, modules = folder / "1_Pooling" / "config.json", folder / "modules.json"
+    if modules.exists() and '.Dense"' in modules.read_text():  # a layer that is not read
+        return "dense"
+    stated = read_json(file) if file.exists() else {}
+    modes = [name.removeprefix("pooling_mode_") for name, value in stated.items() if value is True]
+    mode = stated.get("pooling_mode") or "+".join(m for m in modes if m != "include_prompt") or None
+    return POOLING.get(str(mode), mode)
 
 
 def check_type(file: Path, name: str, value: Any, kind: type) -> None:

@@ -94,6 +94,28 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Delta:
     """What a stream adds: text and tokens since the last one; the last of completion `index` has a finish
     reason."""

@@ -48,3 +48,14 @@ def test_every_room_is_in_the_wheel(files):
     others = {str(room).removeprefix("src/").replace("/", ".") for room in rooms if room.parts[0] == "src"}
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert sorted(packages) == sorted(library | others)
+
+
+def test_what_the_library_reads_beside_its_modules_is_in_the_wheel(files):
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    kept = {
+        (package.removeprefix("duetto.").replace(".", "/"), name)
+        for package in data
+        for name in data[package]
+    }
+    for file in (file for file in files if file.parts[0] in LIBRARY and file.suffix != ".py"):
+        assert any(file.is_relative_to(folder) and file.match(name) for folder, name in kept), file

@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from cases.embeddings import embedded, embedded_plainly
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
+from cases.streams import streamed
 from conftest import RANDOM, Model
 
 from duetto import LLM, RequestOutput, SamplingParams
@@ -105,6 +108,35 @@ def test_streamed_equals_batch(model, base, expected):
         assert pieces[-1].finish_reason == "length"
 
 
+def test_streams_of_the_server_equal_alone(model, base, expected):
+    """Beside each other, and again from the pages that they have left."""
+    texts = prompts(model.config.vocab_size)
+    base.engine.tables.forget()
+    assert streamed(base, texts, PARAMS) == expected
+    assert streamed(base, texts, PARAMS) == expected
+
+
+@pytest.fixture(scope="module")
+def embeddings(model, base):
+    """Of each text alone."""
+    found = []
+    for text in prompts(model.config.vocab_size):
+        base.engine.tables.forget()
+        found.append(embedded(base, [text]))
+    return [last for last, _ in found] + [mean for _, mean in found]
+
+
+def test_embeddings_equal_alone(model, base, embeddings):
+    """Beside each other, and again from the pages that they have left."""
+    texts = prompts(model.config.vocab_size)
+    base.engine.tables.forget()
+    assert embedded(base, texts) == embeddings
+    assert embedded(base, texts) == embeddings
+    if model.params.embed.dtype == "float32" and model.kv_cache_dtype == "auto":
+        plain = embedded_plainly(model.params, model.config, texts)
+        assert np.allclose(embeddings, plain, rtol=1e-3, atol=1e-4)
+
+
 def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, base, expected, monkeypatch):
     """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
     texts, asked = prompts(model.config.vocab_size), [(j % 2, 2 + 7 * j % 20) for j in range(20)]
@@ -120,9 +152,9 @@ def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, base, e
     assert (gathering.prompts > before) == any(s.rows > 1 for s in base.engine.classes.prefill)
 
 
-def test_any_engine_gives_the_same_bits(model, serve, expected):
+def test_any_engine_gives_the_same_bits(model, serve, expected, embeddings):
     for options in variants(model):
-        report = assert_same_bits(model, serve, expected, options)
+        report = assert_same_bits(model, serve, expected, options, embeddings)
         if "max_batched_token_mem" in options and model.config.windows == (None,):  # else pages are reserved
             assert report["preemptions"] > 0
 
@@ -154,9 +186,11 @@ def variants(model: Model) -> list[dict[str, Any]]:
     return [FEWER[model.name]] if model.name in FEWER else [TIGHT, CHUNKS]
 
 
-def assert_same_bits(model: Model, serve, expected, options) -> dict[str, Any]:
+def assert_same_bits(model: Model, serve, expected, options, embeddings=None) -> dict[str, Any]:
     with serve(**options) as llm:
-        found = llm.generate(prompts(model.config.vocab_size), PARAMS, use_tqdm=False)
+        texts = prompts(model.config.vocab_size)
+        found = llm.generate(texts, PARAMS, use_tqdm=False)
+        assert embeddings is None or embedded(llm, texts) == embeddings
         report = llm.report()
         llm.update_params(model.params)
         is_wrapped = is_fixed(llm.engine.params)

@@ -5,10 +5,15 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
 from ..outputs import CompletionOutput, RequestOutput
+from .embedding import embedding_of, making
 from .intake import Intake, Prompt
 from .llm import LLM
 from .ticket import Cursor, Ticket
@@ -27,8 +32,8 @@ class Flow:
         return self._cursor.at_end
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.ticket.requests[0].prompt)
+    def prompt(self) -> list[int]:
+        return self.ticket.requests[0].prompt
 
     def rank(self, priority: int) -> None:
         """Its place in every queue, before it begins: smaller ones go first."""
@@ -38,6 +43,11 @@ class Flow:
     @property
     def cached_tokens(self) -> int:
         return self.ticket.requests[0].cached
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """Of its prompt, once it is at its end."""
+        return embedding_of(self.ticket)
 
     def take(self) -> list[CompletionOutput]:
         """What is new of each completion: text, tokens and their log-probabilities; the last of one has its
@@ -75,9 +85,14 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
         self._thread.start()
 
-    def flow(self, prompt: Prompt, params: SamplingParams) -> Flow:
-        """A checked request. Raises ValueError or TypeError, naming what is wrong."""
-        (ticket,) = self._llm._tickets([prompt], params, priority=0)
+    def flow(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Flow:
+        """A checked request, to generate or to be embedded. Raises ValueError or TypeError, naming what is
+        wrong."""
+        if isinstance(params, PoolingParams):
+            make = making(self._llm, prompt, params)
+        else:
+            make = partial(self._llm._intake.ticket, prompt=prompt, params=params)
+        (ticket,) = self._session.tickets_of([make])
         return Flow(ticket, self._llm._intake)
 
     def begin(self, flow: Flow) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...model.pooling import Pool, PoolingParams
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
@@ -60,13 +61,15 @@ class Intake:
         priority: int = 0,
         written: int = 0,
         score_from: int = 1,
+        pooling: PoolingParams | None = None,
         awaited: bool = True,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
-        from position `score_from` on; `awaited` says that somebody waits for the first token. The parameters
-        are copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
+        for the first token. The parameters are copied: changing them later has no effect. Raises ValueError
+        or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -93,6 +96,7 @@ class Intake:
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
+                pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
             )
             for i in range(params.n)

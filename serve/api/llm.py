@@ -28,7 +28,7 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import likelihood, snapshots, vllm
+from . import embedding, likelihood, snapshots, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .session import Session
@@ -304,7 +304,7 @@ class LLM:
     get_metrics = vllm.get_metrics
     start_profile, stop_profile = vllm.start_profile, vllm.stop_profile
     get_world_size = vllm.get_world_size
-    encode, embed = vllm.encode, vllm.embed
+    embed, encode = embedding.embed, vllm.encode
     reward, classify = vllm.reward, vllm.classify
     score = vllm.score
     collective_rpc = vllm.collective_rpc

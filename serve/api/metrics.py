@@ -85,7 +85,7 @@ def guesses(engine: Engine) -> Iterator[Metric]:
 
 
 def histograms(engine: Engine) -> Iterator[Histogram]:
-    for name, found in engine.meter.over_finished.found.items():
+    for name, found in engine.meter.distributions.found.items():
         limits, within = [*map(str, found.limits), "+Inf"], accumulate(found.counts)
         buckets = dict(zip(limits, within, strict=True))
         yield Histogram(f"vllm:{name}", dict(LABELS), sum(found.counts), found.total, buckets)

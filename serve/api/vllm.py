@@ -228,11 +228,10 @@ def refused(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 LIKELIHOOD = "LLM.log_likelihood gives the log-probabilities of texts or continuations under this model"
-GENERATES = f"models are served to generate, and give no embeddings; {LIKELIHOOD}"
+EMBEDS = "LLM.embed gives embeddings"
 WEIGHTS = "LLM.params are the weights, LLM.update_params serves others, and LLM.engine is the engine"
-encode = refused("encode", GENERATES)
-embed = refused("embed", GENERATES)
-reward = refused("reward", GENERATES)
+encode = refused("encode", EMBEDS)
+reward = refused("reward", f"models are served without heads that reward; {EMBEDS}")
 classify = refused("classify", f"models are served to generate, and have no classes; {LIKELIHOOD}")
 score = refused("score", f"in vLLM it is the similarity of two texts by a pooling model; {LIKELIHOOD}")
 collective_rpc = refused("collective_rpc", f"the engine runs in this process, without workers; {WEIGHTS}")

@@ -31,8 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..server.keys import keys_in
-    from ..server.running import check_certificates, reserved, served
+    from ..server.running import front, served
 
     options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
     if args.path is not None and args.model is not None:
@@ -42,13 +41,12 @@ def run(args: argparse.Namespace) -> int:
     check_cache(args)
     names = options.served_model_name or [str(args.model or "demo")]
     options = replace(options, served_model_name=names)
-    keys = keys_in(options.api_key_file) if options.api_key_file else []
-    check_certificates(options)
-    with reserved(options) as own:
+    before = front(options)
+    with before.own:
         folder, engine = resolve_once(args, engine_options(args))
         defaults = engine.recommended(checked_defaults(folder).sampling)
         with start(args, engine) as llm:
-            code = served(llm, options, defaults, own, keys)
+            code = served(llm, options, defaults, before)
             if args.save_cache is not None:
                 llm.save_cache(args.save_cache)
             finish(llm.report(args.explain), args)

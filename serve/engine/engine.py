@@ -313,7 +313,7 @@ class Engine:
 
         `waited` says that the next step is not on its way yet.
         """
-        taken = take_all(flight, self.scheduler.scores, self.meter.took)
+        taken = take_all(flight, self.scheduler.scores, self.meter)
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:

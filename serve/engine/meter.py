@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -17,7 +17,8 @@ import numpy as np
 from ...kvcache.tables import PageTables
 from ..programs.shapes import Shape
 from ..programs.warmup import THREADS
-from .distributions import Finished
+from .distributions import Distributions
+from .guessing import Taken
 from .request import Request
 
 SPANS = 256  # kept of each shape, the latest
@@ -73,7 +74,7 @@ class Meter:
     cached_tokens: int = 0
     occupancy: float = 0.0
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    over_finished: Finished = field(default_factory=Finished)
+    distributions: Distributions = field(default_factory=Distributions)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -107,6 +108,14 @@ class Meter:
         """The median of a shape's last spans."""
         return statistics.median(self.spans[str(shape)])
 
+    def brought(self, taken: Sequence[Taken]) -> None:
+        """A step's rows are taken in."""
+        self.distributions.step(sum(row.work.count * row.prompt + len(row.tokens) for row in taken))
+        for row in taken:
+            self.generated_tokens += len(row.tokens)
+            if row.tokens:
+                self.distributions.arrival(row.work.request.clock)
+
     def typical(self, shape: Shape) -> float | None:
         """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
         where there is none."""
@@ -138,9 +147,8 @@ class Meter:
             self.cached_tokens += request.cached
 
     def finished(self, request: Request) -> None:
-        self.generated_tokens += request.generated
         metrics = request.metrics()
-        self.over_finished.observe(len(request.prompt), metrics)
+        self.distributions.finished(len(request.prompt), metrics)
         self.ttft.add(metrics.ttft)
         self.e2e.add(metrics.e2e)
         if metrics.tpot > 0:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...model.pooling import Pool
 from ...sampling.params import SamplingParams
 from ..outputs import Pass, RequestMetrics
 from ..text.stops import Detokenizer
@@ -41,13 +42,14 @@ class ScoreLog:
 @dataclass
 class Clock:
     """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
-    clock."""
+    clock, `seen` the latest token's time when a meter last looked."""
 
     arrival: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    seen: float = 0.0
     finish: float = 0.0
 
 
@@ -68,6 +70,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     score_from: int = 1  # the prompt's position from which on it is scored, where it is
+    pool: Pool | None = None  # of the prompt, where an embedding is wanted
     patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
 
     tokens: list[int] = field(default_factory=list)
@@ -93,6 +96,11 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Place in every queue: lower priority values first, then first come, first served."""
         return self.priority, self.arrival
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are computed, and none is found in the cache."""
+        return self.pool is not None and self.pool.is_whole
 
     @property
     def scored(self) -> bool:

@@ -12,6 +12,7 @@ from ..programs.promise import arrived
 from ..programs.shapes import Shape
 from ..programs.step import Output
 from .guessing import Taken
+from .meter import Meter
 from .page_scores import PageScores
 from .plan import Work
 from .request import Request
@@ -71,14 +72,16 @@ class Flights:
         return any(self._group_of(work.request) in (None, group) for work in self.rows)
 
 
-def take_all(step: list[Ran], kept: PageScores, came: Callable[[], None]) -> list[Taken]:
-    """Wait for a step's calls, one after the other, and take in their rows; `came` hears of each call."""
+def take_all(step: list[Ran], kept: PageScores, meter: Meter) -> list[Taken]:
+    """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
+    of what all have brought."""
     taken = []
     for ran in step:
         ran = ran._replace(output=arrived(ran.output))
         tokens = np.asarray(ran.output.sampled.token).tolist()
-        came()
+        meter.took()
         taken += [take(work, ran, row, tokens[row], kept) for row, work in ran.rows.items()]
+    meter.brought(taken)
     return taken
 
 
@@ -88,6 +91,8 @@ def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) ->
     if request.finished:  # aborted, or stopped by its text, while this step was on its way
         return Taken(work, 0, [], prompt)
     take_prompt_scores(request, ran.output, row, work, kept)
+    if request.pool is not None and ran.output.pooled is not None:
+        request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
     emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
     if ran.shape.phase == "verify":
         request.computed = work.start + max(1, len(emitted))

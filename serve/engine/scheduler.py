@@ -289,7 +289,7 @@ class Scheduler:
 
     def _usable(self, request: Request) -> Sequence[bytes]:
         """Names of the pages that a request that waits can use, if they are found."""
-        if self.root is None:
+        if self.root is None or request.is_whole:
             return []
         full = (len(request.tokens) - 1) // self.page_size
         self._extend_names(request, full)

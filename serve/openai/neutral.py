@@ -23,7 +23,7 @@ HARMLESS = frozenset(
 )
 
 # Fields that are understood only as far as they ask for nothing, with the values that do. Without tools there
-# is no call to choose or to parallelise, without a parser of reasoning all of a text is included.
+# is no call to choose or to parallelise, and a completion is all of a text.
 NEUTRAL: Table = {
     "add_generation_prompt": (True,),
     "best_of": (1,),

@@ -4,13 +4,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
+from ..text.reasoning import Marks, Reasoning, is_begun, marks_of
 from ..text.tokenizer import Tokenizer
 from .tasks import Task
 
+PREFIXES = {"chat": "chatcmpl-", "completion": "cmpl-"}  # of a reply's id, by what was asked for
 Scores = dict[int, Logprob]  # of one position
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
 
@@ -26,14 +29,17 @@ class Replies:
         self, id: str, task: Task, output: RequestOutput, created: int = 0, cached: int = 0
     ) -> dict[str, Any]:
         """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
-        chat = task.form == "chat"
-        choice = self.chat_choice if chat else self.completion_choice
+        chat, ids = task.form == "chat", output.prompt_token_ids
+        choices = [
+            self.chat_choice(o, task, self.reasoning(task, ids)) if chat else self.completion_choice(o, task)
+            for o in output.outputs
+        ]
         return {
-            "id": ("chatcmpl-" if chat else "cmpl-") + id,
+            "id": PREFIXES[task.form] + id,
             "object": "chat.completion" if chat else "text_completion",
             "created": created,
             "model": self.named(task),
-            "choices": [choice(o, task) for o in output.outputs],
+            "choices": choices,
             "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": cached}},
         }
 
@@ -58,13 +64,41 @@ class Replies:
             **self.ending(output, task),
         }
 
-    def chat_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    @cached_property
+    def _marks(self) -> Marks | None:
+        return marks_of(self.tokenizer)
+
+    @cached_property
+    def _are_special(self) -> bool:
+        special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
+        return self._marks is not None and self._marks.end in special
+
+    def reasoning(self, task: Task, prompt_ids: Sequence[int]) -> Reasoning | None:
+        """What tells the reasoning of a reply to a prompt from its answer, where the model may reason and its
+        text has the marks of it."""
+        if self.tokenizer is None or self._marks is None:
+            return None
+        if self._are_special and task.params.skip_special_tokens:
+            return None
+        return Reasoning(self._marks, is_begun(self.tokenizer, self._marks, prompt_ids) or None)
+
+    def chat_choice(
+        self, output: CompletionOutput, task: Task, reasoning: Reasoning | None = None
+    ) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text}
+        if reasoning is not None:
+            thought, message["content"] = reasoning.take(output.text, at_end=True)
+            message |= reasoned(thought, task)
         return {"index": output.index, "message": message, **self._chat_ending(output, task)}
 
-    def chat_delta(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def chat_delta(
+        self, output: CompletionOutput, task: Task, reasoning: Reasoning | None = None
+    ) -> dict[str, Any]:
         """What a stream adds to a choice."""
-        delta = {"content": output.text} if output.text else {}
+        thought, answer = "", output.text
+        if reasoning is not None:
+            thought, answer = reasoning.take(output.text, at_end=output.finished())
+        delta = reasoned(thought, task) | ({"content": answer} if answer else {})
         return {"index": output.index, "delta": delta, **self._chat_ending(output, task)}
 
     def _chat_ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
@@ -107,6 +141,11 @@ class Replies:
     def _token(self, token_id: int, score: Logprob) -> str:
         """A token's text; without a tokenizer its id, as vLLM writes it."""
         return f"token_id:{token_id}" if score.decoded_token is None else score.decoded_token
+
+
+def reasoned(thought: str, task: Task) -> dict[str, str]:
+    """A message's reasoning, where it is wanted, under vLLM's name and DeepSeek's."""
+    return {"reasoning": thought, "reasoning_content": thought} if thought and task.reasoning else {}
 
 
 def usage(output: RequestOutput) -> dict[str, int]:

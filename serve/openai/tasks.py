@@ -7,23 +7,25 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
+from ...model.pooling import PoolingParams
 from ...refusals import among, nearest
 from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
 from ..text.tokenizer import Tokenizer
+from .bodies import ChatFields, CompletionFields, names
 from .neutral import HARMLESS, NEUTRAL
 
-Form = Literal["plain", "completion", "chat"]
+Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
+MAX_STRINGS = 1024  # to stop at, or never to generate: each is looked for at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
-CHAT = frozenset(
-    {"model", "messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
-)
-COMPLETION = frozenset({"model", "prompt"})
+CHAT, COMPLETION = names(ChatFields), names(CompletionFields)
 # OpenAI's answers have no place for what these ask for.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
+# What a body need not give, unless the model's authors recommend something else.
+DEFAULTS: dict[Form, dict[str, Any]] = {"chat": {"max_tokens": None}, "completion": {"max_tokens": 16}}
 # Variables of a chat template that are not the line's to set.
 TEMPLATE_OWN = frozenset(
     {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
@@ -41,7 +43,8 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a request asks for: text or token ids to continue, or messages to reply to.
+    """What a request asks for: text or token ids to continue, messages to reply to, or a prompt to embed by
+    `pooling`.
 
     `model` is the name that it gives the model, if it names one.
     """
@@ -53,6 +56,8 @@ class Task:
     messages: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
+    pooling: PoolingParams | None = None
+    reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
 
 
 def task_of_body(
@@ -67,10 +72,12 @@ def task_of_body(
     model = body.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
     if form == "chat":
-        params = sampling_of(_chat_fields(body), {"max_tokens": None, **defaults}, seed)
-        return replace(chat_of("chat", name, params, body), model=model)
+        params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
+        reasoning = body.get("include_reasoning", True)
+        require(isinstance(reasoning, bool), "include_reasoning", reasoning, "true or false")
+        return replace(chat_of("chat", name, params, body), model=model, reasoning=reasoning)
     require("prompt" in body, "prompt", None, "a string or a list of token ids")
-    params = sampling_of(_body_fields(body, COMPLETION), {"max_tokens": 16, **defaults}, seed)
+    params = sampling_of(_body_fields(body, COMPLETION), {**DEFAULTS["completion"], **defaults}, seed)
     return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model)
 
 
@@ -109,11 +116,16 @@ def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str])
 def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
     fields = asking(body, BODY, others)
-    for name in (name for name in fields if name not in BODY):
-        near = nearest(name, BODY | others)
+    refuse_unknown(fields, BODY, others)
+    return fields
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: frozenset[str], others: frozenset[str]) -> None:
+    """Raise RequestError for a field that is not among the `known`."""
+    for name in (name for name in fields if name not in known):
+        near = nearest(name, known | others)
         hint = f"; did you mean {near}?" if near else ""
         raise RequestError("invalid_request", f"{name[:60]} is not supported in a body{hint}")
-    return fields
 
 
 def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +141,10 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int | None) -> SamplingParams:
     merged = {**defaults, **fields}
+    for name in ("stop", "bad_words"):
+        strings = merged.get(name)
+        few = not isinstance(strings, list) or len(strings) <= MAX_STRINGS
+        require(few, name, strings, f"at most {MAX_STRINGS} strings")
     if merged.get("seed") is None:
         merged["seed"] = seed
     try:
@@ -149,6 +165,12 @@ def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: 
     except ChatTemplateError as error:
         raise RequestError("invalid_request", str(error)) from None
     return Task(form, name, params, messages=messages, template_variables=variables)
+
+
+def listed(value: Any) -> list[Any]:
+    """Prompts in a list: one, text or token ids, or several."""
+    several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+    return value if several else [value]
 
 
 def prompt_of(name: str, value: Any) -> str | list[int]:

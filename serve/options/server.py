@@ -33,6 +33,12 @@ class ServerOptions:
         4096, "pieces of a stream that may wait for its reader; then the stream ends with an error"
     )
     ping: float = knob(15.0, "seconds of silence after which a stream sends a comment, to be kept open")
+    profile_dir: str | None = knob(
+        None, "folder for profiles, by POST /start_profile and /stop_profile; default: these are not there"
+    )
+    otlp_traces_endpoint: str | None = knob(
+        None, "where a span of each request goes, by OTLP over HTTP, as http://localhost:4318/v1/traces"
+    )
     ssl_certfile: str | None = knob(None, "certificate, for https")
     ssl_keyfile: str | None = knob(None, "its private key")
 

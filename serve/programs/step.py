@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...kvcache.pages import ON_DEVICE, Batch, KVCache, paged, positions
 from ...model.config import ModelConfig
+from ...model.pooling import Pooled, pool
 from ...model.scatter import apart
 from ...model.sharding import in_any_shard
 from ...model.transformer import Decoder, forward, unembed
@@ -64,10 +65,12 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,steps], NO_TOKEN where none, and prompt scores [B,T] or None."""
+    """What a step tells the host: samples [B,steps], NO_TOKEN where none; of prompts scores [B,T] and pooled
+    hidden states, else None."""
 
     sampled: Sampled
     prompt: Scores | None
+    pooled: Pooled | None = None
 
 
 def empty_slots(
@@ -237,11 +240,12 @@ def sampled(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[Slots, Output]:
     """What a step says of its rows' hidden states."""
-    prompt = None
+    prompt = pooled = None
     if batch.after is not None:
         prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
+        pooled = pool(hidden, batch.count)
     slots, last = sample_last(params, config, slots, batch, hidden)
-    return slots, Output(last, prompt)
+    return slots, Output(last, prompt, pooled)
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):

@@ -1,15 +1,14 @@
 """Keys that clients have to send."""
 
 import hmac
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import HttpError
-
-OPEN = ("/health", "/ready")  # what load balancers ask has no key
+from ..service.errors import HttpError
 
 
 def keys_in(path: str) -> list[str]:
@@ -22,14 +21,14 @@ def keys_in(path: str) -> list[str]:
 
 
 class Keys:
-    """Answers 401 to whoever has no key; a request's client is the hash of its key. Comparing takes the same
-    time for all keys."""
+    """Answers 401 to whoever has no key, but on `open` paths; a request's client is the hash of its key.
+    Comparing takes the same time for all keys."""
 
-    def __init__(self, app: ASGIApp, keys: list[str]):
-        self.app, self._hashes = app, [digest(key.encode()) for key in keys]
+    def __init__(self, app: ASGIApp, keys: list[str], open: Collection[str]):
+        self.app, self._open, self._hashes = app, open, [digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._hashes and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self._hashes and scope["path"] not in self._open:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             found = digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
             if not sum(hmac.compare_digest(found, known) for known in self._hashes):

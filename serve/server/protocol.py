@@ -3,22 +3,29 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ..service.errors import HttpError
+
 MOST_HEAD = 1 << 16  # bytes of a request's head
+PART = 1 << 14  # bytes that are read at a time: so closely is the size of a head known
 AHEAD = 4  # requests that may be sent before the answer to an earlier one
 
 
 class Bounded(HttpToolsProtocol):
     """A client has to send the head of a request in so many seconds and bytes, and may not stop reading for
-    longer than that; that it has left is noticed behind requests that it has sent ahead, too."""
+    longer than that; that it has left is noticed behind requests that it has sent ahead, too. What is not
+    HTTP is answered as all errors are, and offers of other protocols are passed over."""
 
     def __init__(self, *given: Any, seconds: float, **others: Any):
         super().__init__(*given, **others)
         self._seconds = seconds
-        self._head_bytes: int | None = 0  # None between the end of a head and the next message
+        self._head_bytes = 0  # since a piece of a body: of a head, or of what ends a body
+        self._pieces = 0  # messages begun, and pieces of bodies
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._earlier: list[RequestResponseCycle] = []  # whose answers are awaited behind the latest
 
@@ -33,9 +40,63 @@ class Bounded(HttpToolsProtocol):
     def _close_idle(self) -> None:
         """Unless an answer is under way."""
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
+            self._close()
         else:
             self._within("head", self._close_idle)
+
+    def _close(self) -> None:
+        """Also where the client does not read what is left to send."""
+        self.transport.close()
+        self._within("reading", self.transport.abort)
+
+    @property
+    def _awaited(self) -> list[RequestResponseCycle]:
+        """Requests whose answers have not been sent to their end."""
+        cycles = self._earlier if self.cycle is None else [*self._earlier, self.cycle]
+        return [cycle for cycle in cycles if not cycle.response_complete]
+
+    def _refuse(self, error: HttpError) -> None:
+        """Close the connection, with an answer to what is arriving unless other answers go first."""
+        if all(cycle.more_body and not cycle.response_started for cycle in self._awaited):
+            answer = error.response()
+            head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
+            head += [b"%s: %s" % header for header in answer.raw_headers]
+            self.transport.write(b"\r\n".join([*head, b"connection: close", b"", bytes(answer.body)]))
+        self._forget()
+        self._close()
+
+    def _forget(self) -> None:
+        """Nobody waits for answers here any more."""
+        for cycle in self._awaited:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _feed(self, data: bytes) -> None:
+        """Raises HttpParserError for what is not HTTP, HttpError for a head that is too long."""
+        size, before = len(data), self._pieces
+        while data:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+        self._head_bytes = self._head_bytes + size if self._pieces == before else 0
+        if self._head_bytes > MOST_HEAD:
+            raise HttpError(400, f"the head has more than {MOST_HEAD} bytes", "head_too_long")
+
+    def _head_without_offer(self) -> bytes:
+        """The head that was read, to be read again, but for its offer of another protocol."""
+        if self.scope["method"] == "CONNECT":
+            raise httptools.HttpParserError("this is no proxy")
+        method, version = (self.scope[name].encode() for name in ("method", "http_version"))
+        line = b"%s %s HTTP/%s" % (method, self.url, version)
+        kept = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class has it
+        return b"\r\n".join([line, *kept, b"", b""])
+
+    def _should_upgrade(self) -> bool:
+        return True  # the base class is to leave alone a head that will be read again
 
     # ------------------------------------------------------------ what the transport and the parser say
 
@@ -44,26 +105,36 @@ class Bounded(HttpToolsProtocol):
         self._within("head", self._close_idle)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD and not self.transport.is_closing():
-                self.send_400_response(f"the head has more than {MOST_HEAD} bytes")
+        self._unset_keepalive_if_required()
+        try:
+            for start in range(0, len(data), PART):
+                self._feed(data[start : start + PART])
+        except httptools.HttpParserError:
+            self._refuse(HttpError(400, "the request cannot be read as HTTP", "invalid_http"))
+        except HttpError as error:
+            self._refuse(error)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
+        self._pieces += 1
         self._within("head", self._close_idle)
 
     def on_headers_complete(self) -> None:
         before = self.cycle
-        self._head_bytes = None
         self._cancel("head")
         super().on_headers_complete()
-        if self.pipeline:
+        if self.pipeline and self.cycle is not before:
             self._earlier = [cycle for cycle in (*self._earlier, before) if not cycle.response_complete]
             if len(self.pipeline) <= AHEAD:
                 self.flow.resume_reading()  # who does not read does not hear that the client has left
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces += 1
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._within("head", self._close_idle)  # also where what comes is no request
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -76,10 +147,14 @@ class Bounded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         for what in tuple(self._timers):
             self._cancel(what)
-        for cycle in self._earlier:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._forget()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self._refuse(HttpError(503, "the server is ending", "unavailable"))
+        else:
+            super().shutdown()
 
 
 def protocol(seconds: float) -> Any:

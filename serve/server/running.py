@@ -8,6 +8,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -17,9 +18,11 @@ import uvicorn
 from ..api.llm import LLM
 from ..host.streams import tell
 from ..options.server import ServerOptions
+from ..service.service import Service
 from .app import app
+from .keys import keys_in
 from .protocol import protocol
-from .service import Service
+from .tracing import Tracing, tracing_to
 
 if sys.platform == "win32":  # uvloop is not there
     from asyncio import run
@@ -29,17 +32,49 @@ else:
 CLOSING = 3  # seconds that connections have after the last request
 
 
+@dataclass(frozen=True)
+class Front:
+    """What a server has before its model is read: an address, the keys of its clients, and where spans go."""
+
+    own: socket.socket
+    keys: list[str]
+    tracing: Tracing | None
+
+
+def front(options: ServerOptions) -> Front:
+    """Raises OSError and ValueError for what cannot be had."""
+    keys = keys_in(options.api_key_file) if options.api_key_file else []
+    check_certificates(options)
+    tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
+    return Front(reserved(options), keys, tracing)
+
+
 def reserved(options: ServerOptions) -> socket.socket:
-    """The address, which is looked at before a model is read. Raises OSError where somebody serves there."""
+    """The address, which nobody else has from here on, before a model is read. Raises OSError where somebody
+    has it."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        own.bind((options.host, options.port))
+        bind_alone(own, (options.host, options.port))
     except OSError as error:
         own.close()
         raise OSError(f"{options.host} port {options.port}: {error.strerror}") from None
     return own
+
+
+def bind_alone(own: socket.socket, address: tuple[str, int]) -> None:
+    """Bind to an address so that nobody else can, though nobody listens there yet. Raises OSError."""
+    try:
+        own.bind(address)
+    except OSError:  # an earlier server's connections may linger there
+        reuse(own, True)
+        own.bind(address)
+        reuse(own, False)
+
+
+def reuse(own: socket.socket, allowed: bool) -> None:
+    """Whether the address may be taken while nobody listens there: of two sockets, both have to allow it."""
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
 
 
 def check_certificates(options: ServerOptions) -> None:
@@ -72,28 +107,29 @@ class Server(uvicorn.Server):
         self._drain()
 
 
-def served(
-    llm: LLM, options: ServerOptions, defaults: dict[str, Any], own: socket.socket, keys: list[str]
-) -> int:
+def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
     """Serve until a signal, or until the engine fails; the exit code."""
-    return run(serve(llm, options, defaults, own, keys))
+    return run(serve(llm, options, defaults, front))
 
 
-async def serve(
-    llm: LLM, options: ServerOptions, defaults: dict[str, Any], own: socket.socket, keys: list[str]
-) -> int:
+async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
     service = Service(llm, options, defaults)
     config = uvicorn.Config(
-        app(service, keys), loop="none", http=protocol(options.receive_timeout), ws="none", lifespan="off",
-        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING,
-        ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
+        app(service, front.keys, front.tracing), http=protocol(options.receive_timeout), ws="none",
+        loop="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=CLOSING, ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )  # fmt: skip
-    loop, place = asyncio.get_running_loop(), f"{', '.join(service.names)} at {url(options, own)}/v1"
+    loop, own_url = asyncio.get_running_loop(), url(options, front.own)
+    place = f"{', '.join(service.names)} at {own_url}/v1, to try on {own_url}/docs"
     server = Server(config, partial(loop.call_soon_threadsafe, service.drain), place)
     ending = asyncio.create_task(end(service, server))
-    await server.serve(sockets=[own])
+    reuse(front.own, True)  # connections that outlive the server have this of it, and do not bar the next one
+    await server.serve(sockets=[front.own])
     ending.cancel()
     await service.close()
+    if front.tracing is not None:
+        await front.tracing.close()
     if service.error is not None:
         tell(f"duetto: the engine has failed: {service.error}")
     return 0 if service.error is None else 1

@@ -8,24 +8,28 @@ if TYPE_CHECKING:
     from .engine.async_llm_engine import AsyncLLMEngine
     from .engine.llm_engine import LLMEngine
     from .inputs import PromptType, TextPrompt, TokensPrompt
+    from .model.pooling import PoolingParams
     from .sampling.params import BeamSearchParams, SamplingParams
     from .serve.api.likelihood import LogLikelihood
     from .serve.api.llm import LLM
-    from .serve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from .serve.outputs import CompletionOutput, Delta, EmbeddingRequestOutput, Logprob, RequestOutput
 
     __version__: str
 
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta", "EngineArgs",
-    "LLMEngine", "LogLikelihood", "Logprob", "PromptType", "RequestOutput", "SamplingParams", "TextPrompt",
-    "TokensPrompt",
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta",
+    "EmbeddingRequestOutput", "EngineArgs", "LLMEngine", "LogLikelihood", "Logprob", "PoolingParams",
+    "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 HOMES = {
     **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
     "LLM": ".serve.api.llm",
+    "PoolingParams": ".model.pooling",
     "LogLikelihood": ".serve.api.likelihood",
-    **dict.fromkeys(("CompletionOutput", "Delta", "Logprob", "RequestOutput"), ".serve.outputs"),
+    **dict.fromkeys(
+        ("CompletionOutput", "Delta", "EmbeddingRequestOutput", "Logprob", "RequestOutput"), ".serve.outputs"
+    ),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".engine.arg_utils"),
     "LLMEngine": ".engine.llm_engine",
     "AsyncLLMEngine": ".engine.async_llm_engine",

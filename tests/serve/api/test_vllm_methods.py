@@ -1,17 +1,21 @@
 """Methods, arguments and results that are there for scripts written for vLLM, on the model that ships."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases.requests import SIZES
+from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.api.metrics import Counter, Gauge, Histogram, Metric
+from duetto.serve.endpoints.metrics import EngineMetrics
 from duetto.serve.text.chat import ChatTemplateError
 
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)
@@ -155,14 +159,31 @@ def test_metrics_of_the_engine(llm):
     assert grown["vllm:generation_tokens"] == 30 and grown["vllm:request_successlength"] == 5
     assert grown["vllm:request_successabort"] == 0
     past, now = by_name(before, Histogram), by_name(after, Histogram)
+    of_steps = {"vllm:iteration_tokens_total", "vllm:inter_token_latency_seconds"}
     for name, found in now.items():
-        assert found.count - past[name].count == 5
+        assert found.count - past[name].count == 5 or name in of_steps
         assert found.buckets["+Inf"] == found.count
         assert list(found.buckets.values()) == sorted(found.buckets.values())
     tokens = now["vllm:request_generation_tokens"]
     assert tokens.sum - past[tokens.name].sum == 30
+    steps, between = (now[name].sum - past[name].sum for name in sorted(of_steps, reverse=True))
+    assert steps == prompts - grown["vllm:prefix_cache_hits"] + 30
+    spans = [now[f"vllm:{name}_seconds"] for name in ("request_decode_time", "inter_token_latency")]
+    assert between == pytest.approx(spans[0].sum - past[spans[0].name].sum)  # the same gaps
     assert tokens.buckets["5.0"] == past[tokens.name].buckets["5.0"]
     assert tokens.buckets["10.0"] == past[tokens.name].buckets["10.0"] + 5
+
+
+def test_the_board_shows_what_is_counted(llm):
+    """Grafana's: every series in it is one of ours, with the labels that it is told apart by."""
+    samples = text_string_to_metric_families(EngineMetrics(llm, "demo").text().decode())
+    served = {sample.name: sample.labels for family in samples for sample in family.samples}
+    board = json.loads((Path(__file__).parents[3] / "examples/grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    named = {name for expression in asked for name in re.findall(r"vllm:\w+", expression)}
+    assert len(named) > 20 and named <= served.keys()
+    assert all('{model_name=~"$model"}' in expression for expression in asked)
+    assert "finished_reason" in served["vllm:request_success_total"] and "model_name" in served[min(named)]
 
 
 def test_a_profile(llm, tmp_path, monkeypatch, capsys):
@@ -179,9 +200,9 @@ def test_a_profile(llm, tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------- what is not here
 
 
-@pytest.mark.parametrize("name", ["encode", "embed", "reward", "classify", "score"])
+@pytest.mark.parametrize("name", ["encode", "reward", "classify", "score"])
 def test_pooling_is_refused_with_what_is_there_instead(llm, name):
-    with pytest.raises(NotImplementedError, match=rf"LLM\.{name} is not here: .*LLM\.log_likelihood"):
+    with pytest.raises(NotImplementedError, match=rf"LLM\.{name} is not here: .*LLM\.(embed|log_likelihood)"):
         getattr(llm, name)(["a"], ["b"], use_tqdm=False)
 
 

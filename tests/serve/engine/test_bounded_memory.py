@@ -11,7 +11,7 @@ from duetto import SamplingParams
 from duetto.kvcache.tables import PageTables
 from duetto.serve.engine.meter import REQUESTS, Meter, Sample
 from duetto.serve.engine.plan import Limits
-from duetto.serve.engine.request import Request
+from duetto.serve.engine.request import Clock, Request
 from duetto.serve.engine.scheduler import Scheduler
 from duetto.serve.outputs import RequestMetrics
 
@@ -21,12 +21,20 @@ def finished(ttft: float, tpot: float = 0.25) -> SimpleNamespace:
     return SimpleNamespace(prompt=[1, 2], generated=3, finish_reason="stop", metrics=lambda: metrics)
 
 
+def brought() -> list[SimpleNamespace]:
+    """A prompt's step, and its first tokens."""
+    work = SimpleNamespace(count=2, request=SimpleNamespace(clock=Clock(first_token=1.0, last_token=1.0)))
+    return [SimpleNamespace(work=work, prompt=True, tokens=[1, 2, 3])]
+
+
 def test_a_meter_stays_as_large_as_it_is():
     meter = Meter()
     for i in range(REQUESTS):
+        meter.brought(brought())
         meter.finished(finished(float(i)))
     size = len(pickle.dumps(meter))
     for i in range(2 * REQUESTS):
+        meter.brought(brought())
         meter.finished(finished(float(i)))
     assert len(pickle.dumps(meter)) < 1.01 * size
     report = meter.report()

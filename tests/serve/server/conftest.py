@@ -3,16 +3,19 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 KEYS = "first-key", "second-key"
 LIMIT = 600.0  # seconds: a server that hangs fails a test
@@ -58,6 +61,19 @@ class Running:
     def http(self, key: str = KEYS[1]) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT)
+
+    def gauges(self) -> dict[str, float]:
+        """Samples of the metrics by their names; those of one name are added up."""
+        found: dict[str, float] = {}
+        with self.http() as http:
+            for family in text_string_to_metric_families(http.get("/metrics").text):
+                for sample in family.samples:
+                    found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+    def socket(self) -> socket.socket:
+        place = urlsplit(self.url)
+        return socket.create_connection((place.hostname, place.port), timeout=LIMIT)
 
 
 def start(*options: str) -> Running:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from duetto import LLM, SamplingParams
+from duetto import LLM, PoolingParams, SamplingParams
 
 OPTIONS = {
     "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16, "prompt_hold": 0.0,
@@ -160,3 +160,57 @@ def test_models_are_listed(client):
         client.models.retrieve("third")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="third", prompt="x")
+
+
+def test_responses_are_chats(client, llm):
+    messages: Any = [{"role": "system", "content": "Python"}, {"role": "user", "content": "sort a list"}]
+    (out,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)
+    asked: Any = {
+        "model": "demo", "instructions": "Python", "input": "sort a list", "temperature": 0.0,
+        "max_output_tokens": 20,
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    assert whole.output_text == out.outputs[0].text and whole.status == "incomplete"
+    assert whole.usage.output_tokens == 20 and whole.incomplete_details.reason == "max_output_tokens"
+    with client.responses.stream(**asked) as events:
+        found: Any = list(events)
+    assert found[0].type == "response.created" and found[-1].type == "response.incomplete"
+    assert found[-1].response.output_text == whole.output_text
+    again = [{"role": "user", "content": "x"}, *whole.output, {"role": "user", "content": "y"}]
+    assert client.responses.create(**(asked | {"input": again})).output_text
+    with pytest.raises(openai.BadRequestError, match="previous_response_id.*nothing is kept"):
+        client.responses.create(previous_response_id=whole.id, **asked)
+
+
+def test_embeddings_are_what_the_library_gives(client, llm):
+    """The client asks for base64; floats are the same numbers."""
+    expected = [out.outputs.embedding for out in llm.embed(TEXTS, use_tqdm=False)]
+    found = client.embeddings.create(model="demo", input=TEXTS)
+    assert [one.embedding for one in found.data] == expected and [one.index for one in found.data] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    plain = client.embeddings.create(model="demo", input=ids, encoding_format="float")
+    assert [one.embedding for one in plain.data] == expected
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(map(len, ids))
+    (mean,) = llm.embed("import", pooling_params=PoolingParams(8, pooling="mean"), use_tqdm=False)
+    asked = client.embeddings.create(
+        model="demo", input="import", dimensions=8, extra_body={"pooling": "mean"}, encoding_format="float"
+    )
+    assert asked.data[0].embedding == mean.outputs.embedding and len(mean.outputs.embedding) == 8
+
+
+def test_more_inputs_than_may_wait_are_embedded(client):
+    texts = [f"x = {i}" for i in range(300)]
+    many = client.embeddings.create(model="demo", input=texts)
+    assert [one.index for one in many.data] == list(range(300))
+    assert (
+        many.data[299].embedding == client.embeddings.create(model="demo", input=texts[299]).data[0].embedding
+    )
+    with pytest.raises(openai.BadRequestError, match="dimensions 9999 is not allowed: at most 192"):
+        client.embeddings.create(model="demo", input="x", dimensions=9999)
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        client.embeddings.create(model="demo", input=["x", ""])

@@ -2,29 +2,29 @@
 answer is to come."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..openai.tasks import MAX_CHOICES, Form, RequestError, Task, require, task_of_body
+from ..openai.responses import task_of_response
+from ..openai.tasks import MAX_CHOICES, Form, RequestError, Task, listed, require, task_of_body
 
 
 @dataclass(frozen=True)
 class Asked:
     """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
-    their continuations, of which `silent` wants none."""
+    their continuations, of which `silent` wants none. The answer repeats what was `told`."""
 
     tasks: list[Task]
     stream: bool = False
     usage: bool = False
     echo: bool = False
     silent: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
-    fields = {name: value for name, value in body.items() if value is not None}
-    stream = fields.pop("stream", False)
-    require(isinstance(stream, bool), "stream", stream, "true or false")
+    fields, stream = streaming(body)
     usage = usage_wanted(fields.pop("stream_options", {}), stream)
     if form == "chat":
         return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage)
@@ -42,6 +42,21 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
         tasks = [scored(task) for task in tasks]
     return Asked(tasks, stream, usage, echo, silent)
+
+
+def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+    """What the body of a response asks for. Raises RequestError likewise."""
+    fields, stream = streaming(body)
+    told = {name: fields[name] for name in ("instructions", "metadata") if name in fields}
+    return Asked([task_of_response(fields, defaults)], stream, told=told)
+
+
+def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The fields of a body that have a value, and whether the answer is to come as a stream."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    stream = fields.pop("stream", False)
+    require(isinstance(stream, bool), "stream", stream, "true or false")
+    return fields, stream
 
 
 def usage_wanted(options: Any, stream: bool) -> bool:
@@ -62,8 +77,7 @@ def prompts_of(prompt: Any) -> list[Any]:
         raise RequestError(
             "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
         )
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-    return prompt if several else [prompt]
+    return listed(prompt)
 
 
 def scored(task: Task) -> Task:

@@ -12,7 +12,12 @@ from ..openai.tasks import RequestError, encodable
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 LONGEST = 1000  # characters of a message
 UNREAD = (401, 408, 413)  # answered before the body was read: the connection has no use any more
+LEFT = 499  # is never sent: nobody is there
 RETRY = "1"  # seconds after which a client may try again
+
+
+class ClientLeft(Exception):
+    """Nobody reads the answer any more."""
 
 
 class HttpError(Exception):
@@ -47,6 +52,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
             return error.response()
         case RequestError():
             return HttpError(400, str(error), error.code, error.param).response()
+        case ClientLeft():
+            return Response(status_code=LEFT)
         case HTTPException():  # Starlette's own: no such path, another method
             told = f"{request.method} {request.url.path}: {error.detail}"
             response = HttpError(error.status_code, told).response()
@@ -55,7 +62,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return HttpError(500, "the server has failed; its log says how", "internal_error").response()
 
 
-HANDLERS = dict.fromkeys((HttpError, RequestError, HTTPException, Exception), answer_error)
+HANDLERS = dict.fromkeys((HttpError, RequestError, ClientLeft, HTTPException, Exception), answer_error)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,14 +7,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from ..outputs import CompletionOutput
-from .errors import HttpError
+from .errors import ClientLeft, HttpError
 
 T = TypeVar("T")
 Outputs = list[CompletionOutput]
-
-
-class ClientLeft(Exception):
-    """Nobody reads the answer any more."""
 
 
 class Stream:
@@ -61,6 +57,11 @@ class Stream:
         finally:
             if self.count:
                 self._leave()
+
+    async def ended(self) -> None:
+        """Wait for the end. Raises HttpError where the request failed."""
+        async for _ in self.pieces():
+            pass
 
 
 async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -22,10 +22,11 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class EngineMetrics(Collector):
     """Reads an engine's counts whenever somebody asks; the label `model_name` is the served name."""
 
-    def __init__(self, llm: LLM, model_name: str):
+    def __init__(self, llm: LLM, model_name: str, *others: Collector):
         self._llm, self._labels = llm, {"model_name": model_name}
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        for collector in (self, *others):
+            self._registry.register(collector)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

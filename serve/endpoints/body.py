@@ -3,8 +3,8 @@
 from starlette.requests import ClientDisconnect, Request
 
 from ..options.server import ServerOptions
-from .errors import HttpError
-from .streams import ClientLeft, within
+from ..service.errors import HttpError
+from ..service.streams import ClientLeft, within
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:

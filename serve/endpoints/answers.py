@@ -1,16 +1,17 @@
 """Answers to completions and chats: whole, and as events of a stream."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
-from ..openai.replies import Replies, usage
+from ..openai.replies import PREFIXES, Replies, usage
 from ..openai.tasks import Task
 from ..outputs import CompletionOutput, RequestOutput
+from ..text.reasoning import Reasoning
 from ..text.tokenizer import Tokenizer
 from .asked import Asked
 
@@ -76,9 +77,10 @@ class Events:
     replies: Replies
     id: str
     asked: Asked
+    prompt_ids: Sequence[int] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0  # generated so far
-    _begun: set[int] = field(default_factory=set)  # choices
+    _begun: dict[int, Reasoning | None] = field(default_factory=dict)  # choices
 
     def begin(self) -> bytes:
         """What comes before all that is generated: the prompts, where they are wanted."""
@@ -111,6 +113,10 @@ class Events:
         details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
         return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """What a client is told of an error."""
+        return event({"error": error})
+
     @cached_property
     def _frame(self) -> tuple[bytes, bytes]:
         """What stands before and after a choice in each event."""
@@ -122,7 +128,7 @@ class Events:
     def _record(self) -> dict[str, Any]:
         chat = self.task.form == "chat"
         return {
-            "id": ("chatcmpl-" if chat else "cmpl-") + self.id,
+            "id": PREFIXES[self.task.form] + self.id,
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": self.created,
             "model": self.replies.named(self.task),
@@ -132,12 +138,13 @@ class Events:
         if self.asked.silent:
             out = silenced(out)
         self.tokens += len(out.token_ids)
-        is_first = out.index not in self._begun
-        self._begun.add(out.index)
         if self.task.form == "chat":
-            if is_first:
+            if out.index not in self._begun:
+                self._begun[out.index] = self.replies.reasoning(self.task, self.prompt_ids)
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.replies.chat_delta(out, self.task)
+            choice = self.replies.chat_delta(out, self.task, self._begun[out.index])
+            if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
+                yield choice
         else:
             yield self.replies.completion_choice(out, self.task)

@@ -1,6 +1,6 @@
 """Whose request is next."""
 
-from duetto.serve.server.fairness import CLIENTS, Shares
+from duetto.serve.service.fairness import CLIENTS, Shares
 
 
 def test_one_who_sends_many_does_not_delay_another():

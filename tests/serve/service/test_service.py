@@ -12,13 +12,13 @@ from duetto.serve.api.driver import Piece
 from duetto.serve.openai.tasks import RequestError, Task
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.outputs import CompletionOutput
-from duetto.serve.server import service as services
-from duetto.serve.server.errors import HttpError
-from duetto.serve.server.service import Service
+from duetto.serve.service import service as services
+from duetto.serve.service.errors import HttpError
+from duetto.serve.service.service import Service
 
 
 class Flow:
-    prompt_tokens, cached_tokens = 3, 0
+    prompt, cached_tokens = (1, 2, 3), 0
 
     def __init__(self):
         self.priority = 0
@@ -159,3 +159,21 @@ def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
         await service.ended.wait()
 
     run(test, monkeypatch)
+
+
+def test_a_request_of_several_parts_is_admitted_once(monkeypatch):
+    """And the end waits for all of them, without room and between the parts too."""
+
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task(), task()], ""):
+            with service.under_way():
+                async with service.call([task()], "", is_admitted=True):
+                    service.drain()
+                with pytest.raises(HttpError, match="ending"):
+                    async with service.call([task()], ""):
+                        pass
+                async with service.call([task()], "", is_admitted=True):
+                    pass
+        assert service.ended.is_set() and len(driver.begun) == 4
+
+    run(test, monkeypatch, max_queued=2)

@@ -14,6 +14,7 @@ from ..openai.tasks import RequestError, Task, prompt_ids
 from ..options.server import ServerOptions
 from ..outputs import RequestOutput
 from ..text.chat import ChatTemplateError
+from .delay import Delay
 from .errors import HttpError
 from .fairness import Shares
 from .streams import Stream
@@ -21,8 +22,11 @@ from .streams import Stream
 
 @dataclass(frozen=True)
 class Call:
-    """A request of a client: its flows, one for each prompt, and the stream that all of them go into."""
+    """A request of a client to a model: its flows, one for each task, and the stream that all of them go
+    into."""
 
+    model: str
+    tasks: Sequence[Task]
     flows: list[Flow]
     stream: Stream
 
@@ -30,7 +34,7 @@ class Call:
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, and how many of them were found in the cache."""
         return {
-            "prompt_tokens": sum(flow.prompt_tokens for flow in self.flows),
+            "prompt_tokens": sum(len(flow.prompt) for flow in self.flows),
             "cached_tokens": sum(flow.cached_tokens for flow in self.flows),
         }
 
@@ -67,6 +71,7 @@ class Service:
         self._coming = self._calls = 0  # completions being tokenized, calls under way
         self._shares = Shares()
         self.max_model_len = llm.engine.sizes.max_model_len
+        self.delay = Delay(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
 
@@ -79,42 +84,51 @@ class Service:
     # ------------------------------------------------------------ requests
 
     @asynccontextmanager
-    async def call(self, tasks: Sequence[Task], client: str) -> AsyncIterator[Call]:
-        """Tasks under way, until the block ends. Raises HttpError where there is no room, RequestError for
-        what is not allowed."""
+    async def call(
+        self, tasks: Sequence[Task], client: str, is_admitted: bool = False
+    ) -> AsyncIterator[Call]:
+        """Tasks under way, until the block ends. Raises HttpError where there is no room, unless the tasks
+        belong to a request that is admitted; RequestError for what is not allowed."""
         flows: list[Flow] = []
         stream = Stream(lambda: self._leave(flows), self.options.max_unread)
-        self._calls += 1
         try:
-            with self._room(sum(task.params.n for task in tasks)):
+            with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
                 prepared = await asyncio.to_thread(self._prepare, tasks)
                 with self._kept(prepared):
-                    self._check()
+                    self._check(is_admitted)
                 for task, flow in zip(tasks, prepared, strict=True):
                     self._begin(flow, task, client, stream)
                     flows.append(flow)
-            yield Call(flows, stream)
+            with self.under_way():
+                yield Call(tasks[0].model or self.names[0], tasks, flows, stream)
         finally:
             self._leave(flows)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """A request that the server's end waits for."""
+        self._calls += 1
+        try:
+            yield
+        finally:
             self._calls -= 1
             self._end_if_done()
 
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""
-        async for _ in call.stream.pieces():
-            pass
+        await call.stream.ended()
         return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
 
     @contextmanager
-    def _room(self, count: int) -> Iterator[None]:
+    def _room(self, count: int, is_admitted: bool) -> Iterator[None]:
         """Room for so many completions while they are tokenized."""
-        self._check()
+        self._check(is_admitted)
         waiting = self._coming + sum(place.choices for place in self._places.values() if place.late)
         if count > self.options.max_queued:
             raise HttpError(
                 400, f"n and the prompts make {count} completions; {self.options.max_queued} may wait"
             )
-        if waiting + count > self.options.max_queued:
+        if waiting + count > self.options.max_queued and not is_admitted:
             raise HttpError(429, f"{waiting} completions wait already", "too_many_requests")
         self._coming += count
         try:
@@ -122,12 +136,12 @@ class Service:
         finally:
             self._coming -= count
 
-    def _check(self) -> None:
-        if self.error is not None or self.is_draining:
+    def _check(self, is_admitted: bool) -> None:
+        if self.error is not None or (self.is_draining and not is_admitted):
             raise HttpError(503, "the server is ending", "unavailable")
 
     def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
-        place, n = self._line(client, task, flow.prompt_tokens), task.params.n
+        place, n = self._line(client, task, len(flow.prompt)), task.params.n
         flow.rank(place)
         late = self._loop.call_later(self.options.max_wait, self._late, flow)
         self._places[flow] = Place(stream, stream.choices, n, place, late)
@@ -164,7 +178,7 @@ class Service:
     def _prepared(self, task: Task) -> Flow:
         try:
             prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
-            return self._driver.flow(prompt, task.params)
+            return self._driver.flow(prompt, task.pooling or task.params)
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:
@@ -240,4 +254,5 @@ class Service:
 
     async def close(self) -> None:
         self._pinging.cancel()
+        self.delay.close()
         await asyncio.to_thread(self._driver.stop)

@@ -6,8 +6,8 @@ from contextlib import aclosing
 import pytest
 
 from duetto.serve.outputs import CompletionOutput
-from duetto.serve.server.errors import HttpError
-from duetto.serve.server.streams import ClientLeft, Stream, while_read
+from duetto.serve.service.errors import HttpError
+from duetto.serve.service.streams import ClientLeft, Stream, while_read
 
 
 def piece(text: str) -> CompletionOutput:

@@ -1,0 +1,1 @@
+"""Paths of the server: what a request asks for, and its answer."""

@@ -1,0 +1,133 @@
+"""/v1/completions, /v1/chat/completions and /v1/responses."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..openai.reading import object_of
+from ..openai.replies import PREFIXES, Replies
+from ..openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
+from ..openai.schemas import body_of
+from ..outputs import CompletionOutput, RequestOutput
+from ..service.errors import HttpError, json_response
+from ..service.service import Call, Service
+from ..service.streams import ClientLeft, while_read
+from . import answers, response_events
+from .answers import PING
+from .asked import Asked, asked_of, asked_of_response
+from .body import read_body
+from .paths import READ_ERRORS, Path
+
+LONG = 1 << 14  # bytes of a body that is read in another thread
+
+
+class EventWriter(Protocol):
+    """Writes the events of a stream."""
+
+    def begin(self) -> bytes: ...
+
+    def chunks(self, outputs: list[CompletionOutput], /) -> bytes: ...
+
+    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes: ...
+
+    def failed(self, error: dict[str, Any], /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Api:
+    """How a path's bodies are read, given sampling parameters that they need not have, and its answers
+    written: whole, or as events; `prefix` is that of their ids."""
+
+    prefix: str
+    asked: Callable[[dict[str, Any], Mapping[str, Any]], Asked]
+    whole: Callable[[Replies, str, Asked, list[RequestOutput]], dict[str, Any]]
+    events: Callable[[Replies, str, Asked, list[int]], EventWriter]
+
+
+COMPLETION = Api(PREFIXES["completion"], partial(asked_of, "completion"), answers.whole, answers.Events)
+CHAT = Api(PREFIXES["chat"], partial(asked_of, "chat"), answers.whole, answers.Events)
+RESPONSE = Api("resp_", asked_of_response, response_events.whole, response_events.ResponseEvents)
+
+
+def paths(service: Service) -> list[Path]:
+    errors = (*READ_ERRORS, 404, 429, 503)
+    text, chat, response = (body_of(form, service.defaults) for form in ("completion", "chat", "response"))
+    return [
+        Path(
+            "/v1/completions", Completions(service, COMPLETION), "continue a text",
+            reply=Completion, event=Completion, body=text, errors=errors,
+        ),
+        Path(
+            "/v1/chat/completions", Completions(service, CHAT), "reply to a conversation",
+            reply=ChatCompletion, event=ChatChunk, body=chat, errors=errors,
+        ),
+        Path(
+            "/v1/responses", Completions(service, RESPONSE), "respond to an input",
+            reply=ResponseReply, event=ResponseEvent, body=response, errors=errors,
+        ),
+    ]  # fmt: skip
+
+
+class Completions:
+    """Answers requests to generate, whole or as a stream of server-sent events; a client that leaves ends its
+    request."""
+
+    def __init__(self, service: Service, api: Api):
+        self.service, self.api = service, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id = uuid.uuid4().hex
+        try:
+            body = await read_body(Request(scope, receive), self.service.options)
+            asked = await asyncio.to_thread(self._asked, body) if len(body) > LONG else self._asked(body)
+            async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
+                scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
+                if asked.stream:
+                    await while_read(receive, self._stream(call, asked, id, send))
+                else:
+                    outputs = await while_read(receive, self.service.outputs(call))
+                    reply = await asyncio.to_thread(self._whole, asked, id, outputs)
+                    await reply(scope, receive, send)
+        except ClientLeft:
+            pass
+
+    def _asked(self, body: bytes) -> Asked:
+        asked = self.api.asked(object_of(body, "body"), self.service.defaults)
+        if asked.tasks[0].model is not None:
+            self.service.known(asked.tasks[0].model)
+        return asked
+
+    def _whole(self, asked: Asked, id: str, outputs: list[RequestOutput]) -> Response:
+        body = self.api.whole(self.service.replies, id, asked, outputs)
+        return json_response(body, headers={"x-request-id": id})
+
+    async def _stream(self, call: Call, asked: Asked, id: str, send: Send) -> None:
+        events = self.api.events(self.service.replies, id, asked, call.flows[0].prompt)
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        begun = False
+        async with aclosing(call.stream.pieces()) as pieces:
+            try:
+                async for outputs in pieces:
+                    if not begun:  # what is wrong before the first piece has a status of its own
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        await write(events.begin())
+                        begun = True
+                    await write(events.chunks(outputs) if outputs else PING)
+            except HttpError as error:
+                if not begun:
+                    raise
+                return await write(events.failed(error.body["error"]), more=False)
+        await write(events.end(**call.usage), more=False)

@@ -1,0 +1,76 @@
+"""What a server says of itself: its models, its health, its version."""
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import Literal, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..service.errors import json_response
+from ..service.service import Service
+from .metrics import CONTENT_TYPE, EngineMetrics
+from .paths import Path
+
+
+class Model(TypedDict):
+    """A name that the model is served under, and how many tokens a request may have."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class Models(TypedDict):
+    """All names."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class State:
+    """What a server says of itself."""
+
+    def __init__(self, service: Service):
+        self.service, self._since = service, int(time.time())
+        self._metrics = EngineMetrics(service.llm, service.names[0], service.delay.histogram)
+        self.paths = [
+            Path("/v1/models", self.models, "the served names", reply=Models),
+            Path("/v1/models/{name:path}", self.model, "one of them", reply=Model, errors=[404]),
+            Path("/health", self.health, "whether the engine lives", media=None, errors=[503], is_open=True),
+            Path("/ready", self.ready, "whether requests are taken", media=None, errors=[503], is_open=True),
+            Path("/version", self.version, "duetto's version", reply=Version),
+            Path("/metrics", self.metrics, "counts and times for Prometheus", media="text/plain"),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._model(self.service.known(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict[str, object]:
+        about = {"id": name, "object": "model", "created": self._since, "owned_by": "duetto"}
+        return about | {"root": self.service.names[0], "max_model_len": self.service.max_model_len}
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine lives."""
+        return Response(status_code=200 if self.service.error is None else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether requests are taken."""
+        return Response(status_code=503 if self.service.error or self.service.is_draining else 200)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": version("duetto")})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE)
