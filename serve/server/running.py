@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from ..api.llm import LLM
+from ..host.heap import freeze_what_lasts
 from ..host.streams import tell
 from ..options.server import ServerOptions
 from ..service.service import Service
@@ -109,6 +110,7 @@ class Server(uvicorn.Server):
 
 def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
     """Serve until a signal, or until the engine fails; the exit code."""
+    freeze_what_lasts()
     return run(serve(llm, options, defaults, front))
 
 
