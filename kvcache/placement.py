@@ -52,7 +52,7 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
     [K,P,W] if it has some; P are the pages of all shards."""
 
     def pool(kind: LayerKind, layer: Any) -> Any:
-        own, weight = layer.ffn_norm.gain.sharding, kind.mixer.cached_by
+        own, weight = layer.any_norm.gain.sharding, kind.mixer.cached_by
         axes = head_axes(getattr(layer.attention, weight)) if weight else None
         if shards > 1 and isinstance(own, NamedSharding):
             return split(own, PartitionSpec(axes, DATA))

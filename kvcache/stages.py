@@ -57,13 +57,14 @@ def devices(tree: Any) -> frozenset[Any]:
 def params_of(params: Decoder, span: range) -> Decoder:
     """The parameters of a stage; the first has the embedding, the last the norm and the head."""
     is_first, is_last = span.start == 0, span.stop == len(params.layers)
-    ends: Any = (params.norm, params.head) if is_last else (None, None)
+    norm, head, head_bias = (params.norm, params.head, params.head_bias) if is_last else (None, None, None)
     return Decoder(
         embed=params.embed if is_first else None,
         layers=params.layers[span.start : span.stop],
-        norm=ends[0],
-        head=ends[1],
+        norm=norm,
+        head=head,
         positions=params.positions if is_first else None,
+        head_bias=head_bias,
     )
 
 

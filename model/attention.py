@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import GroupedQuery
-from .layers import biased, einsum, rms_norm, softcapped
+from .layers import Norm, biased, einsum, normalise, softcapped
 from .rope import Turn, rotate
 from .tree import Spec, pytree
 
@@ -31,8 +31,8 @@ class Attention:
     k_bias: Any = None  # [K,H]
     v_bias: Any = None  # [K,H]
     o_bias: Any = None  # [D]
-    q_norm: Any = None  # [H]
-    k_norm: Any = None  # [H]
+    q_norm: Any = None  # [H], or [N,H] where heads have gains of their own
+    k_norm: Any = None  # [H], or [K,H]
     sinks: Any = None  # [N]
 
 
@@ -84,11 +84,17 @@ class Attend(Protocol):
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
     """The parameters of one layer of `depth`."""
 
-    def optional(here: bool, *sizes: int, axes: tuple[str, ...], mean: float = 0.0) -> Spec | None:
-        return Spec(sizes, axes, mean=mean, scale=0.0) if here else None
+    def optional(here: bool, *sizes: int, axes: tuple[str, ...]) -> Spec | None:
+        return Spec(sizes, axes, scale=0.0) if here else None
+
+    def gain(heads: int, axis: str) -> Spec | None:
+        if c.qk_norm is None:
+            return None
+        alike = c.qk_norm_over == "head"
+        sizes, axes = ((H,), ("head",)) if alike else ((heads, H), (axis, "head"))
+        return Spec(sizes, axes, mean=1.0 - c.qk_norm.offset, scale=0.0)
 
     N, K, H = c.num_heads, c.num_kv_heads, c.head_size
-    gain = 1.0 - c.qk_norm.offset if c.qk_norm else 0.0
     return Attention(
         q=Spec((D, N, H), ("model", "heads", "head")),
         k=Spec((D, K, H), ("model", "kv_heads", "head")),
@@ -98,8 +104,8 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         k_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
         v_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
         o_bias=optional(c.output_bias, D, axes=("model",)),
-        q_norm=optional(c.qk_norm is not None, H, axes=("head",), mean=gain),
-        k_norm=optional(c.qk_norm is not None, H, axes=("head",), mean=gain),
+        q_norm=gain(N, "heads"),
+        k_norm=gain(K, "kv_heads"),
         sinks=optional(c.sinks, N, axes=("heads",)),
     )
 
@@ -115,16 +121,27 @@ def mix_heads(
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """Attention of layer i over normed x, and attend's new state."""
 
-    def head(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
-        x = x if c.qk_norm is None else rms_norm(x, gain, c.qk_norm)
+    def turned(x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
         return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
 
-    q = head(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm)
-    k = head(biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias), w.k_norm)
+    def heads(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
+        if c.norm_turned:
+            return normed(turned(x), gain, c)
+        return turned(normed(x, gain, c))
+
+    q = heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm)
+    k = heads(biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias), w.k_norm)
     v = biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
+
+
+def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:
+    """Queries or keys as their layer norms them."""
+    if c.qk_norm is None:
+        return x
+    return normalise(x, Norm(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
 
 
 def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:

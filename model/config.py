@@ -8,16 +8,18 @@ from typing import Literal
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu"]
 
 
 @dataclass(frozen=True)
 class NormKind:
-    """Root-mean-square or layer normalisation; a gain's stored numbers stand for `offset` more."""
+    """Root-mean-square or layer normalisation; a gain's stored numbers stand for `offset` more. Only the
+    latter may have a `bias`."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
+    bias: bool = False
 
 
 LATENT_NORM = NormKind(eps=1e-6)
@@ -37,7 +39,11 @@ class GroupedQuery:
     softcap: float | None = None  # scores are softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118)
     bias: bool = False  # of queries, keys and values
     output_bias: bool = False
-    qk_norm: NormKind | None = None  # of queries and keys, head by head
+    qk_norm: NormKind | None = None  # of queries and keys
+    # the numbers that it norms together, and gains: a head's, with those of all heads alike; a head's, each
+    # with its own; those of all heads
+    qk_norm_over: Literal["head", "each head", "all heads"] = "head"
+    norm_turned: bool = False  # queries and keys are normed after they are turned
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
 
     def __post_init__(self):
@@ -155,6 +161,7 @@ class Dense:
     gated: bool = True
     bias: bool = False
     clamp: float | None = None  # of clamped_silu
+    output_gate: bool = False  # the output is multiplied by the sigmoid of a learned score of the input
 
     @property
     def inner(self) -> int:
@@ -189,6 +196,7 @@ class Experts:
     active_groups: int = 1
     group_score: Literal["best", "top2"] = "best"
     shared: int = 0  # F of the expert that every token goes to; 0 is none
+    shared_gate: bool = False  # an output gate of that expert
     clamp: float | None = None  # of clamped_silu
 
     @property
@@ -205,6 +213,11 @@ class Experts:
     def each(self) -> Dense:
         """The feed-forward layer that one expert is."""
         return Dense(self.size, self.activation, bias=self.bias, clamp=self.clamp)
+
+    @property
+    def everyone(self) -> Dense:
+        """The feed-forward layer that the shared expert is."""
+        return Dense(self.shared, self.activation, output_gate=self.shared_gate)
 
     def __post_init__(self):
         if not 0 < self.active <= self.count:
@@ -236,10 +249,15 @@ class ModelConfig:
     layers: tuple[LayerKind, ...]  # L of them
     max_position: int = 2048
     norm: NormKind = NormKind()
-    post_norms: bool = False  # what a layer's parts add is normed too
+    pre_norms: bool = True  # what a layer's parts are given is normed
+    post_norms: bool = False  # what they add is normed
+    parallel: Literal["one norm", "two norms"] | None = None  # both parts are given the layer's input
+    residual_scale: float = 1.0  # of what they add
     tied_embeddings: bool = False
+    head_bias: bool = False
     learned_positions: bool = False
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
 
     @classmethod

@@ -23,6 +23,7 @@ class FFN:
     gate_bias: Any = None  # [F]
     up_bias: Any = None  # [F]
     down_bias: Any = None  # [D]
+    output_gate: Any = None  # [D]
 
 
 def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
@@ -39,6 +40,7 @@ def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
         gate_bias=bias(F, "ffn", c.gated),
         up_bias=bias(F, "ffn"),
         down_bias=bias(D, "model"),
+        output_gate=Spec((D,), ("model",)) if c.output_gate else None,
     )
 
 
@@ -57,6 +59,8 @@ def activate(
         inner = jax.nn.silu(inner)
     elif kind == "relu":
         inner = jax.nn.relu(inner)
+    elif kind == "relu2":  # So et al., Primer, arXiv 2109.08668
+        inner = jnp.square(jax.nn.relu(inner))
     else:
         inner = jax.nn.gelu(inner, approximate=kind == "gelu_tanh")
     return (inner if gate is None else inner * up).astype(dtype)
@@ -65,4 +69,8 @@ def activate(
 def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     gate = None if w.gate is None else biased(einsum("...d,df->...f", x, w.gate), w.gate_bias)
     up = biased(einsum("...d,df->...f", x, w.up), w.up_bias)
-    return biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias)
+    out = biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias)
+    if w.output_gate is None:
+        return out
+    score = einsum("...d,d->...", x.astype(jnp.float32), w.output_gate.astype(jnp.float32))
+    return (out * jax.nn.sigmoid(score)[..., None]).astype(out.dtype)

@@ -22,7 +22,7 @@ class Norm:
 
 def norm_spec(kind: NormKind, size: int) -> Norm:
     gain = Spec((size,), ("model",), mean=1.0 - kind.offset, scale=0.0)
-    return Norm(gain, Spec((size,), ("model",), scale=0.0) if kind.kind == "layer" else None)
+    return Norm(gain, Spec((size,), ("model",), scale=0.0) if kind.bias else None)
 
 
 @runtime_checkable
@@ -112,24 +112,25 @@ def ragged_product(
 
 
 def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], kind: NormKind) -> Float[Array, "*rows D"]:
-    """Root-mean-square normalisation in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
+    """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+    return normalise(x, Norm(gain), kind)
+
+
+def normalise(
+    x: Float[Array, "*rows D"], w: Norm, kind: NormKind, axes: int | tuple[int, ...] = -1
+) -> Float[Array, "*rows D"]:
+    """Either normalisation of the numbers along some of the last axes, in float32; the layer's own is Ba et
+    al.'s (arXiv 1607.06450)."""
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + kind.eps)
-    gain = jnp.expand_dims(gain, range(x.ndim - 1))
+    if kind.kind == "layer":
+        x32 = x32 - jnp.mean(x32, axis=axes, keepdims=True)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + kind.eps)
+    gain = jnp.expand_dims(w.gain, range(x.ndim - w.gain.ndim))
     if kind.offset:
-        return (normed * (kind.offset + gain.astype(jnp.float32))).astype(x.dtype)
-    return normed.astype(x.dtype) * gain
-
-
-def normalise(x: Float[Array, "*rows D"], w: Norm, kind: NormKind) -> Float[Array, "*rows D"]:
-    """Either normalisation; the layer's own is Ba et al.'s (arXiv 1607.06450)."""
-    if kind.kind == "rms":
-        return rms_norm(x, w.gain, kind)
-    x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + kind.eps)
-    gain, bias = (jnp.expand_dims(p, range(x.ndim - 1)) for p in (w.gain, w.bias))
-    return normed.astype(x.dtype) * gain + bias
+        normed = (normed * (kind.offset + gain.astype(jnp.float32))).astype(x.dtype)
+    else:
+        normed = normed.astype(x.dtype) * gain
+    return biased(normed, w.bias)
 
 
 def biased(x: Float[Array, "*shape"], bias: Float[Array, "..."] | None) -> Float[Array, "*shape"]:
@@ -139,3 +140,7 @@ def biased(x: Float[Array, "*shape"], bias: Float[Array, "..."] | None) -> Float
 def softcapped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Values pressed into (-cap, cap)."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def scaled(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

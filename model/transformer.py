@@ -11,7 +11,7 @@ from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .latent import LatentAttention, latent_spec, mix_latent
-from .layers import Norm, einsum, norm_spec, normalise, softcapped
+from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .rope import Turn, beyond, rotation
 from .tree import Spec, pytree
 
@@ -26,30 +26,40 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytree
 class Layer:
-    attention_norm: Norm
+    """What a layer has; a norm that the family does not have is None."""
+
+    attention_norm: Norm | None
     attention: Attention | LatentAttention
-    ffn_norm: Norm
+    ffn_norm: Norm | None
     ffn: FFN | MoE
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
 
+    @property
+    def any_norm(self) -> Norm:
+        """One of the layer's, each of which is whole on every device."""
+        return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
+
 
 @pytree
 class Decoder:
-    """All parameters. `head` is None where the embedding is tied to the output."""
+    """All parameters. `head` is None where the embedding is tied to the output, `head_bias` is added to
+    logits."""
 
     embed: Any  # [V,D]
     layers: tuple[Layer, ...]
     norm: Any  # Norm; what a stage of a pipeline does not have is None
     head: Any = None  # [V,D]
     positions: Any = None  # [max_position,D], where they are learned
+    head_bias: Any = None  # [V]
 
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     D, depth, norm = c.hidden_size, c.num_layers, norm_spec(c.norm, c.hidden_size)
     mixer, ffn = SUBLAYERS[type(kind.mixer)][0], SUBLAYERS[type(kind.ffn)][0]
-    post = norm if c.post_norms else None
-    return Layer(norm, mixer(kind.mixer, D, depth), norm, ffn(kind.ffn, D, depth), post, post)
+    pre, post = norm if c.pre_norms else None, norm if c.post_norms else None
+    second = None if c.parallel == "one norm" else pre
+    return Layer(pre, mixer(kind.mixer, D, depth), second, ffn(kind.ffn, D, depth), post, post)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
@@ -61,6 +71,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
         norm=norm_spec(c.norm, D),
         head=None if c.tied_embeddings else Spec((V, D), ("vocab", "model")),
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,
+        head_bias=Spec((V,), ("vocab",), scale=0.0) if c.head_bias else None,
     )
 
 
@@ -68,8 +79,7 @@ def embed(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     x = params.embed[tokens]
-    if c.embedding_scale != 1:
-        x = x * jnp.asarray(c.embedding_scale, x.dtype)
+    x = scaled(x, c.embedding_scale)
     return x if params.positions is None else x + params.positions[positions]
 
 
@@ -99,15 +109,21 @@ def layer(
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x and attend's state after layer i."""
 
-    def added(y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
-        return x + (y if post is None else normalise(y, post, c.norm))
+    def normed(y: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
+        return y if norm is None else normalise(y, norm, c.norm)
+
+    def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
+        return x + scaled(normed(y, post), c.residual_scale)
 
     mix, think = SUBLAYERS[type(kind.mixer)][1], SUBLAYERS[type(kind.ffn)][1]
-    inner = normalise(x, w.attention_norm, c.norm)
+    inner = normed(x, w.attention_norm)
     state, mixed = mix(w.attention, kind.mixer, inner, turn, attend, state, i)
-    x = added(mixed, w.attention_post_norm)
-    inner = normalise(x, w.ffn_norm, c.norm)
-    return added(think(w.ffn, kind.ffn, inner), w.ffn_post_norm), state
+    outer = added(x, mixed, w.attention_post_norm)
+    if c.parallel is None:
+        inner = normed(outer, w.ffn_norm)
+    elif w.ffn_norm is not None:
+        inner = normed(x, w.ffn_norm)
+    return added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm), state
 
 
 def forward(
@@ -149,4 +165,6 @@ def through(
 def unembed(params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Logits in float32."""
     head = params.embed if params.head is None else params.head
-    return softcapped(einsum("...d,vd->...v", hidden, head, jnp.float32), config.logit_softcap)
+    logits = scaled(einsum("...d,vd->...v", hidden, head, jnp.float32), config.logit_scale)
+    bias = None if params.head_bias is None else params.head_bias.astype(jnp.float32)
+    return softcapped(biased(logits, bias), config.logit_softcap)

@@ -51,7 +51,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         hidden_size=hidden,
         layers=(LayerKind(attention, ffn),) * fields.layers(raw, "n_layer", 12),
         max_position=fields.integer(raw, "n_positions", 1024),
-        norm=NormKind("layer", fields.number(raw, "layer_norm_epsilon", 1e-5)),
+        norm=NormKind("layer", fields.number(raw, "layer_norm_epsilon", 1e-5), bias=True),
         tied_embeddings=fields.flag(raw, "tie_word_embeddings", True),
         learned_positions=True,
     )

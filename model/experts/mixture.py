@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..config import Dense, Experts
+from ..config import Experts
 from ..ffn import FFN, activate, feed_forward, ffn_spec
 from ..grouped import can_multiply
 from ..layers import Weight, biased, einsum, ragged_product
@@ -49,7 +49,7 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
         experts=jax.tree.map(stacked, ffn_spec(c.each, D, depth), is_leaf=is_spec),
         router_bias=Spec((E,), ("scores",), scale=0.0) if c.router_bias else None,
         correction=Spec((E,), ("scores",), scale=0.0, dtype=jnp.float32) if c.correction else None,
-        shared=ffn_spec(Dense(c.shared, c.activation), D, depth) if c.shared else None,
+        shared=ffn_spec(c.everyone, D, depth) if c.shared else None,
     )
 
 
@@ -81,7 +81,7 @@ def weighted(
 
 
 def shared_output(w: FFN, c: Experts, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
-    return feed_forward(w, Dense(c.shared, c.activation), x)
+    return feed_forward(w, c.everyone, x)
 
 
 def each_expert(

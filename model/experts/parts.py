@@ -174,7 +174,7 @@ def inner_axes(f: FFN, first: int) -> tuple[str, ...]:
 
 def inner_dims(f: FFN, first: int) -> FFN:
     """The number of the axis F of each array of experts, behind `first` others; -1 where it has none."""
-    dims = FFN(first + 1, first + 1, first, first, first, -1)
+    dims = FFN(first + 1, first + 1, first, first, first, -1, -1)
 
     def of(weight: Any, i: int) -> Any:
         if isinstance(weight, Weight) and len(weight.factors) > 1:  # inputs are the first one's

@@ -28,7 +28,8 @@ def staged(config: ModelConfig, places: Sequence[Decoder]) -> Decoder:
     """Of trees of shardings, one for each stage's devices, the leaves of what lies there."""
     spans = split(config, len(places))
     layers = tuple(places[i].layers[layer] for i, span in enumerate(spans) for layer in span)
-    return replace(places[0], layers=layers, norm=places[-1].norm, head=places[-1].head)
+    last = places[-1]
+    return replace(places[0], layers=layers, norm=last.norm, head=last.head, head_bias=last.head_bias)
 
 
 def with_head(params: Decoder) -> Decoder:

@@ -30,7 +30,7 @@ class Lowering:
     def place(self, stage: int) -> Sharding:
         """Where a stage has what is on each of its devices."""
         layer = target_of(self.like.params).layers[self.spans[stage].start]
-        return whole(layer.ffn_norm.gain.sharding)
+        return whole(layer.any_norm.gain.sharding)
 
     @property
     def front(self) -> Front:
