@@ -2,7 +2,7 @@
 `families.json`.
 
 For each case it holds a `config.json` in the style of transformers 5, the names and shapes of the tensors,
-logits and greedy tokens. `python tests/cases/families.py` makes it anew.
+logits and greedy tokens. `cd tests; python -m cases.families` makes it anew.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases import dense, mixtures
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("families.json")
@@ -32,165 +33,7 @@ BASE = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
-LATENT = {
-    "num_key_value_heads": 5,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 10,
-    "v_head_dim": 9,
-    "moe_intermediate_size": 13,
-    "rms_norm_eps": 1e-3,
-    "attention_bias": True,
-}
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONG = {
-    "type": "longrope",
-    "short_factor": [1.0, 1.1, 1.3, 1.2],
-    "long_factor": [1.0, 2.0, 3.5, 5.0],
-}
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 8, "rope_scaling": YARN | {"beta_fast": 8}, "tie_word_embeddings": True},
-    "llama biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
-    "mistral": {"num_key_value_heads": 5, "sliding_window": 7, "rope_theta": 500.0},
-    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 12},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {
-        "head_dim": 14,
-        "attention_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 3, "factor": 5.0}
-        | {"original_max_position_embeddings": 24},
-    },
-    "qwen3_moe": {
-        "head_dim": 8,
-        "num_experts": 5,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 11,
-        "mlp_only_layers": [0],
-        "use_sliding_window": True,
-        "sliding_window": 6,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_moe sparse": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 11,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 2,
-        "attention_bias": True,
-    },
-    "gemma2": {"head_dim": 12, "num_hidden_layers": 5, "sliding_window": 4, "attn_logit_softcapping": None},
-    "gemma2 untied": {
-        "model_type": "gemma2",
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 5,
-        "query_pre_attn_scalar": 20,
-        "final_logit_softcapping": None,
-        "hidden_activation": "gelu",
-        "attention_bias": True,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "sliding_window": 9,
-        "head_dim": 6,
-    },
-    "gemma3_text": {
-        "head_dim": 12,
-        "num_hidden_layers": 5,
-        "sliding_window_pattern": 2,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "sliding_window": 5,
-        "query_pre_attn_scalar": 10,
-        "final_logit_softcapping": 6.0,
-        "rope_local_base_freq": 50.0,
-        "rope_theta": 3000.0,
-    },
-    "phi3": {
-        "partial_rotary_factor": 0.8,
-        "head_dim": 10,
-        "hidden_size": 50,
-        "sliding_window": 11,
-        "original_max_position_embeddings": 17,
-        "rope_scaling": LONG,
-    },
-    "phi3 plain": {"model_type": "phi3", "num_key_value_heads": 5, "tie_word_embeddings": True},
-    "deepseek_v2": LATENT
-    | {
-        "q_lora_rank": 12,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_group": 3,
-        "topk_group": 2,
-        "topk_method": "group_limited_greedy",
-        "first_k_dense_replace": 2,
-        "routed_scaling_factor": 1.7,
-        "n_shared_experts": 1,
-    },
-    "deepseek_v2 lite": LATENT
-    | {
-        "model_type": "deepseek_v2",
-        "attention_bias": False,
-        "q_lora_rank": None,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 3,
-        "rope_scaling": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},
-    },
-    "deepseek_v3": LATENT
-    | {
-        "q_lora_rank": 12,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 3,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 2,
-        "tie_word_embeddings": True,
-        "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
-    },
-    "deepseek_v3 halves": LATENT
-    | {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": None,
-        "rope_interleave": False,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-    },
-    "gpt_oss": {
-        "head_dim": 12,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 3,
-        "sliding_window": 6,
-        "swiglu_limit": 1.5,
-    },
-    "gpt_oss plain": {
-        "model_type": "gpt_oss",
-        "head_dim": 6,
-        "attention_bias": False,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 1,
-        "tie_word_embeddings": True,
-        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
-        "rope_scaling": YARN | {"truncate": True, "attention_factor": 1.3},
-    },
-    "gpt2": {"n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 64, "n_inner": 41},
-    "gpt2 untied": {
-        "model_type": "gpt2",
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_positions": 64,
-        "activation_function": "relu",
-        "scale_attn_weights": False,
-        "layer_norm_epsilon": 1e-3,
-        "tie_word_embeddings": False,
-    },
-}
+CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES
 
 
 def hub_config(name: str) -> dict[str, Any]:
