@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .kinds import not_a_checkpoint
+from .nested import is_nested, text_config
 from .tensors import CheckpointError
 
 DESCRIBING = (
@@ -71,13 +72,19 @@ def copy_description(source: Path, target: Path) -> None:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The fields of a folder's `config.json`. Raises CheckpointError, where there is none with what the
-    folder is.
+    """The fields of a folder's `config.json`, those of the text's model where it reads images as well. Raises
+    CheckpointError, where there is none with what the folder is.
     """
     file = folder / "config.json"
     if not file.exists():
         raise not_a_checkpoint(folder)
-    return read_json(file)
+    return text_config(read_json(file), file)
+
+
+def nested_in(folder: Path) -> str | None:
+    """What a folder's model is beside one of text, in the words of its `config.json`, or None."""
+    raw = read_json(folder / "config.json")
+    return raw["model_type"] if is_nested(raw) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
 from ..model.weights.compress import compressed_at, form_spec, plan_for
 from ..refusals import shown
-from .families import FAMILIES, UNSUPPORTED, llama
+from .families import FAMILIES, llama
 from .families.family import Family
 from .folders import read_config_json
 from .layout import Group, groups
@@ -211,8 +211,6 @@ def model_type(raw: Mapping[str, Any]) -> str:
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    if isinstance(kind, str) and kind in UNSUPPORTED:
-        raise ValueError(f"model_type is {shown(kind)}, {UNSUPPORTED[kind]}")
     raise ValueError(f"model_type is {shown(kind)}, expected one of {', '.join(FAMILIES)}")
 
 

@@ -7,6 +7,7 @@ from ..refusals import shown
 from .families.family import Family
 from .folders import read_json
 from .kinds import without
+from .nested import text_tensors
 from .tensors import CheckpointError, Tensor, contents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -14,19 +15,20 @@ PUBLISHERS = "consolidated*"  # the same weights once more, under names of their
 
 
 def find_tensors(folder: Path, family: Family) -> dict[str, Tensor]:
-    """The tensors of a folder by the names that the family has for them.
+    """The tensors of a folder's text model by the names that the family has for them. Raises
+    CheckpointError."""
+    return renamed(text_tensors(stored(folder)), family)
 
-    `model.safetensors` counts before an index, and an index before whatever other safetensors files there
-    are. Raises CheckpointError.
-    """
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder. `model.safetensors` counts before an index, and an index before whatever other
+    safetensors files there are."""
     if (folder / SINGLE).exists():
-        return renamed(contents(folder / SINGLE), family)
+        return contents(folder / SINGLE)
     indices = plain(folder, "*.safetensors.index.json")
     if len(indices) > 1:
         raise CheckpointError(f"{indices[1]}: lies beside {indices[0].name}, expected one index")
-    if indices:
-        return renamed(find_shards(indices[0]), family)
-    return renamed(gathered(weights(folder)), family)
+    return find_shards(indices[0]) if indices else gathered(weights(folder))
 
 
 def plain(folder: Path, pattern: str) -> list[Path]:

@@ -129,12 +129,17 @@ def mix_heads(
             return normed(turned(x), gain, c)
         return turned(normed(x, gain, c))
 
-    q = heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm)
+    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), turn)
     k = heads(biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias), w.k_norm)
     v = biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
+
+
+def grown(q: Float[Array, "B T N H"], turn: Turn | None) -> Float[Array, "B T N H"]:
+    """Queries as their positions make them grow."""
+    return q if turn is None or turn.growth is None else q * turn.growth.astype(q.dtype)
 
 
 def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:

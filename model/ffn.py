@@ -72,5 +72,6 @@ def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "
     out = biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias)
     if w.output_gate is None:
         return out
-    score = einsum("...d,d->...", x.astype(jnp.float32), w.output_gate.astype(jnp.float32))
-    return (out * jax.nn.sigmoid(score)[..., None]).astype(out.dtype)
+    wanted = jnp.expand_dims(w.output_gate.astype(jnp.float32), range(x.ndim - 1))
+    score = jnp.sum(x.astype(jnp.float32) * wanted, axis=-1, keepdims=True)
+    return (out.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(out.dtype)

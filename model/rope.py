@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     scale: float = 1.0  # of cosine and sine: yarn's and longrope's attention factor
     interleaved: bool = False  # a pair is two neighbours, not two halves
+    # queries grow by this times the logarithm of how often their position exceeds the length of the training
+    query_growth: float = 0.0
 
     @property
     def boundary(self) -> int | None:
@@ -71,7 +73,14 @@ class Rope:
 
 
 Angles = Float32[Array, "B T 1 pairs"]  # of every position, for each pair of dimensions
-Turn = tuple[Angles, Angles]  # their cosines and sines
+
+
+class Turn(NamedTuple):
+    """How far positions turn their queries and keys, and what their queries are multiplied by."""
+
+    cos: Angles
+    sin: Angles
+    growth: Float32[Array, "B T 1 1"] | None = None
 
 
 def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None) -> Turn:
@@ -81,18 +90,25 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
         stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
         frequencies = jnp.where(long[:, None, None, None], stretched, frequencies)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jax.lax.platform_dependent(
+    cos, sin = jax.lax.platform_dependent(
         angles,
         cpu=partial(computed_once, scale=rope.scale),
         default=partial(cosine_and_sine, scale=rope.scale),
     )
+    return Turn(cos, sin, growth(positions, rope) if rope.query_growth else None)
 
 
-def cosine_and_sine(angles: Angles, scale: float) -> Turn:
+def growth(positions: Int[Array, "B T"], rope: Rope) -> Float32[Array, "B T 1 1"]:
+    """Of queries (Llama 4, and Ministral 3 after it)."""
+    times = (positions // rope.original_max_position).astype(jnp.float32)
+    return 1 + rope.query_growth * jnp.log1p(times)[..., None, None]
+
+
+def cosine_and_sine(angles: Angles, scale: float) -> tuple[Angles, Angles]:
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def computed_once(angles: Angles, scale: float) -> Turn:
+def computed_once(angles: Angles, scale: float) -> tuple[Angles, Angles]:
     """A conditional that keeps XLA from computing both again in every layer, for each number of each head."""
     compute = partial(cosine_and_sine, scale=scale)
     return jax.lax.cond(angles.ravel()[0] >= 0, compute, compute, angles)
@@ -105,7 +121,7 @@ def rotate(
 
     Pairs are (i, i + half), or neighbours where they are `interleaved`.
     """
-    cos, sin = turn
+    cos, sin = turn.cos, turn.sin
     size = 2 * cos.shape[-1]
     turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
     if interleaved:

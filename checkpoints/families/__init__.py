@@ -10,11 +10,18 @@ from . import (
     gemma3_text,
     gpt2,
     gpt_oss,
+    granite,
+    granitemoe,
+    hunyuan_v1_dense,
     llama,
+    ministral3,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
@@ -34,9 +41,11 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "gpt2": gpt2.FAMILY,
-}
-UNSUPPORTED = {
-    "gemma3": (
-        "a model of images and text, which is not supported: expected 'gemma3_text', its text part alone"
-    ),
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "olmo3": olmo3.FAMILY,
+    "granite": granite.FAMILY,
+    "granitemoe": granitemoe.FAMILY,
+    "hunyuan_v1_dense": hunyuan_v1_dense.FAMILY,
+    "ministral3": ministral3.FAMILY,
 }

@@ -34,6 +34,11 @@ QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "H->H"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "H->H"),
 }
+# gains of each head's own
+WIDE_QK_NORMS = {
+    "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "NH->NH"),
+    "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "KH->KH"),
+}
 FFN_BIASES = {
     "layers.{}.ffn.gate_bias": Stored(LAYER + "mlp.gate_proj.bias", "F->F"),
     "layers.{}.ffn.up_bias": Stored(LAYER + "mlp.up_proj.bias", "F->F"),
@@ -100,9 +105,9 @@ def windows(raw: fields.Raw, types: list[str], window: int | None) -> list[int |
     return [window if kind == "sliding_attention" else None for kind in found]
 
 
-def every_second(raw: fields.Raw) -> list[str]:
-    """Layer types that alternate, the first one with a window."""
-    return ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(raw))]
+def every_nth_whole(raw: fields.Raw, n: int) -> list[str]:
+    """Layer types of which each n-th has no window."""
+    return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(num_layers(raw))]
 
 
 def num_layers(raw: fields.Raw) -> int:

@@ -34,6 +34,28 @@ def rope(raw: Raw, size: int, *, length: int, theta: float = 10000.0, partial: b
     return scaled(beside, found, name, size, number(raw, "rope_theta", theta))
 
 
+def two_ropes(raw: Raw, size: int, length: int, thetas: tuple[float, float]) -> tuple[Rope, Rope]:
+    """Those of layers without and with a window, whose thetas are these where `rope_parameters` says no
+    others; `rope_scaling` is for the former only."""
+    only(raw, "partial_rotary_factor", 1)
+    both = value(raw, "rope_parameters", {})
+    if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"rope_parameters is {shown(both)}, expected objects for full_attention and sliding_attention"
+        )
+    parts_given = (*both.values(), raw.get("rope_scaling"))
+    if odd := [part for part in parts_given if not isinstance(part, Mapping | None)]:
+        raise ValueError(f"the rope of a layer type is {shown(odd[0])}, expected an object")
+    require_kind(raw)
+    whole = {**(both.get("full_attention") or {}), **value(raw, "rope_scaling", {})}
+    local = both.get("sliding_attention") or {}
+    beside = {"max_position_embeddings": integer(raw, "max_position_embeddings", length)}
+    return (
+        scaled(beside, whole, "rope of full_attention", size, thetas[0]),
+        scaled(beside, local, "rope of sliding_attention", size, thetas[1]),
+    )
+
+
 def require_kind(raw: Raw) -> None:
     """Refuse a `rope_scaling` that says something, but not what kind it is."""
     found = value(raw, "rope_scaling", {})
@@ -54,7 +76,11 @@ def scaled(raw: Raw, found: Raw, name: str, size: int, theta: float) -> Rope:
         original = integer(raw, "original_max_position_embeddings", original)
         kind = value(found, "rope_type", value(found, "type", "default"))
         plain = Rope(number(found, "rope_theta", theta), original_max_position=original)
-        if kind == "default":
+        if kind == "dynamic" and found.get("alpha") is not None:  # Hunyuan's: a base of its own
+            plain = replace(plain, theta=plain.theta * number(found, "alpha") ** (size / (size - 2)))
+        elif kind == "dynamic":
+            raise ValueError("rope_type is 'dynamic', which is supported with an alpha only")
+        if kind in ("default", "dynamic"):
             return replace(plain, original_max_position=Rope().original_max_position)
         if kind == "linear":
             return Rope(plain.theta, "linear", number(found, "factor"))

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from ... import checkpoints
 from ...checkpoints import huggingface, orbax
+from ...checkpoints.folders import nested_in
 from ...checkpoints.generation import GenerationDefaults, generation_defaults
 from ...checkpoints.huggingface import read_config
 from ...checkpoints.tensors import CheckpointError
@@ -82,6 +83,8 @@ def read_folder(
     shardings."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     if not orbax.is_orbax(path):
+        if (kind := nested_in(path)) is not None:
+            progress.say(f"of a folder of {kind} the text's model is read; what reads images is not")
         told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
         return huggingface.load(path, dtype, where, quantization=quantization, told=told)
     config, params = orbax.load(path, dtype, where)

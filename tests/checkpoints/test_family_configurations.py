@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from cases.families import CASES, LONG, YARN, hub_config
+from cases.dense import LONG, YARN
+from cases.families import CASES, hub_config
 
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import read_config
@@ -172,7 +173,12 @@ def test_what_is_not_supported_is_refused_by_field_and_value(kind, fields, words
     assert "\n" not in str(e.value)
 
 
-def test_models_of_images_and_text_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
-    with pytest.raises(CheckpointError, match="'gemma3', a model of images and text.*expected 'gemma3_text'"):
+def test_of_models_that_read_images_the_text_s_is_read(tmp_path):
+    """Fields beside `text_config` count where it lacks them."""
+    inner = hub_config("gemma3_text") | {"tie_word_embeddings": None}
+    outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": False}))
+    assert read_config(tmp_path) == config_of("gemma3_text", tie_word_embeddings=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": [1]}))
+    with pytest.raises(CheckpointError, match=r"text_config is \[1\], expected an object"):
         read_config(tmp_path)

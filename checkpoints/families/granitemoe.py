@@ -1,0 +1,35 @@
+"""Granite 3's mixtures of experts (Granite Team, IBM, 2024)."""
+
+from ...model.config import Experts, ModelConfig
+from . import fields, granite, parts
+from .family import Family
+from .stored import Stored
+
+BLOCK = parts.LAYER + "block_sparse_moe."
+NAMES = (
+    parts.OUTSIDE
+    | parts.NORMS
+    | parts.ATTENTION
+    | parts.QKV_BIASES
+    | parts.OUTPUT_BIAS
+    | {
+        "layers.{}.ffn.router": Stored(BLOCK + "router.layer.weight", "E,D->DE"),
+        "layers.{}.ffn.experts.gate": Stored(BLOCK + "input_linear.weight", "E,[F],D->EDF"),
+        "layers.{}.ffn.experts.up": Stored(BLOCK + "input_linear.weight", "E,[F],D->EDF"),
+        "layers.{}.ffn.experts.down": Stored(BLOCK + "output_linear.weight", "E,[D],F->EFD"),
+    }
+)
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' GraniteMoeConfig."""
+    experts = Experts(
+        count=fields.experts(raw, "num_local_experts", 8),
+        active=fields.integer(raw, "num_experts_per_tok", 2),
+        size=fields.integer(raw, "intermediate_size"),
+        activation=fields.activation(raw, "hidden_act", "silu"),
+    )
+    return granite.decoder(raw, experts)
+
+
+FAMILY = Family(config, NAMES, parts.IGNORED)

@@ -1,0 +1,56 @@
+"""Qwen 1.5's and 2's mixtures of experts (Yang et al., arXiv 2407.10671), with a gate of the expert that
+every token goes to."""
+
+from dataclasses import replace
+
+from ...model.config import Dense, Experts, LayerKind, ModelConfig
+from . import fields, parts, qwen3_moe
+from .family import Family
+from .ropes import rope
+from .stored import Stored
+
+NAMES = (
+    parts.LLAMA
+    | parts.QKV_BIASES
+    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
+    | parts.gated("ffn.shared", "mlp.shared_expert")
+    | {"layers.{}.ffn.shared.output_gate": Stored(parts.LAYER + "mlp.shared_expert_gate.weight", "1,D->D")}
+)
+DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Qwen2MoeConfig."""
+    size, bias = fields.head_size(raw), fields.flag(raw, "qkv_bias", True)
+    turn, shared = rope(raw, size, length=32768), fields.integer(raw, "shared_expert_intermediate_size", 5632)
+    layers = [
+        LayerKind(
+            parts.grouped_query(raw, turn, size, kv_heads=16, window=window, bias=bias),
+            with_shared(ffn, shared),
+        )
+        for window, ffn in zip(windows(raw), qwen3_moe.ffns(DEFAULTS | given(raw)), strict=True)
+    ]
+    return parts.decoder(raw, layers, max_position=32768, norm=parts.rms(raw))
+
+
+def windows(raw: fields.Raw) -> list[int | None]:
+    """With `use_sliding_window`, every second one of the first `max_window_layers` layers has one."""
+    used, most = fields.flag(raw, "use_sliding_window", False), fields.count(raw, "max_window_layers", 28)
+    window = fields.nullable(fields.integer, raw, "sliding_window", 4096) if used else None
+    types = [
+        "sliding_attention" if window is not None and i < most and i % 2 == 0 else "full_attention"
+        for i in range(parts.num_layers(raw))
+    ]
+    return parts.windows(raw, types, window)
+
+
+def given(raw: fields.Raw) -> dict:
+    """The fields that are not null."""
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def with_shared(ffn: Dense | Experts, size: int) -> Dense | Experts:
+    return replace(ffn, shared=size, shared_gate=True) if isinstance(ffn, Experts) else ffn
+
+
+FAMILY = Family(config, NAMES, parts.IGNORED)
