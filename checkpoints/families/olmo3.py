@@ -10,8 +10,8 @@ THETA = 500000.0
 
 
 def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Olmo3Config, which takes `rope_theta` for layers without
-    a window alone."""
+    """Absent fields have the defaults of transformers' Olmo3Config, which takes `rope_theta` for layers
+    without a window alone."""
     thetas = fields.number(raw, "rope_theta", THETA), THETA
     whole, local = two_ropes(raw, fields.head_size(raw), 2048, thetas)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
