@@ -34,6 +34,17 @@ def rope(raw: Raw, size: int, *, length: int, theta: float = 10000.0, partial: b
     return scaled(beside, found, name, size, number(raw, "rope_theta", theta))
 
 
+def rotary_size(raw: Raw, size: int, share: float = 1.0) -> int:
+    """How many of a head's dimensions are turned; `share` is the default of `partial_rotary_factor`."""
+    stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    found = number(raw, "partial_rotary_factor", share)
+    if isinstance(stated, Mapping):
+        found = number(stated, "partial_rotary_factor", found)
+    if found > 1:
+        raise ValueError(f"partial_rotary_factor is {found}, expected at most 1")
+    return int(size * found)
+
+
 def require_kind(raw: Raw) -> None:
     """Refuse a `rope_scaling` that says something, but not what kind it is."""
     found = value(raw, "rope_scaling", {})
