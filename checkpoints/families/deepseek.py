@@ -1,21 +1,28 @@
-"""What DeepSeek-V2 and -V3 have in common (arXiv 2405.04434 and 2412.19437): latent attention, and names of
-tensors."""
+"""What DeepSeek-V2, -V3 (arXiv 2405.04434 and 2412.19437) and those that took over a part of them have in
+common: latent attention, mixtures of experts, and names of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from ...model.config import Experts, Latent, LayerKind
+from ...model.config import Dense, Experts, Latent
 from . import fields, parts
 from .ropes import latent_magnitude, rope
 from .stored import Stored
 
 ATTENTION = parts.LAYER + "self_attn."
+MIXTURE = (
+    parts.FFN
+    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
+    | parts.gated("ffn.shared", "mlp.shared_experts")
+)
+CORRECTION = {
+    "layers.{}.ffn.correction": Stored(parts.LAYER + "mlp.gate.e_score_correction_bias", "E->E"),
+}
 NAMES = (
     parts.OUTSIDE
     | parts.NORMS
-    | parts.FFN
-    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
-    | parts.gated("ffn.shared", "mlp.shared_experts")
+    | MIXTURE
     | {
         "layers.{}.attention.q": Stored(ATTENTION + "q_proj.weight", "NH,D->DNH"),
         "layers.{}.attention.q_down": Stored(ATTENTION + "q_a_proj.weight", "Q,D->DQ"),
@@ -52,23 +59,39 @@ def latent(raw: fields.Raw, length: int, interleaved: bool) -> Latent:
     )
 
 
-def layers(raw: fields.Raw, attention: Latent, experts: Experts, dense: int) -> list[LayerKind]:
-    """Layers, the first `first_k_dense_replace` (or else `dense`) of them and those between `moe_layer_freq`
+def ffns(raw: fields.Raw, experts: Experts, dense: int) -> list[Dense | Experts]:
+    """Each layer's, the first `first_k_dense_replace` (or else `dense`) and those between `moe_layer_freq`
     dense."""
     first, step = fields.count(raw, "first_k_dense_replace", dense), fields.integer(raw, "moe_layer_freq", 1)
     mixed = [i >= first and i % step == 0 for i in range(parts.num_layers(raw))]
-    return [LayerKind(attention, experts if here else parts.dense(raw)) for here in mixed]
+    return [experts if here else parts.dense(raw) for here in mixed]
 
 
-def experts(raw: fields.Raw, defaults: Mapping[str, int | None], **kinds) -> Experts:
-    """Experts with the family's `defaults` of the fields, of which `n_shared_experts` may be null."""
+def corrected_experts(raw: fields.Raw, defaults: Mapping[str, Any]) -> Experts:
+    """Experts that are chosen as in DeepSeek-V3: by a sigmoid and a correction, in groups."""
+    fields.only(raw, "topk_method", "noaux_tc")
+    return experts(
+        raw,
+        defaults,
+        scoring="sigmoid",
+        correction=True,
+        group_score="top2",
+        normalised=fields.flag(raw, "norm_topk_prob", defaults["norm_topk_prob"]),
+        factor=fields.number(raw, "routed_scaling_factor", defaults["routed_scaling_factor"]),
+        groups=fields.integer(raw, "n_group", defaults["n_group"]),
+        active_groups=fields.integer(raw, "topk_group", defaults["topk_group"]),
+    )
+
+
+def experts(raw: fields.Raw, defaults: Mapping[str, Any], **kinds: Any) -> Experts:
+    """Experts with the family's `defaults` of the fields, None where there is none; `n_shared_experts` may be
+    null."""
     size = fields.integer(raw, "moe_intermediate_size", defaults["moe_intermediate_size"])
     shared = fields.nullable(fields.experts, raw, "n_shared_experts", defaults["n_shared_experts"]) or 0
-    routed = fields.experts(raw, "num_local_experts", defaults["n_routed_experts"])
-    active = fields.integer(raw, "num_experts_per_tok", defaults["num_experts_per_tok"] or fields.REQUIRED)
+    count = fields.named(raw, "n_routed_experts", "num_local_experts")
     return Experts(
-        count=fields.experts(raw, "n_routed_experts", routed),
-        active=active,
+        count=fields.experts(raw, count, defaults["n_routed_experts"] or fields.REQUIRED),
+        active=fields.integer(raw, "num_experts_per_tok", defaults["num_experts_per_tok"] or fields.REQUIRED),
         size=size,
         activation=fields.activation(raw, "hidden_act", "silu"),
         shared=shared * size,

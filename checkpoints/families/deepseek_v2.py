@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
-from ...model.config import ModelConfig
+from ...model.config import LayerKind, ModelConfig
 from . import deepseek, fields, parts
 from .family import Family
 
@@ -30,7 +30,8 @@ def config(raw: fields.Raw) -> ModelConfig:
         groups=fields.integer(raw, "n_group") if grouped else 1,
         active_groups=fields.integer(raw, "topk_group") if grouped else 1,
     )
-    layers = deepseek.layers(raw, deepseek.latent(raw, 2048, True), experts, dense=0)
+    attention = deepseek.latent(raw, 2048, True)
+    layers = [LayerKind(attention, ffn) for ffn in deepseek.ffns(raw, experts, dense=0)]
     return parts.decoder(raw, layers, max_position=2048, norm=parts.rms(raw))
 
 

@@ -34,6 +34,11 @@ def value(raw: Raw, name: str, default: Any) -> Any:
     return default
 
 
+def named(raw: Raw, *names: str) -> str:
+    """The first of a field's names that has a value, or else the first."""
+    return next((name for name in names if raw.get(name) is not None), names[0])
+
+
 def nullable(read: Callable[[Raw, str], Any], raw: Raw, name: str, default: Any) -> Any:
     """A field for which null says something else than absence: None is null, the default is for a field that
     is absent."""

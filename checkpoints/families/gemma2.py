@@ -22,7 +22,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     turn = rope(raw, fields.head_size(raw, 256), length=8192)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
     caps = (50.0, 30.0)
-    layers = [layer(raw, turn, w, caps[0]) for w in parts.windows(raw, parts.every_nth_whole(raw, 2), window)]
+    layers = [layer(raw, turn, w, caps[0]) for w in parts.windows(raw, parts.patterned(raw, 2), window)]
     return decoder(raw, layers, 8192, caps[1])
 
 

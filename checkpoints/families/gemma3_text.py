@@ -15,7 +15,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     """
     fields.only(raw, "attn_logit_softcapping")
     pattern = fields.integer(raw, "sliding_window_pattern", fields.integer(raw, "_sliding_window_pattern", 6))
-    types = parts.every_nth_whole(raw, pattern)
+    types = parts.patterned(raw, pattern)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
     theta, near = fields.number(raw, "rope_theta", 1e6), fields.number(raw, "rope_local_base_freq", 1e4)
     whole, local = two_ropes(raw, fields.head_size(raw, 256), LENGTH, (theta, near))

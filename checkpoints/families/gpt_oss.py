@@ -47,7 +47,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     window = fields.nullable(fields.integer, raw, "sliding_window", 128)
     layers = [
         LayerKind(parts.grouped_query(raw, turn, size, window=w, **kinds), experts(raw))
-        for w in parts.windows(raw, parts.every_nth_whole(raw, 2), window)
+        for w in parts.windows(raw, parts.patterned(raw, 2), window)
     ]
     return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw, 1e-5))
 

@@ -15,7 +15,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     thetas = fields.number(raw, "rope_theta", THETA), THETA
     whole, local = two_ropes(raw, fields.head_size(raw), 2048, thetas)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
-    types = parts.every_nth_whole(raw, 4)
+    types = parts.patterned(raw, 4)
     layers = [olmo2.layer(raw, whole if w is None else local, w) for w in parts.windows(raw, types, window)]
     return olmo2.decoder(raw, layers)
 

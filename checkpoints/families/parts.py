@@ -44,7 +44,13 @@ FFN_BIASES = {
     "layers.{}.ffn.up_bias": Stored(LAYER + "mlp.up_proj.bias", "F->F"),
     "layers.{}.ffn.down_bias": Stored(LAYER + "mlp.down_proj.bias", "D->D"),
 }
+GATE_UP = {
+    "layers.{}.ffn.gate": Stored(LAYER + "mlp.gate_up_proj.weight", "[F],D->DF"),
+    "layers.{}.ffn.up": Stored(LAYER + "mlp.gate_up_proj.weight", "[F],D->DF"),
+    "layers.{}.ffn.down": Stored(LAYER + "mlp.down_proj.weight", "D,F->FD"),
+}
 IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+BEYOND = (r"model\.layers\.(?P<beyond>\d+)\..*",)  # layers that predict several tokens ahead
 
 
 def gated(ours: str, theirs: str) -> dict[str, Stored]:
@@ -71,7 +77,7 @@ LLAMA = OUTSIDE | NORMS | ATTENTION | FFN
 
 
 def grouped_query(
-    raw: fields.Raw, rope: Rope, size: int, kv_heads: int | None = None, **kinds: Any
+    raw: fields.Raw, rope: Rope | None, size: int, kv_heads: int | None = None, **kinds: Any
 ) -> GroupedQuery:
     """Attention with heads of `size`; `num_key_value_heads` is `kv_heads` if absent, and all heads if
     null."""
@@ -79,6 +85,8 @@ def grouped_query(
     found = fields.nullable(fields.integer, raw, "num_key_value_heads", kv_heads) or heads
     if heads % found:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {found}")
+    if kinds.get("rotary_size") == size:
+        kinds["rotary_size"] = None
     return GroupedQuery(heads, found, size, rope, **kinds)
 
 
@@ -105,9 +113,24 @@ def windows(raw: fields.Raw, types: list[str], window: int | None) -> list[int |
     return [window if kind == "sliding_attention" else None for kind in found]
 
 
-def every_nth_whole(raw: fields.Raw, n: int) -> list[str]:
-    """Layer types of which each n-th has no window."""
-    return ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(num_layers(raw))]
+def patterned(raw: fields.Raw, pattern: int) -> list[str]:
+    """Layer types of which all have a window but every `pattern`-th."""
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers(raw))]
+
+
+def windowed_from(raw: fields.Raw, window: int | None, default: int) -> list[str]:
+    """Layer types where layers from `max_window_layers` (or else `default`) on have a window, if there is
+    one."""
+    first = fields.count(raw, "max_window_layers", default)
+    return [
+        "full_attention" if window is None or i < first else "sliding_attention"
+        for i in range(num_layers(raw))
+    ]
+
+
+def nullable_head_size(raw: fields.Raw, default: int) -> int:
+    """`head_dim`, `default` if absent, and the model's width divided among its heads if null."""
+    return fields.head_size(raw, None if "head_dim" in raw else default)
 
 
 def num_layers(raw: fields.Raw) -> int:

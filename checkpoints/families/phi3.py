@@ -4,21 +4,19 @@ from ...model.config import LayerKind, ModelConfig
 from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
-from .ropes import rope
+from .ropes import rope, rotary_size
 from .stored import Stored
 
-QKV, GATE_UP = parts.LAYER + "self_attn.qkv_proj.weight", parts.LAYER + "mlp.gate_up_proj.weight"
+QKV = parts.LAYER + "self_attn.qkv_proj.weight"
 NAMES = (
     parts.OUTSIDE
     | parts.NORMS
     | parts.OUTPUT
+    | parts.GATE_UP
     | {
         "layers.{}.attention.q": Stored(QKV, "[NH],D->DNH"),
         "layers.{}.attention.k": Stored(QKV, "[KH],D->DKH"),
         "layers.{}.attention.v": Stored(QKV, "[KH],D->DKH"),
-        "layers.{}.ffn.gate": Stored(GATE_UP, "[F],D->DF"),
-        "layers.{}.ffn.up": Stored(GATE_UP, "[F],D->DF"),
-        "layers.{}.ffn.down": Stored(parts.LAYER + "mlp.down_proj.weight", "D,F->FD"),
     }
 )
 
@@ -29,21 +27,9 @@ def config(raw: fields.Raw) -> ModelConfig:
     fields.only(raw, "attention_bias", False)
     size, window = fields.head_size(raw), parts.one_window(raw, None)
     turned = rotary_size(raw, size)
-    attention = parts.grouped_query(
-        raw, turn(raw, turned), size, window=window, rotary_size=None if turned == size else turned
-    )
+    attention = parts.grouped_query(raw, turn(raw, turned), size, window=window, rotary_size=turned)
     layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
     return parts.decoder(raw, layers, max_position=4096, norm=parts.rms(raw, 1e-5))
-
-
-def rotary_size(raw: fields.Raw, size: int) -> int:
-    """How many of a head's dimensions are turned."""
-    stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    beside = fields.number(raw, "partial_rotary_factor", 1.0)
-    share = fields.number(stated, "partial_rotary_factor", beside) if isinstance(stated, dict) else beside
-    if share > 1:
-        raise ValueError(f"partial_rotary_factor is {share}, expected at most 1")
-    return int(size * share)
 
 
 def turn(raw: fields.Raw, size: int) -> Rope:

@@ -20,13 +20,9 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 def windows(raw: fields.Raw) -> list[int | None]:
     """With `use_sliding_window`, layers from `max_window_layers` on have one."""
-    used, first = fields.flag(raw, "use_sliding_window", False), fields.count(raw, "max_window_layers", 28)
+    used = fields.flag(raw, "use_sliding_window", False)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096) if used else None
-    types = [
-        "full_attention" if window is None or i < first else "sliding_attention"
-        for i in range(parts.num_layers(raw))
-    ]
-    return parts.windows(raw, types, window)
+    return parts.windows(raw, parts.windowed_from(raw, window, 28), window)
 
 
 FAMILY = Family(config, parts.LLAMA | parts.QKV_BIASES, parts.IGNORED)

@@ -56,6 +56,17 @@ def two_ropes(raw: Raw, size: int, length: int, thetas: tuple[float, float]) -> 
     )
 
 
+def rotary_size(raw: Raw, size: int, share: float = 1.0) -> int:
+    """How many of a head's dimensions are turned; `share` is the default of `partial_rotary_factor`."""
+    stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    found = number(raw, "partial_rotary_factor", share)
+    if isinstance(stated, Mapping):
+        found = number(stated, "partial_rotary_factor", found)
+    if found > 1:
+        raise ValueError(f"partial_rotary_factor is {found}, expected at most 1")
+    return int(size * found)
+
+
 def require_kind(raw: Raw) -> None:
     """Refuse a `rope_scaling` that says something, but not what kind it is."""
     found = value(raw, "rope_scaling", {})

@@ -21,8 +21,8 @@ class Stored:
     parameters have one name, their tensor is shared and brackets mark the axis along which they are joined:
     "[NH],D->DNH" and "[KH],D->DKH" are parts of [N*H + K*H, D], "N[H],R->RNH" and "N[U],R->RNU" of [N*(H +
     U), R]. "<F>" says that they take turns: even columns are the first parameter's, odd ones the second's. A
-    letter that only we have stands for a second `{}` in the name, the expert's number: "F,D->EDF". An axis of
-    one number, which we do not have, is "1".
+    letter that only we have stands for a second `{}` in the name, the expert's number: "F,D->EDF". "1" is a
+    stored axis of one that we do not have: "1,E->E".
     """
 
     name: str
@@ -54,15 +54,15 @@ class Stored:
     def sizes(self, shape: Shape) -> list[int]:
         """The sizes of the stored axes as far as this parameter fills them, from the shape of our
         parameter."""
-        sizes = dict(zip(self.ours, shape, strict=True)) | {"1": 1}
+        sizes = {"1": 1} | dict(zip(self.ours, shape, strict=True))
         return [math.prod(sizes[letter] for letter in group) for group in self.groups]
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Our parameter (one expert's, where they are stacked) as a view [before, own, after] in the stored
         order."""
         ours = self.ours[self.stacked :]
-        sizes = dict(zip(ours, array.shape, strict=True)) | {"1": 1}
-        turned = array.transpose([ours.index(letter) for letter in "".join(self.groups).replace("1", "")])
+        sizes = {"1": 1} | dict(zip(ours, array.shape, strict=True))
+        turned = array.transpose([ours.index(letter) for letter in "".join(self.groups) if letter != "1"])
         view = turned.reshape([math.prod(sizes[letter] for letter in letters) for letters in self.sides])
         assert np.may_share_memory(view, array), f"{self.axes}: axes that are merged do not lie side by side"
         return view

@@ -33,6 +33,7 @@ BASE = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
+THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
 CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES
 
 
@@ -80,6 +81,13 @@ def optional(package: str) -> Any:
     return import_module(package)
 
 
+def their_config(folder: Path) -> Any:
+    """A folder's `config.json` as Transformers understands it."""
+    raw = json.loads((folder / "config.json").read_text())
+    kind = THEIRS.get(raw["model_type"], raw["model_type"])
+    return optional("transformers").CONFIG_MAPPING[kind].from_dict(raw | {"model_type": kind})
+
+
 def expected_outputs(
     folder: Path, new: int = NEW, margin: float = 0.0
 ) -> tuple[list[list[float]], list[list[int]]]:
@@ -88,6 +96,7 @@ def expected_outputs(
     torch, transformers = optional("torch"), optional("transformers")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
+        config=their_config(folder),
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -114,9 +123,8 @@ def make_golden(name: str, folder: Path) -> dict[str, Any]:
     """The first seed whose continuations have clear margins and are not one token again and again."""
     transformers = optional("transformers")
     (folder / "config.json").write_text(json.dumps(hub_config(name)))
-    config = transformers.AutoConfig.from_pretrained(folder)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    v5 = json.loads((folder / "config.json").read_text())
+    transformers.AutoModelForCausalLM.from_config(their_config(folder)).save_pretrained(folder)
+    v5 = json.loads((folder / "config.json").read_text()) | {"model_type": hub_config(name)["model_type"]}
     shapes = {n: list(x.shape) for n, x in sorted(load_file(folder / "model.safetensors").items())}
     for seed in range(200):
         write_folder(folder, hub_config(name), shapes, seed)

@@ -114,6 +114,13 @@ def test_layers_that_predict_several_tokens_ahead_are_left_out(tmp_path):
         load(tmp_path)
 
 
+def test_the_blocks_of_ernie_that_predict_several_tokens_ahead_are_left_out(tmp_path):
+    tensors = make(tmp_path, "ernie4_5_moe")
+    ahead = {"model.mtp_linear_proj.0.weight": np.zeros((30, 60), np.float32)}
+    save_file(tensors | ahead, tmp_path / "model.safetensors")
+    assert load(tmp_path)[0].num_layers == 5
+
+
 def test_the_names_of_older_gpt2_files_lack_their_first_part(tmp_path):
     tensors = make(tmp_path, "gpt2")
     _, expected = load(tmp_path)

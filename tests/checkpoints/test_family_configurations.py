@@ -38,6 +38,9 @@ def test_windows_by_layer():
         5,
     ]
     assert windows(config_of("gpt_oss", sliding_window="absent")) == [128, None, 128]
+    assert windows(config_of("smollm3", use_sliding_window=False)) == [None] * 3
+    assert windows(config_of("dots1")) == [None, None, 5]
+    assert windows(config_of("dots1", sliding_window=None)) == [None] * 3
 
 
 def test_mixtures_by_layer():
@@ -50,6 +53,20 @@ def test_mixtures_by_layer():
     assert mixed("deepseek_v2", first_k_dense_replace="absent") == [True] * 3
     assert mixed("deepseek_v3", first_k_dense_replace=0, moe_layer_freq=2) == [True, False, True]
     assert mixed("deepseek_v3", first_k_dense_replace="absent") == [False] * 3
+    assert mixed("glm4_moe", first_k_dense_replace="absent") == [False, True, True]
+    assert mixed("ernie4_5_moe") == [False, True, False, False, False]
+    assert mixed("ernie4_5_moe", moe_layer_end_index="absent") == [False, True, False, True, False]
+    assert mixed("ernie4_5_moe", moe_layer_end_index=4, moe_layer_interval="absent") == [False] + [True] * 4
+
+
+def test_layers_without_a_rope():
+    def turned(**fields) -> list[bool]:
+        return [layer.mixer.rope is not None for layer in config_of("smollm3", **fields).layers]
+
+    assert turned() == [False, True, False]
+    assert turned(no_rope_layers=[1, 1, 0, 0, 0]) == [True, True, False]
+    assert turned(no_rope_layers=None) == [True, False, True]
+    assert turned(no_rope_layers=None, no_rope_layer_interval="absent") == [True] * 3
 
 
 def attention(kind: str, **fields) -> Any:
@@ -68,8 +85,25 @@ def test_null_and_absence_differ_where_transformers_says_so():
     eight = {"head_dim": 6, "num_attention_heads": 8}
     assert attention("mistral", num_key_value_heads="absent", **eight).num_kv_heads == 8
     assert attention("mistral", num_key_value_heads=None).num_kv_heads == 5
+    assert attention("ernie4_5", head_dim="absent").head_size == 128
+    assert attention("ernie4_5", head_dim=None).head_size == 6
     assert ffn("deepseek_v3", n_shared_experts=None).shared == 0
     assert ffn("gpt2", n_inner=None) == Dense(120, "gelu_tanh", gated=False, bias=True)
+
+
+def test_parts_of_heads_that_are_turned():
+    assert attention("glm", partial_rotary_factor="absent").turned == 6
+    assert (
+        attention("glm", rope_parameters={"partial_rotary_factor": 1}, rope_scaling=None).rotary_size is None
+    )
+    assert attention("glm4_moe", partial_rotary_factor="absent").turned == 6
+    assert attention("minimax_m2", rotary_dim="absent").turned == 12
+    assert attention("minimax_m2", partial_rotary_factor=0.5).turned == 6
+
+
+def test_the_gelu_of_gemma_is_its_tanh_form():
+    assert ffn("gemma", hidden_act="gelu").activation == ffn("gemma", hidden_act="absent").activation
+    assert ffn("gemma", hidden_act="gelu_python").activation == "gelu"
 
 
 def test_defaults_of_gpt_oss():
@@ -160,6 +194,30 @@ ROPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2",
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("kimi_k2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0], expected a list of 3"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers is [1, 0, 2]"),
+        ("smollm3", {"layer_types": ["chunked_attention"] * 3}, "layer_types holds 'chunked_attention'"),
+        ("smollm3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, expected at most 1"),
+        ("glm", {"head_dim": 10, "partial_rotary_factor": 0.5}, "rotary_size 5 is odd"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("glm4_moe", {"topk_group": 4}, "4 of 3 groups"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm is 1"),
+        ("ernie4_5", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index is -2"),
+        ("ernie4_5_moe", {"moe_k": 6}, "6 of 5 experts cannot be active"),
+        ("ernie4_5_moe", {"moe_intermediate_size": [13, 4]}, "moe_intermediate_size is [13, 4]"),
+        ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias is 1"),
+        ("dots1", {"n_routed_experts": "absent"}, "n_routed_experts is missing"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("minimax_m2", {"rotary_dim": 14}, "rotary_dim is 14, expected a positive integer, at most 12"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list is [1, 0, 1]"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm is False"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),

@@ -1,0 +1,21 @@
+"""GLM-4-0414 and GLM-Z1: GLM-4-9B with norms after attention and feed-forward layers too."""
+
+from ...model.config import LayerKind, ModelConfig
+from . import fields, glm, parts
+from .family import Family
+from .stored import Stored
+
+POST_NORMS = {
+    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_self_attn_layernorm.weight", "D->D"),
+    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_mlp_layernorm.weight", "D->D"),
+}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Glm4Config."""
+    layers = [LayerKind(glm.attention(raw), parts.dense(raw))] * parts.num_layers(raw)
+    norm = parts.rms(raw, 1.5625e-7)
+    return parts.decoder(raw, layers, max_position=131072, norm=norm, post_norms=True)
+
+
+FAMILY = Family(config, glm.NAMES | POST_NORMS, parts.IGNORED)

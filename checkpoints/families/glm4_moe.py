@@ -1,0 +1,49 @@
+"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): mixtures of experts as in DeepSeek-V3, grouped-query attention
+that turns a part of each head; layers that predict several tokens ahead are left out."""
+
+from ...model.config import LayerKind, ModelConfig
+from . import deepseek, fields, parts
+from .family import Family
+from .ropes import rope, rotary_size
+
+NAMES = (
+    parts.OUTSIDE
+    | parts.NORMS
+    | parts.ATTENTION
+    | parts.QKV_BIASES
+    | parts.QK_NORMS
+    | deepseek.MIXTURE
+    | deepseek.CORRECTION
+)
+EXPERTS = {
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Glm4MoeConfig."""
+    fields.only(raw, "scoring_func", "sigmoid")
+    norm, size = parts.rms(raw, 1e-5), fields.head_size(raw)
+    turned = rotary_size(raw, size, 0.5)
+    attention = parts.grouped_query(
+        raw,
+        rope(raw, turned, length=131072, partial=True),
+        size,
+        kv_heads=8,
+        rotary_size=turned,
+        bias=fields.flag(raw, "attention_bias", False),
+        qk_norm=norm if fields.flag(raw, "use_qk_norm", False) else None,
+    )
+    ffns = deepseek.ffns(raw, deepseek.corrected_experts(raw, EXPERTS), dense=1)
+    layers = [LayerKind(attention, ffn) for ffn in ffns]
+    return parts.decoder(raw, layers, max_position=131072, norm=norm)
+
+
+FAMILY = Family(config, NAMES, parts.IGNORED + parts.BEYOND)
