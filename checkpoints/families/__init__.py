@@ -4,19 +4,29 @@ nothing else."""
 from collections.abc import Mapping
 
 from . import (
+    arcee,
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    exaone4,
     gemma2,
     gemma3_text,
     gpt2,
+    gpt_neox,
     gpt_oss,
+    internlm3,
     llama,
     mistral,
     mixtral,
+    nemotron,
+    phi,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    stablelm,
+    starcoder2,
 )
 from .family import Family
 
@@ -34,6 +44,16 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "gpt2": gpt2.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
+    "stablelm": stablelm.FAMILY,
+    "gpt_neox": gpt_neox.FAMILY,
+    "phi": phi.FAMILY,
+    "nemotron": nemotron.FAMILY,
+    "arcee": arcee.FAMILY,
+    "cohere": cohere.FAMILY,
+    "cohere2": cohere2.FAMILY,
+    "exaone4": exaone4.FAMILY,
+    "internlm3": internlm3.FAMILY,
 }
 UNSUPPORTED = {
     "gemma3": (

@@ -19,14 +19,11 @@ def config(raw: fields.Raw) -> ModelConfig:
     """
     fields.only(raw, "attn_logit_softcapping")
     pattern = fields.integer(raw, "sliding_window_pattern", fields.integer(raw, "_sliding_window_pattern", 6))
-    types = [
-        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(parts.num_layers(raw))
-    ]
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
     whole, local = ropes(raw)
     layers = [
         gemma2.layer(raw, whole if w is None else local, w, None, qk_norm=parts.rms(raw, offset=1.0))
-        for w in parts.windows(raw, types, window)
+        for w in parts.windows(raw, parts.patterned(raw, pattern), window)
     ]
     return gemma2.decoder(raw, layers, LENGTH, None)
 

@@ -34,6 +34,19 @@ def rope(raw: Raw, size: int, *, length: int, theta: float = 10000.0, partial: b
     return scaled(beside, found, name, size, number(raw, "rope_theta", theta))
 
 
+def rotary_size(raw: Raw, size: int, default: float = 1.0) -> int:
+    """How many of a head's dimensions are turned: a share of them, rounded down."""
+    stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    share = number(raw, "partial_rotary_factor", default)
+    if isinstance(stated, Mapping):
+        share = number(stated, "partial_rotary_factor", share)
+    if share > 1:
+        raise ValueError(f"partial_rotary_factor is {share}, expected at most 1")
+    if int(size * share) < 2:
+        raise ValueError(f"partial_rotary_factor is {share}, too little of {size} dimensions")
+    return int(size * share)
+
+
 def require_kind(raw: Raw) -> None:
     """Refuse a `rope_scaling` that says something, but not what kind it is."""
     found = value(raw, "rope_scaling", {})
