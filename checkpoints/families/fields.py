@@ -16,6 +16,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 Raw = Mapping[str, Any]
 REQUIRED = object()
@@ -136,3 +137,10 @@ def head_size(raw: Raw, default: int | None = None) -> int:
     if hidden % heads:
         raise ValueError(f"head_dim is missing and hidden_size {hidden} is not a multiple of {heads} heads")
     return hidden // heads
+
+
+def divided_head_size(raw: Raw) -> int:
+    """The model's width divided among its heads; another `head_dim` is refused."""
+    size = head_size({**raw, "head_dim": None})
+    only(raw, "head_dim", size)
+    return size

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...model.config import Activation, Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
-from . import fields
+from . import fields, ropes
 from .stored import Stored
 
 LAYER = "model.layers.{}."
@@ -17,6 +17,11 @@ OUTSIDE = {
 NORMS = {
     "layers.{}.attention_norm.gain": Stored(LAYER + "input_layernorm.weight", "D->D"),
     "layers.{}.ffn_norm.gain": Stored(LAYER + "post_attention_layernorm.weight", "D->D"),
+}
+NORM_BIASES = {
+    "layers.{}.attention_norm.bias": Stored(LAYER + "input_layernorm.bias", "D->D"),
+    "layers.{}.ffn_norm.bias": Stored(LAYER + "post_attention_layernorm.bias", "D->D"),
+    "norm.bias": Stored("model.norm.bias", "D->D"),
 }
 OUTPUT = {"layers.{}.attention.o": Stored(LAYER + "self_attn.o_proj.weight", "D,NH->NHD")}
 ATTENTION = OUTPUT | {
@@ -62,6 +67,16 @@ def gated(ours: str, theirs: str) -> dict[str, Stored]:
     }
 
 
+def plain(up: str, down: str, layer: str = LAYER) -> dict[str, Stored]:
+    """The projections of a feed-forward layer without a gate, and their biases."""
+    return {
+        "layers.{}.ffn.up": Stored(f"{layer}{up}.weight", "F,D->DF"),
+        "layers.{}.ffn.up_bias": Stored(f"{layer}{up}.bias", "F->F"),
+        "layers.{}.ffn.down": Stored(f"{layer}{down}.weight", "D,F->FD"),
+        "layers.{}.ffn.down_bias": Stored(f"{layer}{down}.bias", "D->D"),
+    }
+
+
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
     """A router, and experts each of which has tensors of its own."""
     return {
@@ -90,10 +105,17 @@ def grouped_query(
     return GroupedQuery(heads, found, size, rope, **kinds)
 
 
-def dense(raw: fields.Raw, activation: Activation | None = None, bias: bool = False) -> Dense:
-    """A gated feed-forward layer, its activation `hidden_act` if not given."""
+def partly_turned(raw: fields.Raw, size: int, length: int, share: float, **kinds: Any) -> GroupedQuery:
+    """Attention that turns a part of each head, `partial_rotary_factor` or else `share`."""
+    turned = ropes.rotary_size(raw, size, share)
+    turn = ropes.rope(raw, turned, length=length, partial=True)
+    return grouped_query(raw, turn, size, rotary_size=turned, **kinds)
+
+
+def dense(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -> Dense:
+    """A feed-forward layer, gated unless `kinds` say otherwise, its activation `hidden_act` if not given."""
     activation = activation or fields.activation(raw, "hidden_act", "silu")
-    return Dense(fields.integer(raw, "intermediate_size"), activation, bias=bias)
+    return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
 
 
 def one_window(raw: fields.Raw, default: int | None) -> int | None:
@@ -160,3 +182,7 @@ def decoder(
 
 def rms(raw: fields.Raw, default: float = 1e-6, offset: float = 0.0) -> NormKind:
     return NormKind(eps=fields.number(raw, "rms_norm_eps", default), offset=offset)
+
+
+def layer_norm(raw: fields.Raw, name: str, bias: bool = True, offset: float = 0.0) -> NormKind:
+    return NormKind("layer", fields.number(raw, name, 1e-5), offset, bias)

@@ -1,10 +1,8 @@
 """Phi-3 and Phi-4 (Abdin et al., arXiv 2404.14219 and 2412.08905): Llama with joined projections."""
 
 from ...model.config import LayerKind, ModelConfig
-from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
-from .ropes import rope, rotary_size
 from .stored import Stored
 
 QKV = parts.LAYER + "self_attn.qkv_proj.weight"
@@ -26,14 +24,13 @@ def config(raw: fields.Raw) -> ModelConfig:
     here."""
     fields.only(raw, "attention_bias", False)
     size, window = fields.head_size(raw), parts.one_window(raw, None)
-    turned = rotary_size(raw, size)
-    attention = parts.grouped_query(raw, turn(raw, turned), size, window=window, rotary_size=turned)
+    attention = parts.partly_turned(named(raw), size, 4096, 1.0, window=window)
     layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
     return parts.decoder(raw, layers, max_position=4096, norm=parts.rms(raw, 1e-5))
 
 
-def turn(raw: fields.Raw, size: int) -> Rope:
-    """The rope, under the names that Phi-3's older files have for it."""
+def named(raw: fields.Raw) -> fields.Raw:
+    """The fields of the rope under today's names, not those of Phi-3's older files."""
     original = fields.integer(raw, "original_max_position_embeddings", 4096)
     named = {**raw, "original_max_position_embeddings": original}
     for name in ("rope_scaling", "rope_parameters"):
@@ -44,7 +41,7 @@ def turn(raw: fields.Raw, size: int) -> Rope:
                 continue
             fields.only({"rope_type": kind}, "rope_type", "default", "longrope", "su", "yarn")
             named[name] = {**stated, "rope_type": "default" if kind == "default" else "longrope"}
-    return rope(named, size, length=4096, partial=True)
+    return named
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

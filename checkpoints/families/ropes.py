@@ -56,15 +56,17 @@ def two_ropes(raw: Raw, size: int, length: int, thetas: tuple[float, float]) -> 
     )
 
 
-def rotary_size(raw: Raw, size: int, share: float = 1.0) -> int:
-    """How many of a head's dimensions are turned; `share` is the default of `partial_rotary_factor`."""
+def rotary_size(raw: Raw, size: int, default: float = 1.0) -> int:
+    """How many of a head's dimensions are turned: a share of them, rounded down."""
     stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    found = number(raw, "partial_rotary_factor", share)
+    share = number(raw, "partial_rotary_factor", default)
     if isinstance(stated, Mapping):
-        found = number(stated, "partial_rotary_factor", found)
-    if found > 1:
-        raise ValueError(f"partial_rotary_factor is {found}, expected at most 1")
-    return int(size * found)
+        share = number(stated, "partial_rotary_factor", share)
+    if share > 1:
+        raise ValueError(f"partial_rotary_factor is {share}, expected at most 1")
+    if int(size * share) < 2:
+        raise ValueError(f"partial_rotary_factor is {share}, too little of {size} dimensions")
+    return int(size * share)
 
 
 def require_kind(raw: Raw) -> None:

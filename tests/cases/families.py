@@ -46,8 +46,8 @@ def hub_config(name: str) -> dict[str, Any]:
 def weights(name: str, shape: tuple[int, ...], seed: int, kind: str) -> np.ndarray:
     """One tensor's numbers, wide of what is neutral; the stream of RandomState is frozen for ever."""
     noise = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode())).standard_normal(shape)
-    if re.search(r"(norm|ln_\w)\.weight", name):
-        noise = 0.2 * noise + (0.0 if kind.startswith("gemma") else 1.0)
+    if re.search(r"(norm|norms\.\d+|ln_\w)\.weight", name):
+        noise = 0.2 * noise + (0.0 if kind.startswith(("gemma", "nemotron")) else 1.0)
     elif len(shape) == 1 or "bias" in name:
         noise *= 0.3
     elif "embed" in name or re.search(r"w[tp]e", name):

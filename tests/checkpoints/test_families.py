@@ -131,6 +131,17 @@ def test_the_names_of_older_gpt2_files_lack_their_first_part(tmp_path):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_masks_and_frequencies_in_older_gpt_neox_files_change_nothing(tmp_path):
+    tensors = make(tmp_path, "gpt_neox")
+    _, expected = load(tmp_path)
+    for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
+        tensors[f"gpt_neox.layers.1.attention.{name}"] = np.ones((1, 1), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, found = load(tmp_path)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "shape", "words"),
     [
@@ -145,6 +156,8 @@ def test_the_names_of_older_gpt2_files_lack_their_first_part(tmp_path):
         ("deepseek_v2", "model.layers.0.self_attn.kv_b_proj.weight", (75, 15), "expected (75, 14)"),
         ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj", (5, 88, 30), "expected (5, 30, 88)"),
         ("mixtral", "model.layers.0.block_sparse_moe.experts.2.w1.weight", (30, 44), "expected (44, 30)"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", (70, 50), "expected (150, 50)"),
+        ("stablelm parallel", "model.layers.0.self_attn.q_layernorm.norms.9.weight", (2,), "expected (8,)"),
     ],
 )
 def test_joined_and_stacked_tensors_of_another_shape_are_refused(tmp_path, name, tensor, shape, words):

@@ -41,6 +41,10 @@ def test_windows_by_layer():
     assert windows(config_of("smollm3", use_sliding_window=False)) == [None] * 3
     assert windows(config_of("dots1")) == [None, None, 5]
     assert windows(config_of("dots1", sliding_window=None)) == [None] * 3
+    assert windows(config_of("starcoder2", sliding_window="absent")) == [None] * 3
+    assert windows(config_of("cohere2", sliding_window_pattern="absent")) == [5, 5, 5, None, 5]
+    assert windows(config_of("exaone4", sliding_window_pattern=3)) == [5, 5, None, 5, 5]
+    assert windows(config_of("exaone4", sliding_window=None, sliding_window_pattern=None)) == [None] * 5
 
 
 def test_mixtures_by_layer():
@@ -57,16 +61,6 @@ def test_mixtures_by_layer():
     assert mixed("ernie4_5_moe") == [False, True, False, False, False]
     assert mixed("ernie4_5_moe", moe_layer_end_index="absent") == [False, True, False, True, False]
     assert mixed("ernie4_5_moe", moe_layer_end_index=4, moe_layer_interval="absent") == [False] + [True] * 4
-
-
-def test_layers_without_a_rope():
-    def turned(**fields) -> list[bool]:
-        return [layer.mixer.rope is not None for layer in config_of("smollm3", **fields).layers]
-
-    assert turned() == [False, True, False]
-    assert turned(no_rope_layers=[1, 1, 0, 0, 0]) == [True, True, False]
-    assert turned(no_rope_layers=None) == [True, False, True]
-    assert turned(no_rope_layers=None, no_rope_layer_interval="absent") == [True] * 3
 
 
 def attention(kind: str, **fields) -> Any:
@@ -119,15 +113,61 @@ def test_defaults_of_gpt_oss():
     )
 
 
-ROPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v2", "gpt_oss")
+def has_rope(kind: str, **fields) -> list[bool]:
+    return [layer.mixer.rope is not None for layer in config_of(kind, **fields).layers]
+
+
+def test_layers_without_a_rope():
+    assert has_rope("smollm3") == [False, True, False]
+    assert has_rope("smollm3", no_rope_layers=[1, 1, 0, 0, 0]) == [True, True, False]
+    assert has_rope("smollm3", no_rope_layers=None) == [True, False, True]
+    assert has_rope("smollm3", no_rope_layers=None, no_rope_layer_interval="absent") == [True] * 3
+    assert has_rope("cohere2") == has_rope("exaone4") == [True, False, True, False, True]
+    assert has_rope("exaone4", sliding_window=None, layer_types=["full_attention"] * 5) == [True] * 5
+    full = {"num_hidden_layers": 2, "sliding_window": None, "layer_types": ["full_attention"] * 2}
+    assert has_rope("cohere2", **full) == [False] * 2
+
+
+def test_the_part_of_a_head_that_is_turned_is_rounded_down():
+    assert attention("phi", partial_rotary_factor="absent", head_dim=12).turned == 6
+    assert attention("phi", partial_rotary_factor=0.4, head_dim=16).turned == 6
+    assert attention("stablelm", partial_rotary_factor="absent", num_attention_heads=4).turned == 2
+    assert attention("gpt_neox", rotary_pct=1.0).rotary_size is None
+    assert (
+        attention("nemotron", rope_parameters={"partial_rotary_factor": 0.5}, rope_scaling=None).turned == 6
+    )
+
+
+def test_contexts_of_command_r_are_longer_than_its_positions():
+    assert config_of("cohere").max_position == 200
+    assert config_of("cohere", model_max_length="absent").max_position == 96
+
+
+def test_internlm3_has_biases_by_two_flags():
+    mixer, wide = attention("internlm3", bias=False), ffn("internlm3", bias=False)
+    assert (mixer.bias, mixer.output_bias, wide.bias) == (True, False, False)
+    assert attention("internlm3", head_dim="absent").head_size == 128
+    assert attention("internlm3", head_dim=None).head_size == 6
+    assert attention("internlm3", num_key_value_heads="absent", num_attention_heads=6).num_kv_heads == 2
+    assert attention("internlm3").rope == attention("internlm3", rope_scaling=None).rope
+
+
+ROPED = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v2", "gpt_oss"),
+    *("starcoder2", "arcee", "cohere", "cohere2", "exaone4"),
+)
+PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        *((kind, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'") for kind in ROPED),
+        *(
+            (kind, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'")
+            for kind in ROPED + PARTLY
+        ),
         *((kind, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5") for kind in ROPED),
-        *((kind, {"hidden_act": "relu2"}, "hidden_act is 'relu2'") for kind in ("mistral", "qwen2", "phi3")),
+        *((kind, {"hidden_act": "mish"}, "hidden_act is 'mish'") for kind in ("mistral", "qwen2", "phi3")),
         ("llama", {"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         (
             "llama",
@@ -222,6 +262,26 @@ ROPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2",
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish'"),
         ("gpt2", {"n_head": 4}, "n_embd 30 is not a multiple of n_head 4"),
+        ("starcoder2", {"layer_types": ["full_attention"] * 3}, "layer_types is 'full_attention'"),
+        ("starcoder2", {"use_bias": 1}, "use_bias is 1"),
+        ("stablelm", {"head_dim": 12}, "head_dim is 12, which is not supported: expected 8"),
+        ("stablelm", {"partial_rotary_factor": 0.7}, "rotary_size 5 is odd"),
+        ("stablelm", {"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1, too little of 8"),
+        ("nemotron", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, expected at most 1"),
+        ("gpt_neox", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ("gpt_neox", {"rotary_pct": 0}, "rotary_pct is 0"),
+        ("gpt_neox", {"rotary_emb_base": "10000"}, "rotary_emb_base is '10000'"),
+        ("gpt_neox", {"num_attention_heads": 4, "num_key_value_heads": None}, "50 is not a multiple of 4"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
+        ("nemotron", {"norm_eps": 0}, "norm_eps is 0"),
+        ("arcee", {"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
+        ("cohere", {"logit_scale": 0}, "logit_scale is 0"),
+        ("cohere", {"model_max_length": 1e30}, "model_max_length is 1e+30"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
+        ("cohere2", {"sliding_window": None}, "there is no sliding_window"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
+        ("internlm3", {"rope_scaling": {"type": "ntk"}}, "rope_type is 'ntk'"),
     ],
     ids=lambda x: str(x)[:40],
 )

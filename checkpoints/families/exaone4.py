@@ -1,0 +1,41 @@
+"""EXAONE 4.0 (LG AI Research, arXiv 2507.11407): Qwen 3 with norms of only what a layer's parts add; where
+there is a window, only the layers that have it have a rope."""
+
+from ...model.config import LayerKind, ModelConfig
+from . import fields, parts
+from .family import Family
+from .ropes import rope
+from .stored import Stored
+
+POST_NORMS = {
+    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
+    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
+}
+NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.QK_NORMS | parts.FFN
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Exaone4Config."""
+    size, norm = fields.head_size(raw), parts.rms(raw, 1e-5)
+    turn, ffn = rope(raw, size, length=2048), parts.dense(raw)
+    window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
+    layers = [
+        LayerKind(
+            parts.grouped_query(
+                raw, turn if window in (w, None) else None, size, kv_heads=32, window=w, qk_norm=norm
+            ),
+            ffn,
+        )
+        for w in parts.windows(raw, types(raw, window), window)
+    ]
+    return parts.decoder(raw, layers, max_position=2048, norm=norm, pre_norms=False, post_norms=True)
+
+
+def types(raw: fields.Raw, window: int | None) -> list[str]:
+    """Those of `sliding_window_pattern`, which may be a word like "LLLG" where `layer_types` say the same."""
+    if window is None or raw.get("layer_types") is not None:
+        return ["full_attention"] * parts.num_layers(raw)
+    return parts.patterned(raw, fields.integer(raw, "sliding_window_pattern", 4))
+
+
+FAMILY = Family(config, NAMES, parts.IGNORED)
