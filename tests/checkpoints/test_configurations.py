@@ -70,7 +70,7 @@ def test_both_styles_of_configuration_are_read(folder, fields, changes):
         ({"model_type": "mamba"}, "model_type is 'mamba', expected one of llama"),
         ({"model_type": "absent"}, "model_type is None"),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
-        ({"hidden_act": "relu2"}, "hidden_act is 'relu2', which is not supported: expected one of 'silu'"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish', which is not supported: expected one of 'silu'"),
         ({"sliding_window": 128}, "sliding_window is 128, which is not supported: expected null"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
