@@ -83,10 +83,11 @@ def read_folder(
     shardings."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     if not orbax.is_orbax(path):
+        told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
+        loaded = huggingface.load(path, dtype, where, quantization=quantization, told=told)
         if (kind := nested_in(path)) is not None:
             progress.say(f"of a folder of {kind} the text's model is read; what reads images is not")
-        told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
-        return huggingface.load(path, dtype, where, quantization=quantization, told=told)
+        return loaded
     config, params = orbax.load(path, dtype, where)
     return config, in_form(params, quantization, params.embed.dtype, donate=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cases.families import hub_config
+from cases.families.golden import hub_config
 
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.layout import groups

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases.families import CASES, LENGTH, case_folder, expected_outputs, hub_config, prompts
+from cases.families.golden import CASES, LENGTH, case_folder, expected_outputs, hub_config, prompts
 from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.families import FAMILIES

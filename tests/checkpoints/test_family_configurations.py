@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from cases.dense import LONG, YARN
-from cases.families import CASES, hub_config
+from cases.families.dense import LONG, YARN
+from cases.families.golden import CASES, hub_config
 
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import read_config

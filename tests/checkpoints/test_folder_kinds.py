@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.huggingface import load, read_config, save
 from duetto.checkpoints.tensors import CheckpointError
+from duetto.serve.loading.folder import load_folder
 from duetto.serve.loading.origin import NONE, Origin
 from duetto.serve.text.tokenizer import Tokenizer
 
@@ -88,6 +89,30 @@ def test_a_tensor_in_two_files_is_refused(tensors: Tensors, tmp_path: Path):
     save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "b.safetensors")
     said = "b.safetensors: holds tensor 'model.norm.weight', which a.safetensors holds too"
     assert said in refusal(tmp_path)
+
+
+NESTED = {  # names of a text model's tensor, as the hub's folders and as transformers 5 have them
+    "hub": lambda name: f"language_model.{name}",
+    "transformers": lambda name: (
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+    ),
+}
+
+
+@pytest.mark.parametrize("style", NESTED)
+def test_the_text_s_model_of_a_folder_that_reads_images_loads(
+    tensors: Tensors, whole: Path, tmp_path: Path, capsys, style: str
+):
+    raw = json.loads((tmp_path / "config.json").read_text())
+    outer = {"model_type": "llava", "text_config": raw, "vision_config": {"hidden_size": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    beside = {"vision_tower.embeddings.weight": np.zeros((7, 3), np.float32)}
+    nested = {NESTED[style](name): tensor for name, tensor in tensors.items()}
+    save_file(nested | beside, tmp_path / "model.safetensors")
+    assert read_config(tmp_path) == read_config(whole)
+    assert same(tmp_path, whole)
+    load_folder(tmp_path, "float32")
+    assert "of a folder of llava the text's model is read" in capsys.readouterr().err
 
 
 def test_a_copy_in_a_publishers_format_is_not_mixed_in(tensors: Tensors, whole: Path, tmp_path: Path):

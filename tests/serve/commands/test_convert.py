@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.compare import same_params, same_tensors
-from cases.families import case_folder
+from cases.families.golden import case_folder
 from conftest import ROOT
 
 from duetto import LLM, SamplingParams

@@ -3,7 +3,7 @@ same checkpoints."""
 
 import pytest
 from cases.compare import log_softmax
-from cases.families import case_folder, prompts
+from cases.families.golden import case_folder, prompts
 
 from duetto import LLM, SamplingParams
 

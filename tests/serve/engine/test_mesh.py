@@ -23,7 +23,7 @@ SHARDS = "served_tokens or nothing"
         ("two_devices.py", f"not where_they_lie and not ({OTHERS})", 8),
         ("two_layouts.py", LAYOUTS, 4),
         ("two_layouts.py", f"not ({LAYOUTS})", 17),
-        ("two_families.py", "every_family", 31),
+        ("two_families.py", "give_the_tokens", 25),
         ("two_shards.py", SHARDS, 4),
         ("two_shards.py", f"not ({SHARDS})", 12),
     ],

@@ -1,4 +1,4 @@
-"""Every family served by two devices, in parts, by whole experts and in stages, with the tokens of one;
+"""Unlike families served by two devices, in parts, by whole experts and in stages, with the tokens of one;
 `test_mesh.py` runs these tests where there are two."""
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.families import CASES, LENGTH, MARGIN, NEW, case_folder, prompts
+from cases.families.golden import LENGTH, MARGIN, NEW, case_folder, prompts
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
@@ -36,13 +36,17 @@ SHAPES = [Shape("prefill", 1, 16), Shape("decode", 2, 1)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 PARTS, WHOLE = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 STAGED = {"pipeline_parallel_size": 2}
-FAMILIES = [name for name in CASES if " " not in name]
-# Those with experts, of which whole ones are split, and the case of each in which every expert is.
-MIXTURES = {
-    "mixtral": "mixtral", "qwen3_moe": "qwen3_moe sparse", "deepseek_v2": "deepseek_v2 lite",
-    "deepseek_v3": "deepseek_v3 halves", "gpt_oss": "gpt_oss plain",
-}  # fmt: skip
-SPLIT = [(name, WHOLE) for name in MIXTURES] + [(MIXTURES.get(name, name), PARTS) for name in FAMILIES]
+# Those whose layers, or whose ends, are unlike the others'.
+FAMILIES = [
+    "llama", "mixtral", "gemma2", "deepseek_v3", "gpt_oss", "gpt2", "olmo3", "phi", "cohere2",
+]  # fmt: skip
+LAYERS = [
+    "qwen3", "gemma3_text", "phi3", "deepseek_v2 lite", "gpt_oss plain", "gpt2", "olmo3", "phi", "qwen2_moe",
+    "hunyuan_v1_dense", "stablelm",
+]  # fmt: skip
+# Of those with experts, the cases in which every layer has them.
+MIXTURES = ["mixtral", "qwen3_moe sparse", "deepseek_v2 lite", "deepseek_v3 halves", "qwen2_moe"]
+SPLIT = [(name, WHOLE) for name in MIXTURES] + [(name, PARTS) for name in LAYERS]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +68,7 @@ def generated(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stages_of_every_family_give_the_tokens_of_transformers(name: str, tmp_path: Path):
+def test_stages_give_the_tokens_of_transformers(name: str, tmp_path: Path):
     """From a folder; an odd number of layers in all but one makes stages unequal."""
     golden = case_folder(name, tmp_path)
     with LLM(tmp_path, dtype="float32", **STAGED, **SIZES) as llm:
@@ -106,7 +110,7 @@ def drawn(config: ModelConfig) -> Any:
 
 
 @pytest.mark.parametrize("name, layout", SPLIT)
-def test_parts_and_whole_experts_of_every_family_give_the_tokens_of_one_device(
+def test_parts_and_whole_experts_give_the_tokens_of_one_device(
     name: str, layout: dict[str, Any], tmp_path: Path
 ):
     case_folder(name, tmp_path)

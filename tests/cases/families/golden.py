@@ -1,8 +1,8 @@
 """Small checkpoints of every family that a seed draws, and what Transformers computed with them:
-`families.json`.
+`golden.json`.
 
 For each case it holds a `config.json` in the style of transformers 5, the names and shapes of the tensors,
-logits and greedy tokens. `cd tests; python -m cases.families` makes it anew.
+logits and greedy tokens. `cd tests; python -m cases.families.golden` makes it anew.
 """
 
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import dense, mixtures
+from cases.families import dense, mixtures
 from safetensors.numpy import load_file, save_file
 
-FILE = Path(__file__).with_name("families.json")
+FILE = Path(__file__).with_name("golden.json")
 GOLDEN = json.loads(FILE.read_text()) if FILE.exists() else {}
 PROMPTS, NEW, MARGIN = (5, 23), 6, 0.01
 LENGTH = max(PROMPTS) + NEW

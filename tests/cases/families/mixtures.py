@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cases.dense import YARN
+from cases.families.dense import YARN
 
 LATENT = {
     "num_key_value_heads": 5,
