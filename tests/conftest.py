@@ -98,6 +98,23 @@ RANDOM = {
         logit_softcap=10.0,
     ),
     "latent": replace(TINY, layers=(LayerKind(LATENT, Dense(96)), LayerKind(LATENT, EXPERTS))),
+    "parallel": replace(
+        TINY,
+        layers=(
+            LayerKind(
+                GroupedQuery(
+                    6, 2, 8, Rope(original_max_position=64, query_growth=0.3), qk_norm=NormKind(),
+                    qk_norm_over="all heads", norm_turned=True,
+                ),
+                Dense(96, "relu2", gated=False),
+            ),
+            LayerKind(
+                GroupedQuery(6, 2, 8, None, qk_norm=NormKind("layer"), qk_norm_over="each head"),
+                Experts(4, 2, 24, shared=24, shared_gate=True),
+            ),
+        ),
+        norm=NormKind("layer"), parallel="one norm", residual_scale=0.7, logit_scale=0.8, head_bias=True,
+    ),
     "longrope": ModelConfig.uniform(
         300, 48, 96, 2, 6, 2, 8, 512,
         rope=Rope(

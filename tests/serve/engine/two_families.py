@@ -41,11 +41,12 @@ FAMILIES = [
     "llama", "mixtral", "gemma2", "deepseek_v3", "gpt_oss", "gpt2", "olmo3", "phi", "cohere2",
 ]  # fmt: skip
 LAYERS = [
-    "qwen3", "gemma3_text", "phi3", "deepseek_v2 lite", "gpt_oss plain", "gpt2", "olmo3", "phi", "qwen2_moe",
+    "qwen3", "gemma3_text", "phi3", "deepseek_v2 lite", "gpt_oss plain", "gpt2", "olmo3", "phi",
+    "qwen2_moe plain",
     "hunyuan_v1_dense", "stablelm",
 ]  # fmt: skip
 # Of those with experts, the cases in which every layer has them.
-MIXTURES = ["mixtral", "qwen3_moe sparse", "deepseek_v2 lite", "deepseek_v3 halves", "qwen2_moe"]
+MIXTURES = ["mixtral", "qwen3_moe sparse", "deepseek_v2 lite", "deepseek_v3 halves", "qwen2_moe plain"]
 SPLIT = [(name, WHOLE) for name in MIXTURES] + [(name, PARTS) for name in LAYERS]
 
 

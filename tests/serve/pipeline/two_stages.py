@@ -53,9 +53,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(texts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize(
-    "model", ["tiny", "windows", "latent", "longrope", "int8", "windows, int8 cache"], indirect=True
-)
+@pytest.mark.parametrize("model", ["parallel", "latent", "longrope", "windows, int8 cache"], indirect=True)
 def test_tokens_are_those_of_the_oracle(model, oracle):
     plain, texts = oracle(model), prompts(model.config.vocab_size)
     expected = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
@@ -129,11 +127,10 @@ def test_stages_compute_for_different_requests_at_the_same_time(tiny, oracle):
 
 
 @pytest.mark.usefixtures("steady_steps")
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_guesses_change_no_token(tiny, oracle, method):
+def test_guesses_change_no_token(tiny, oracle):
     again = [prompt[:20] * 3 for prompt in PROMPTS]
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in again]
-    with serve(tiny, speculative_config={"method": method, "num_speculative_tokens": 3}) as llm:
+    with serve(tiny, speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
         assert generated(llm, again) == expected
         assert any(name.startswith("verify") for name in llm.report()["steps"])
 
