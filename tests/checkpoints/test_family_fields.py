@@ -13,7 +13,8 @@ from duetto.checkpoints.huggingface import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [
-    case["v5"] for case in json.loads((ROOT / "tests" / "cases" / "families" / "golden.json").read_text()).values()
+    case["v5"]
+    for case in json.loads((ROOT / "tests" / "cases" / "families" / "golden.json").read_text()).values()
 ]
 SAME = {  # rows that say "the same, ..." and of which others
     "qwen3": ["qwen2"],
