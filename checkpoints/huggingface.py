@@ -114,6 +114,7 @@ def find(folder: Path, dtype: Any) -> Found:
     misshapen."""
     family, raw, config = read_model(folder)
     tensors = sources(raw, find_tensors(folder, family))
+    family = family.stored_in(tensors)
     if config.num_layers > len(tensors):  # one is missing; to list those of thousands of layers takes long
         raise CheckpointError(
             f"{folder / 'config.json'}: a model of {config.num_layers} layers, "

@@ -16,6 +16,8 @@ NESTED: Mapping[str, str] = {
     "llava": "llama",
     "llava_next": "llama",
     "internvl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 SHARED = (  # fields that may stand beside `text_config`
     "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id",

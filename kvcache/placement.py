@@ -53,7 +53,7 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
 
     def pool(kind: LayerKind, layer: Any) -> Any:
         own, weight = layer.any_norm.gain.sharding, kind.mixer.cached_by
-        axes = head_axes(getattr(layer.attention, weight)) if weight else None
+        axes = head_axes(getattr(layer.mixer, weight)) if weight else None
         if shards > 1 and isinstance(own, NamedSharding):
             return split(own, PartitionSpec(axes, DATA))
         return split(own, PartitionSpec(axes)) if axes else whole(own)

@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import GroupedQuery
 from .layers import Norm, biased, einsum, normalise, softcapped
+from .recurrent.kinds import Leaves
+from .recurrent.states import Inputs, Recurrence, empty_state
 from .rope import Turn, rotate
 from .tree import Spec, pytree
 
@@ -34,6 +36,7 @@ class Attention:
     q_norm: Any = None  # [H], or [N,H] where heads have gains of their own
     k_norm: Any = None  # [H], or [K,H]
     sinks: Any = None  # [N]
+    gate: Any = None  # [D,N,H]
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         q_norm=gain(N, "heads"),
         k_norm=gain(K, "kv_heads"),
         sinks=optional(c.sinks, N, axes=("heads",)),
+        gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
     )
 
 
@@ -134,6 +138,8 @@ def mix_heads(
     v = biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
+    if w.gate is not None:
+        out = out * jax.nn.sigmoid(einsum("btd,dnh->btnh", x, w.gate))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
@@ -173,17 +179,32 @@ def attention(
     return einsum("bkgts,bsku->btkgu", weights.astype(v.dtype), v).reshape(B, T, N, -1)
 
 
-def causal(
-    state: Any,
-    layer: int,
-    q: Float[Array, "B T N _"],
-    k: Keys,
-    v: Float[Array, "B T K H"] | None,
-    reading: Reading,
-) -> tuple[Any, Float[Array, "B T N U"]]:
+@dataclass(frozen=True)
+class Causal:
     """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it."""
-    at = jnp.arange(q.shape[1], dtype=jnp.int32)
-    if v is None:
-        assert reading.expand is not None
-        k, v = reading.expand(k)
-    return state, attention(q, k, v, reading.sees(at[None, :, None], at[None, None, :]), reading)
+
+    def __call__(
+        self,
+        state: Any,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys,
+        v: Float[Array, "B T K H"] | None,
+        reading: Reading,
+    ) -> tuple[Any, Float[Array, "B T N U"]]:
+        at = jnp.arange(q.shape[1], dtype=jnp.int32)
+        if v is None:
+            assert reading.expand is not None
+            k, v = reading.expand(k)
+        return state, attention(q, k, v, reading.sees(at[None, :, None], at[None, None, :]), reading)
+
+    def recur(
+        self, state: Any, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+    ) -> tuple[Any, Float[Array, "B T N U"]]:
+        B, T = new.parts[0].shape[:2]
+        count = jnp.full(B, T, jnp.int32)
+        _, out = recurrence.scan(empty_state(leaves, B), new, count, lambda pools, j, after: pools, None)
+        return state, out
+
+
+causal = Causal()

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .recurrent.kinds import DeltaNet
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
@@ -45,6 +46,7 @@ class GroupedQuery:
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     norm_turned: bool = False  # queries and keys are normed after they are turned
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
+    gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -236,7 +238,7 @@ class Experts:
 class LayerKind:
     """One layer: how tokens are mixed, and what is done with each of them."""
 
-    mixer: GroupedQuery | Latent
+    mixer: GroupedQuery | Latent | DeltaNet
     ffn: Dense | Experts
 
 

@@ -12,6 +12,8 @@ from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
+from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
+from .recurrent.kinds import STATE, DeltaNet
 from .rope import Turn, beyond, rotation
 from .tree import Spec, pytree
 
@@ -19,6 +21,7 @@ from .tree import Spec, pytree
 SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     GroupedQuery: (attention_spec, mix_heads),
     Latent: (latent_spec, mix_latent),
+    DeltaNet: (delta_spec, mix_delta),
     Dense: (ffn_spec, feed_forward),
     Experts: (experts_spec, mix_experts),
 }
@@ -29,11 +32,17 @@ class Layer:
     """What a layer has; a norm that the family does not have is None."""
 
     attention_norm: Norm | None
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | None  # of a layer that keeps keys
     ffn_norm: Norm | None
     ffn: FFN | MoE
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
+    recurrent: DeltaAttention | None = None  # of one that keeps a state
+
+    @property
+    def mixer(self) -> Any:
+        """The parameters that mix tokens."""
+        return self.recurrent if self.attention is None else self.attention
 
     @property
     def any_norm(self) -> Norm:
@@ -59,7 +68,9 @@ def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     mixer, ffn = SUBLAYERS[type(kind.mixer)][0], SUBLAYERS[type(kind.ffn)][0]
     pre, post = norm if c.pre_norms else None, norm if c.post_norms else None
     second = None if c.parallel == "one norm" else pre
-    return Layer(pre, mixer(kind.mixer, D, depth), second, ffn(kind.ffn, D, depth), post, post)
+    own = mixer(kind.mixer, D, depth)
+    keys, state = (None, own) if kind.mixer.window == STATE else (own, None)
+    return Layer(pre, keys, second, ffn(kind.ffn, D, depth), post, post, state)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
@@ -117,7 +128,7 @@ def layer(
 
     mix, think = SUBLAYERS[type(kind.mixer)][1], SUBLAYERS[type(kind.ffn)][1]
     inner = normed(x, w.attention_norm)
-    state, mixed = mix(w.attention, kind.mixer, inner, turn, attend, state, i)
+    state, mixed = mix(w.mixer, kind.mixer, inner, turn, attend, state, i)
     outer = added(x, mixed, w.attention_post_norm)
     if c.parallel is None:
         inner = normed(outer, w.ffn_norm)

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+ATTENTIONS = ("full_attention", "sliding_attention")
 Raw = Mapping[str, Any]
 REQUIRED = object()
 MAX_COUNT = 2**31 - 1
@@ -112,18 +113,19 @@ def activation(raw: Raw, name: str, default: str) -> Activation:
     return chosen(raw, name, default, ACTIVATIONS)
 
 
-def layer_types(raw: Raw, default: list[str]) -> list[str]:
-    """`layer_types`, one for each layer, or else those that other fields make of each."""
+def layer_types(raw: Raw, default: list[str], known: tuple[str, str] = ATTENTIONS) -> list[str]:
+    """`layer_types`, one for each layer and each of two `known` ones, or else those that other fields make of
+    each."""
     found = value(raw, "layer_types", default)
     if not isinstance(found, list) or len(found) != len(default):
         raise ValueError(
             f"layer_types is {shown(found)}, expected a list of {len(default)}, one for each layer"
         )
     for kind in found:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in known:
             raise ValueError(
                 f"layer_types holds {shown(kind)}, which is not supported: "
-                "expected 'full_attention' or 'sliding_attention'"
+                f"expected {' or '.join(map(repr, known))}"
             )
     return found
 

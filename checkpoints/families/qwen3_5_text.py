@@ -1,0 +1,25 @@
+"""The text's model of Qwen 3.5 and 3.6: Qwen3-Next with projections apart, and without experts."""
+
+from ...model.config import ModelConfig
+from . import fields, parts, qwen3_next
+from .family import Family
+from .stored import Stored
+
+LINEAR = qwen3_next.LINEAR
+PROJECTIONS = {
+    "layers.{}.recurrent.q": Stored(LINEAR + "in_proj_qkv.weight", "[KH],D->DKH"),
+    "layers.{}.recurrent.k": Stored(LINEAR + "in_proj_qkv.weight", "[KH],D->DKH"),
+    "layers.{}.recurrent.v": Stored(LINEAR + "in_proj_qkv.weight", "[KGU],D->DKGU"),
+    "layers.{}.recurrent.gate": Stored(LINEAR + "in_proj_z.weight", "KGU,D->DKGU"),
+    "layers.{}.recurrent.rate": Stored(LINEAR + "in_proj_b.weight", "KG,D->DKG"),
+    "layers.{}.recurrent.decay": Stored(LINEAR + "in_proj_a.weight", "KG,D->DKG"),
+}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Qwen3_5TextConfig."""
+    fields.only(raw, "attn_output_gate", True)
+    return qwen3_next.decoder(raw, [parts.dense(raw)] * parts.num_layers(raw), kv_heads=4)
+
+
+FAMILY = Family(config, qwen3_next.OTHERS | PROJECTIONS | parts.FFN, qwen3_next.IGNORED)

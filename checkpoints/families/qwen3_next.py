@@ -1,0 +1,86 @@
+"""Qwen3-Next: Gated DeltaNet (arXiv 2412.06464) on most layers, gated attention on the others, and mixtures
+of experts. The layers that predict several tokens ahead are left out."""
+
+from collections.abc import Sequence
+
+from ...model.config import Dense, Experts, LayerKind, ModelConfig
+from ...model.recurrent.kinds import DeltaNet
+from . import fields, parts, qwen2_moe, qwen3_moe
+from .family import Family
+from .stored import Stored
+
+ATTENTION = (
+    parts.ATTENTION
+    | parts.QKV_BIASES
+    | parts.OUTPUT_BIAS
+    | parts.QK_NORMS
+    | {
+        "layers.{}.attention.q": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),
+        "layers.{}.attention.gate": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),
+    }
+)
+LINEAR = parts.LAYER + "linear_attn."
+RECURRENT = {
+    "layers.{}.recurrent.q_conv": Stored(LINEAR + "conv1d.weight", "[KH],1,Z->KHZ"),
+    "layers.{}.recurrent.k_conv": Stored(LINEAR + "conv1d.weight", "[KH],1,Z->KHZ"),
+    "layers.{}.recurrent.v_conv": Stored(LINEAR + "conv1d.weight", "[KGU],1,Z->KGUZ"),
+    "layers.{}.recurrent.decay_log": Stored(LINEAR + "A_log", "KG->KG"),
+    "layers.{}.recurrent.decay_bias": Stored(LINEAR + "dt_bias", "KG->KG"),
+    "layers.{}.recurrent.norm": Stored(LINEAR + "norm.weight", "U->U"),
+    "layers.{}.recurrent.o": Stored(LINEAR + "out_proj.weight", "D,KGU->KGUD"),
+}
+PROJECTIONS = {
+    "layers.{}.recurrent.q": Stored(LINEAR + "in_proj_qkvz.weight", "K[H],D->DKH"),
+    "layers.{}.recurrent.k": Stored(LINEAR + "in_proj_qkvz.weight", "K[H],D->DKH"),
+    "layers.{}.recurrent.v": Stored(LINEAR + "in_proj_qkvz.weight", "K[GU],D->DKGU"),
+    "layers.{}.recurrent.gate": Stored(LINEAR + "in_proj_qkvz.weight", "K[GU],D->DKGU"),
+    "layers.{}.recurrent.rate": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
+    "layers.{}.recurrent.decay": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
+}
+OTHERS = parts.OUTSIDE | parts.NORMS | ATTENTION | RECURRENT | qwen2_moe.SHARED
+EXPERTS = parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
+NAMES = OTHERS | PROJECTIONS | parts.FFN | EXPERTS
+IGNORED = (*parts.IGNORED, r"mtp\..*")
+DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Qwen3NextConfig."""
+    shared = fields.integer(raw, "shared_expert_intermediate_size", 512)
+    ffns = qwen3_moe.ffns(DEFAULTS | qwen2_moe.given(raw))
+    return decoder(raw, [qwen2_moe.with_shared(ffn, shared) for ffn in ffns])
+
+
+def decoder(raw: fields.Raw, ffns: Sequence[Dense | Experts], kv_heads: int = 2) -> ModelConfig:
+    """A model of both kinds of layers."""
+    norm, size = parts.rms(raw, offset=1.0), parts.nullable_head_size(raw, 256)
+    bias = fields.flag(raw, "attention_bias", False)
+    kinds = {"kv_heads": kv_heads, "qk_norm": norm, "bias": bias, "output_bias": bias, "gated": True}
+    attention = parts.partly_turned(raw, size, 32768, 0.25, **kinds)
+    state = delta_net(raw)
+    mixers = [state if kind == "linear_attention" else attention for kind in layer_types(raw)]
+    layers = [LayerKind(mixer, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
+    return parts.decoder(raw, layers, max_position=32768, norm=norm)
+
+
+def delta_net(raw: fields.Raw) -> DeltaNet:
+    fields.only(raw, "hidden_act", "silu")
+    return DeltaNet(
+        key_heads=fields.integer(raw, "linear_num_key_heads", 16),
+        value_heads=fields.integer(raw, "linear_num_value_heads", 32),
+        key_size=fields.integer(raw, "linear_key_head_dim", 128),
+        value_size=fields.integer(raw, "linear_value_head_dim", 128),
+        kernel=fields.integer(raw, "linear_conv_kernel_dim", 4),
+        eps=parts.rms(raw).eps,
+    )
+
+
+def layer_types(raw: fields.Raw) -> list[str]:
+    """`layer_types`, or else every `full_attention_interval`-th layer has attention."""
+    every = fields.integer(raw, "full_attention_interval", 4)
+    count = parts.num_layers(raw)
+    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)]
+    return fields.layer_types(raw, kinds, ("full_attention", "linear_attention"))
+
+
+FAMILY = Family(config, NAMES, IGNORED)

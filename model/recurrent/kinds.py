@@ -1,0 +1,70 @@
+"""Sizes of mixers that keep a state in place of keys. Frozen and hashable, as all of a model's configuration."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+STATE = -1  # in place of a window: of the tokens before it a layer sees the state that they have left
+BLOCK = 64  # tokens that a prefill takes through a state at once, from a multiple of it on
+
+
+class Leaves(NamedTuple):
+    """Shapes of a layer's state, the heads of each array first. `tails` are the newest inputs of short
+    convolutions, `memory` [heads,key size,value size] is what a linear recurrence keeps, if there is one."""
+
+    tails: tuple[tuple[int, int, int], ...]
+    memory: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464): the gated delta rule behind short convolutions.
+
+    With a `decay_rank` every key dimension has a decay of its own, made through so many dimensions (Kimi
+    Delta Attention, arXiv 2510.26692).
+    """
+
+    key_heads: int  # K
+    value_heads: int  # N, a multiple of K
+    key_size: int  # H
+    value_size: int  # U
+    kernel: int = 4  # tokens of a convolution
+    eps: float = 1e-6  # of the outputs' norm
+    gate: Literal["silu", "sigmoid"] = "silu"  # of the normed outputs
+    gate_rank: int | None = None  # dimensions that the gate is made through; None is straight from x
+    decay_rank: int | None = None
+
+    window: ClassVar[int] = STATE
+    rope: ClassVar[None] = None
+    turned: ClassVar[int] = 0
+    can_share: ClassVar[bool] = False
+    cached_by: ClassVar[str] = "k"
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}"
+            )
+
+    @property
+    def state(self) -> Leaves:
+        key = (self.key_heads, self.kernel - 1, self.key_size)
+        value = (self.key_heads, self.kernel - 1, self.groups * self.value_size)
+        return Leaves((key, key, value), (self.value_heads, self.key_size, self.value_size))
+
+    @property
+    def groups(self) -> int:
+        """Value heads of a key head, G."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def num_heads(self) -> int:
+        return self.value_heads
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        return self.key_size, self.value_size
+
+    @property
+    def token_flops(self) -> int:
+        """Operations of a token: the state fades, is asked twice, and changed."""
+        return 7 * self.value_heads * self.key_size * self.value_size

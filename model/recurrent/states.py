@@ -1,0 +1,133 @@
+"""A recurrent layer's state, how tokens take it on, and the seam to where states are kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..tree import pytree
+from . import linear
+from .kinds import BLOCK, Leaves
+
+Part = Float[Array, "B T heads size"]  # inputs of one convolution
+Pools = Any  # where states are written
+
+
+@pytree
+class State:
+    """What a layer remembers of the tokens before, in float32: of each convolution its newest inputs
+    [heads,B,kernel-1,size], and a memory [heads,B,H,U] or None. Heads are first, as in every pool."""
+
+    tails: tuple[Any, ...]
+    memory: Any = None
+
+
+@pytree
+class Inputs:
+    """New tokens as a recurrent layer's state sees them, [B,T,...]."""
+
+    parts: tuple[Any, ...]  # of each convolution [B,T,heads,size]
+    beside: Any = None  # what else `terms` is told
+
+
+@pytree
+class Convolution:
+    """A short causal convolution of each channel by itself."""
+
+    weight: Any  # [heads,size,kernel]
+    bias: Any = None  # [heads,size]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a layer's tokens take its state on: short convolutions, and a linear recurrence over the `terms`
+    that these make; without one the outputs are the first convolution's."""
+
+    convolutions: tuple[Convolution, ...]
+    activation: Callable[[Array], Array] | None = None
+    terms: Callable[[tuple[Part, ...], Any], linear.Terms] | None = None
+
+    def step(self, state: State, new: Inputs) -> tuple[State, Float[Array, "B 1 N U"]]:
+        """The state after one token of each row [B,1,...], and its output."""
+        seen = self._seen(state, new)
+        tails = tuple(jnp.moveaxis(x[:, 1:], (2, 1), (0, 2)) for x in seen)
+        parts = self._convolved(seen, 1)
+        if self.terms is None:
+            return State(tails), parts[0]
+        terms = jax.tree.map(lambda x: x[:, 0], self.terms(parts, new.beside))
+        memory, out = linear.step(state.memory, terms)
+        return State(tails, memory), out[:, None]
+
+    def scan(
+        self,
+        state: State,
+        new: Inputs,
+        count: Int[Array, " B"],
+        write: Callable[[Pools, Int[Array, ""], State], Pools],
+        pools: Pools,
+    ) -> tuple[Pools, Float[Array, "B T N U"]]:
+        """Take `count` of T tokens of each row through the state, in blocks of BLOCK. `write(pools, j, state)`
+        sees the state after block j; returns the last pools, and the outputs."""
+        seen, T = self._seen(state, new), new.parts[0].shape[1]
+        parts = self._convolved(seen, T)
+
+        def after(pools: Pools, j: Int[Array, ""], memory: Any) -> Pools:
+            end = jnp.minimum((j + 1) * BLOCK, count)
+            return write(pools, j, State(tuple(newest(x, end, T) for x in seen), memory))
+
+        if self.terms is None:
+            return jax.lax.fori_loop(0, -(-T // BLOCK), lambda j, x: after(x, j, None), pools), parts[0]
+        return linear.scan(state.memory, self.terms(parts, new.beside), count, after, pools)
+
+    def _seen(self, state: State, new: Inputs) -> list[Part]:
+        """What each convolution sees: the inputs that the state remembers, and the new ones."""
+        tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
+        return [
+            jnp.concatenate([tail, part.astype(jnp.float32)], axis=1)
+            for tail, part in zip(tails, new.parts, strict=True)
+        ]
+
+    def _convolved(self, seen: list[Part], T: int) -> tuple[Part, ...]:
+        found = (convolved(own, x, T) for own, x in zip(self.convolutions, seen, strict=True))
+        return tuple(x if self.activation is None else self.activation(x) for x in found)
+
+
+def convolved(own: Convolution, x: Part, T: int) -> Part:
+    """Each of the last T tokens with those before it, as many as the kernel spans, in float32."""
+    kernel = own.weight.astype(jnp.float32)
+    out = x[:, :T] * kernel[..., 0]
+    for i in range(1, kernel.shape[-1]):
+        out = out + x[:, i : i + T] * kernel[..., i]
+    return out if own.bias is None else out + own.bias.astype(jnp.float32)
+
+
+def newest(x: Part, end: Int[Array, " B"], T: int) -> Float[Array, "heads B kernel-1 size"]:
+    """What a convolution remembers after `end` of T new tokens, of all that it sees."""
+    at = end[:, None] + jnp.arange(x.shape[1] - T, dtype=jnp.int32)[None]
+    return jnp.moveaxis(jnp.take_along_axis(x, at[..., None, None], axis=1), (2, 1), (0, 2))
+
+
+def empty_state(leaves: Leaves, rows: int) -> State:
+    """Of rows without a token."""
+
+    def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads B ..."]:
+        return jnp.zeros((shape[0], rows, *shape[1:]), jnp.float32)
+
+    memory = None if leaves.memory is None else zeros(leaves.memory)
+    return State(tuple(map(zeros, leaves.tails)), memory)
+
+
+@runtime_checkable
+class Recur(Protocol):
+    """How states are kept, the other half of the seam between the model and every cache.
+
+    Takes the state of the seam, the layer's number, how its tokens take a state on, and the tokens; returns
+    the seam's new state, and the outputs [B,T,N,U] in float32.
+    """
+
+    def recur(
+        self, state: Any, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs, /
+    ) -> tuple[Any, Float[Array, "B T N U"]]: ...
