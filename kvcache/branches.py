@@ -6,6 +6,7 @@ laid over them, at the places where decode would have written them. So a node's 
 its tree; when one path is accepted its keys are written once, and the rest need no undo.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -145,4 +146,4 @@ def keep(
         return stored(pools, batch, table, path(k), None if v is None else path(v))
 
     found = [pool(layer, window) for layer, window in enumerate(layers)]
-    return KVCache(tuple(k for k, _ in found), tuple(v for _, v in found))
+    return replace(state.cache, k=tuple(k for k, _ in found), v=tuple(v for _, v in found))

@@ -1,6 +1,6 @@
 """Pages of several shards: each has pools of its own, and a sequence's pages are all in one of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
 from .tables import Away, PageTables, Tables
@@ -58,11 +58,14 @@ class DealtTables(PageTables):
     def grow(self, tables: Tables, tokens: int) -> bool:
         return self._of(tables).grow(tables, tokens)
 
-    def advance(self, tables: Tables, start: int, end: int) -> None:
-        self._of(tables).advance(tables, start, end)
+    def advance(self, tables: Tables, start: int, end: int, marks: Collection[int] | None = None) -> None:
+        self._of(tables).advance(tables, start, end, marks)
 
-    def name(self, tables: Tables, names: Sequence[bytes], since: int) -> None:
-        self._of(tables).name(tables, names, since)
+    def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
+        return self._of(found).marks(names, found)
+
+    def name(self, tables: Tables, names: Sequence[bytes], since: int, marks: Collection[int] = ()) -> None:
+        self._of(tables).name(tables, names, since, marks)
 
     def release(self, tables: Tables, end: int) -> None:
         self._of(tables).release(tables, end)

@@ -8,6 +8,7 @@ neither on its neighbours' lengths nor on the page size.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, Attend, Keys, Reading, grouped
+from ..model.attention import UNSEEN, Keys, Reading, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
+from ..model.recurrent.kinds import STATE, Leaves
+from ..model.recurrent.states import Inputs, Recurrence
 from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
@@ -26,6 +29,7 @@ from .groups import by_length
 from .kernels import attend_with
 from .quantised import Kept, Pool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
+from .states import Rows, StatePool, empty_states, state_bytes, taken_on
 from .tiles import Pages
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
@@ -43,15 +47,13 @@ class KVCache:
     """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
-    keys only. Every array of a pool has K as its first axis and the pages as its second.
+    keys only, a recurrent one has none, but a pool of states. Every array of a pool has the heads as its
+    first axis and the pages as its second.
     """
 
-    k: tuple[Any, ...]  # L of [K,P,W,H]
+    k: tuple[Any, ...]  # L of [K,P,W,H] or None
     v: tuple[Any, ...]  # L of [K,P,W,H] or None
-
-    @property
-    def page_size(self) -> int:
-        return self.k[0].shape[2]
+    states: tuple[Any, ...] = ()  # L of StatePool or None
 
 
 @pytree
@@ -84,12 +86,15 @@ def row_bytes(kind: LayerKind, kept: Kept) -> int:
 
 
 def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept) -> tuple[int, ...]:
-    """Bytes of one page of each window, keys and values of all its layers together."""
+    """Bytes of one page of each window, keys and values of all its layers together, or their states."""
 
-    def row(window: int | None) -> int:
-        return sum(row_bytes(layer, kept) for layer in layers if layer.mixer.window == window)
+    def page(window: int | None) -> int:
+        own = [layer for layer in layers if layer.mixer.window == window]
+        if window == STATE:
+            return sum(state_bytes(layer.mixer.state) for layer in own)
+        return sum(row_bytes(layer, kept) for layer in own) * page_size
 
-    return tuple(row(w) * page_size for w in windows_of(layers))
+    return tuple(map(page, windows_of(layers)))
 
 
 def empty_cache(
@@ -106,8 +111,12 @@ def empty_cache(
     def pool(window: int | None, row: tuple[int, int] | None) -> Pool | None:
         return row and empty_pool((row[0], count[window], page_size, row[1]), kept, device)
 
+    def states(mixer: Any) -> StatePool | None:
+        return mixer.state and empty_states(mixer.state, count[STATE], page_size)
+
     mixers = [layer.mixer for layer in layers]
-    return KVCache(*(tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2)))
+    keys, values = (tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2))
+    return KVCache(keys, values, tuple(map(states, mixers)))
 
 
 def write(
@@ -273,10 +282,16 @@ def stored(
     return keys, values
 
 
-def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
-    """`attend` over a KVCache: writes the rows' new keys and values into their pages, and reads these."""
+@dataclass(frozen=True)
+class Paged:
+    """`attend` over a KVCache: writes the rows' new keys and values into their pages, and reads these; takes
+    states on from page to page."""
 
-    def attend(
+    batch: Batch
+    windows: tuple[int | None, ...]
+
+    def __call__(
+        self,
         cache: KVCache,
         layer: int,
         q: Float[Array, "B T N _"],
@@ -284,7 +299,7 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
         v: Float[Array, "B T K H"] | None,
         reading: Reading,
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
-        table = batch.page_tables[windows.index(reading.window)]
+        batch, table = self.batch, self._table(reading.window)
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
         def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
@@ -294,9 +309,22 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
             return Pages(*pools, table, batch.start, batch.count)
 
         out = attend_with(q, pools, reading, pages, by_blocks)
-        return KVCache(with_layer(cache.k, layer, keys), with_layer(cache.v, layer, values)), out
+        k, v = with_layer(cache.k, layer, keys), with_layer(cache.v, layer, values)
+        return replace(cache, k=k, v=v), out
 
-    return attend
+    def recur(
+        self, cache: KVCache, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
+        pool, out = taken_on(cache.states[layer], self.rows, recurrence, new)
+        return replace(cache, states=with_layer(cache.states, layer, pool)), out
+
+    @property
+    def rows(self) -> Rows:
+        """Where the rows' states are."""
+        return Rows(self.batch.start, self.batch.count, self._table(STATE))
+
+    def _table(self, window: int | None) -> Int[Array, "B M"]:
+        return self.batch.page_tables[self.windows.index(window)]
 
 
 def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ XLA's partitioner (GSPMD, Xu et al., arXiv 2105.04663) derives the rest from the
 heads share are on every device. Of several shards of rows each has pages of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def split(own: NamedSharding, spec: PartitionSpec) -> NamedSharding:
 
 
 def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1) -> KVCache:
-    """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters, and for its scales
-    [K,P,W] if it has some; P are the pages of all shards."""
+    """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters, for its scales [K,P,W]
+    if it has some, and for each array of a layer's states; P are the pages of all shards."""
 
     def pool(kind: LayerKind, layer: Any) -> Any:
         own, weight = layer.any_norm.gain.sharding, kind.mixer.cached_by
@@ -58,9 +58,12 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
             return split(own, PartitionSpec(axes, DATA))
         return split(own, PartitionSpec(axes)) if axes else whole(own)
 
-    pools = tuple(map(pool, layers, layers_of(params)))
-    values = (kind.mixer.cached[1] for kind in layers)
-    return KVCache(pools, tuple(p if v else None for p, v in zip(pools, values, strict=True)))
+    pools, mixers = list(map(pool, layers, layers_of(params))), [kind.mixer for kind in layers]
+
+    def of(has: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return tuple(pool if has(mixer) else None for pool, mixer in zip(pools, mixers, strict=True))
+
+    return KVCache(of(lambda m: m.cached[0]), of(lambda m: m.cached[1]), of(lambda m: m.state))
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:
@@ -73,6 +76,7 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
 
 def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
-    heads = [kind.mixer.cached[0][0] for kind in layers]
-    pools: Any = cache_shardings(layers, params).k
+    heads = [(kind.mixer.cached[0] or kind.mixer.state.tails[0])[0] for kind in layers]
+    places = cache_shardings(layers, params)
+    pools: Any = (k or state for k, state in zip(places.k, places.states, strict=True))
     return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))

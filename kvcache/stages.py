@@ -75,10 +75,9 @@ def config_of(config: ModelConfig, span: range) -> ModelConfig:
 
 def cache_of(cache: KVCache, span: range) -> KVCache:
     """The pools of a stage."""
-    return KVCache(cache.k[span.start : span.stop], cache.v[span.start : span.stop])
+    return jax.tree.map(lambda own: own[span.start : span.stop], cache, is_leaf=lambda x: type(x) is tuple)
 
 
 def joined(parts: Iterable[KVCache]) -> KVCache:
     """The pools of all stages, in order."""
-    parts = list(parts)
-    return KVCache(tuple(k for part in parts for k in part.k), tuple(v for part in parts for v in part.v))
+    return jax.tree.map(lambda *own: sum(own, ()), *parts, is_leaf=lambda x: type(x) is tuple)

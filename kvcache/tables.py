@@ -3,19 +3,24 @@ page table.
 
 Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens
 see, and those behind return to their pool (as in vLLM's hybrid cache). As many are reserved when it is
-admitted, so they never run out.
+admitted, so they never run out. Recurrent layers are one more group: a page of theirs is the state behind its
+last token, so a token sees the page of the one before it, and of the pages that a prefill passes only some
+are written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import cast
 
+from ..model.recurrent.kinds import BLOCK, STATE
 from .pool import PagePool
 
-GONE = -1  # in a page table: behind the window, and no longer owned
+GONE = -1  # in a page table: behind the window, and no longer owned, or never written
 AWAY = -2  # in what was found: not in a pool, but in a tier
 Away = Callable[[int, bytes], bool]  # whether a tier has a window's page of a name
 Tables = list[list[int]]  # of one sequence: its pages in order, for each group
+MARKS = 2  # states that a sequence keeps of its prompt, beside those of every stride
+KEYLESS = 16  # pages of a stride where no layer keeps all keys
 
 
 def window_pages(window: int, work: int, page_size: int) -> int:
@@ -23,17 +28,43 @@ def window_pages(window: int, work: int, page_size: int) -> int:
     return -(-(window - 1 + work) // page_size) + 1
 
 
+def state_pages(work: int, in_turn: int, page_size: int, stride: int) -> int:
+    """Most pages of states that a sequence owns while `work` tokens are computed at once, or `in_turn` one by
+    one: that before them and their last, and those between that are kept."""
+    return 2 + max(MARKS + work // (stride * page_size), -(-in_turn // page_size))
+
+
+def state_stride(state: int, keys: int, page_size: int) -> int:
+    """Behind how many pages a state of `state` bytes is kept: as many as its bytes are keys, of which a page
+    has `keys`, if there are some. Prefills begin at multiples of BLOCK tokens, and so must they."""
+    least = max(1, BLOCK // page_size)
+    wanted = -(-state // keys) if keys else KEYLESS
+    return -(-wanted // least) * least
+
+
 class PageTables:
     """Host bookkeeping of a KVCache: a pool for each window, and what is reserved of the windowed ones.
 
-    `work` is the most tokens of a sequence that one step computes.
+    `work` is the most tokens of a sequence that one step computes, `in_turn` the most that it computes one by
+    one. States are kept behind every `stride` pages.
     """
 
-    def __init__(self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, work: int):
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        pages: Sequence[int],
+        page_size: int,
+        work: int,
+        in_turn: int = 1,
+        stride: int = 1,
+    ):
         assert len(windows) == len(pages) and None not in windows[1:], (windows, pages)
-        self.windows, self.page_size = windows, page_size
+        self.windows, self.page_size, self.stride = windows, page_size, stride
         self.pools = [PagePool(n) for n in pages]
-        self.most = [None if w is None else window_pages(w, work, page_size) for w in windows]
+        states = state_pages(work, in_turn, page_size, stride)
+        most = {None: None, STATE: states}
+        self.most = [most[w] if w in most else window_pages(w, work, page_size) for w in windows]
+        self.passed = -(-work // page_size) + 1  # pages that a step leaves behind at most
         self.reserved = [0] * len(pages)
         self.lent = self.claimed = 0  # pages of each group for what is no sequence
         self.full = self.pools[0] if windows[0] is None else None
@@ -69,7 +100,9 @@ class PageTables:
     def _first(self, g: int, start: int) -> int:
         """The first page that a token at position `start` sees."""
         window = self.windows[g]
-        return 0 if window is None else max(0, start - (window - 1)) // self.page_size
+        if window is None:
+            return 0
+        return max(0, start - (1 if window == STATE else window - 1)) // self.page_size
 
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
         """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
@@ -109,24 +142,47 @@ class PageTables:
             tables[0] += self.full.issue(need)
         return True
 
-    def advance(self, tables: Tables, start: int, end: int) -> None:
+    def advance(self, tables: Tables, start: int, end: int, marks: Collection[int] | None = None) -> None:
         """Before tokens [start, end) are computed: windowed groups get their pages, and release what is
-        behind."""
-        for g, pages in enumerate(tables):
-            if self.windows[g] is None:
+        behind. Where a prefill computes them, states are kept in the pages that are `marks`, at strides, and
+        in the last; one by one, in all."""
+        for g, (window, pages) in enumerate(zip(self.windows, tables, strict=True)):
+            if window is None:
                 continue
-            first = i = min(self._first(g, start), len(pages))
-            while i > 0 and pages[i - 1] != GONE:
-                i -= 1
-            self.pools[g].release(pages[i:first])
-            pages[i:first] = [GONE] * (first - i)
-            pages += self.pools[g].issue(max(self._pages_for(end) - len(pages), 0))
+            first = min(self._first(g, start), len(pages))
+            self._leave(g, pages, first)
+            sparse = window == STATE and marks is not None
+            for i in range(len(pages), self._pages_for(end)):
+                kept = not sparse or self._stays(i, marks or ()) or (i + 1) * self.page_size >= end
+                pages.append(self.pools[g].issue(1)[0] if kept else GONE)
 
-    def name(self, tables: Tables, names: Sequence[bytes], since: int) -> None:
-        """Let a sequence's full pages be found from number `since` on."""
-        for pool, pages in zip(self.pools, tables, strict=True):
+    def _leave(self, g: int, pages: list[int], first: int) -> None:
+        """Release a sequence's pages before the first that it still sees."""
+        low = max(0, first - self.passed)
+        own = [page for page in pages[low:first] if page != GONE]
+        if own:
+            self.pools[g].release(own)
+            pages[low:first] = [GONE] * (first - low)
+
+    def _stays(self, i: int, marks: Collection[int]) -> bool:
+        """Whether the state behind page i can be found again."""
+        return (i + 1) % self.stride == 0 or i in marks
+
+    def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
+        """Pages of a prompt, whose full ones have these names, behind which its states are worth keeping: the
+        last full one, and the last whose keys are here, where others with the same beginning have parted."""
+        if STATE not in self.windows or not names:
+            return ()
+        least = max(1, BLOCK // self.page_size)
+        here = takewhile(lambda name: self.full and self.full.find(name) is not None, names)
+        ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
+        return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
+
+    def name(self, tables: Tables, names: Sequence[bytes], since: int, marks: Collection[int] = ()) -> None:
+        """Let a sequence's full pages be found from number `since` on; of states those that stay."""
+        for window, pool, pages in zip(self.windows, self.pools, tables, strict=True):
             for i in range(since, len(names)):
-                if pages[i] != GONE:
+                if pages[i] != GONE and (window != STATE or self._stays(i, marks)):
                     pool.name(pages[i], names[i])
 
     def release(self, tables: Tables, end: int) -> None:

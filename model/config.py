@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .recurrent.kinds import DeltaNet
+from .recurrent.kinds import BLOCK, STATE, DeltaNet
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
@@ -75,6 +75,10 @@ class GroupedQuery:
         return "k"
 
     @property
+    def state(self) -> None:
+        """None: it keeps keys."""
+
+    @property
     def can_share(self) -> bool:
         """Whether a prompt may be cut into rows that share a call with those of other prompts."""
         return True
@@ -132,6 +136,10 @@ class Latent:
     def cached_by(self) -> str | None:
         """None: the row that all heads share is whole on every device."""
         return None
+
+    @property
+    def state(self) -> None:
+        """None: it keeps keys."""
 
     @property
     def can_share(self) -> bool:
@@ -302,6 +310,11 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The layers' different windows, unlimited first: layers of one window keep the same positions."""
         return windows_of(self.layers)
+
+    @property
+    def block(self) -> int:
+        """What a prefill's chunks begin at multiples of, in tokens."""
+        return BLOCK if STATE in self.windows else 1
 
     @property
     def boundary(self) -> int | None:

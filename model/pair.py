@@ -30,6 +30,11 @@ class PairConfig:
         return windows_of(self.layers)
 
     @property
+    def block(self) -> int:
+        """What a prefill's chunks begin at multiples of, in tokens."""
+        return max(config.block for config in (self.target, self.draft) if config)
+
+    @property
     def boundary(self) -> int | None:
         """Tokens beyond which all keys of a sequence are others than before, in either model."""
         found = [config.boundary for config in (self.target, self.draft) if config and config.boundary]

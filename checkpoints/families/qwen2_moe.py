@@ -12,9 +12,7 @@ from .stored import Stored
 SHARED = parts.gated("ffn.shared", "mlp.shared_expert") | {
     "layers.{}.ffn.shared.output_gate": Stored(parts.LAYER + "mlp.shared_expert_gate.weight", "1,D->D")
 }
-NAMES = (
-    parts.LLAMA | parts.QKV_BIASES | parts.experts("mlp", "gate_proj", "up_proj", "down_proj") | SHARED
-)
+NAMES = parts.LLAMA | parts.QKV_BIASES | parts.experts("mlp", "gate_proj", "up_proj", "down_proj") | SHARED
 DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 
 

@@ -41,7 +41,12 @@ OTHERS = parts.OUTSIDE | parts.NORMS | ATTENTION | RECURRENT | qwen2_moe.SHARED
 EXPERTS = parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
 NAMES = OTHERS | PROJECTIONS | parts.FFN | EXPERTS
 IGNORED = (*parts.IGNORED, r"mtp\..*")
-DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+DEFAULTS = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -38,6 +38,7 @@ class DeltaNet:
     turned: ClassVar[int] = 0
     can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "k"
+    cached: ClassVar[tuple[None, None]] = (None, None)
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:
@@ -65,6 +66,6 @@ class DeltaNet:
         return self.key_size, self.value_size
 
     @property
-    def token_flops(self) -> int:
+    def pair_flops(self) -> int:
         """Operations of a token: the state fades, is asked twice, and changed."""
         return 7 * self.value_heads * self.key_size * self.value_size

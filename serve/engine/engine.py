@@ -14,6 +14,7 @@ from ...kvcache.pages import KVCache
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.weights.prepared import prepared_as
+from ..options.engine import round_up
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs
 from ..programs.promise import arrived
@@ -60,7 +61,7 @@ class Engine:
         self.config, self.sizes = programs.config, programs.sizes
         self.meter, self._compilations, self.sleeper = Meter(), Compilations(), Sleep()
         sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
-        self.tables = tables_of(self.config.windows, sizes, limits.most_tokens)
+        self.tables = tables_of(self.config.windows, sizes, limits)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         kinds = jax.tree.map(lambda x: x.dtype, state.params), sizes.kv_cache_dtype
         salt = str(self.config), *map(str, kinds)
@@ -248,7 +249,8 @@ class Engine:
         self.classes, age = classes, self.programs.age
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
-        self.scheduler.limits = self._limits._replace(row=least_row(classes.prefill), decode_steps=steps)
+        row = round_up(least_row(classes.prefill), self.config.block)
+        self.scheduler.limits = self._limits._replace(row=row, decode_steps=steps)
         self.scheduler.recompute_outputs = classes.same_bits
 
     # ------------------------------------------------------------ a step

@@ -93,6 +93,11 @@ class Limits(NamedTuple):
         return slot
 
     @property
+    def most_in_turn(self) -> int:
+        """Tokens of one sequence that a step computes one by one at most."""
+        return max(self.decode_steps, self.guesses + 1)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that a step computes at most."""
         return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)

@@ -77,6 +77,7 @@ class Request:
     computed: int = 0
     pages: list[list[int]] = field(default_factory=list)  # for each window
     names: list[bytes] = field(default_factory=list)
+    marks: tuple[int, ...] = ()  # pages behind which states are kept
     slot: int | None = None
     ticket: Ticket | None = None  # for pages that come from a tier
     reach: int = 0  # tokens up to which it can stay in its slot

@@ -126,7 +126,7 @@ class Scheduler:
         if self.root is None or since // self.page_size == full:
             return
         self._extend_names(request, full)
-        self.tables.name(request.pages, request.names[:full], since // self.page_size)
+        self.tables.name(request.pages, request.names[:full], since // self.page_size, request.marks)
 
     def _extend_names(self, request: Request, pages: int) -> None:
         assert self.root is not None
@@ -223,6 +223,7 @@ class Scheduler:
         while len(seated) < most and (found := self._room()) is not None:
             _, request = heapq.heappop(self.waiting)
             self._drop_finished()
+            request.marks = self.tables.marks(request.names, found)
             request.pages = self.tables.admit(found, len(request.tokens), request.end)
             request.computed = len(found[0]) * self.page_size
             self.tiers.admit(found, request.names, request.pages, request.ticket)
@@ -304,7 +305,7 @@ class Scheduler:
             new = min(self._prompt_left(request), budget[shard])
             if new > 0:
                 work = Work(request, request.computed, new)
-                self.tables.advance(request.pages, work.start, work.start + work.count)
+                self.tables.advance(request.pages, work.start, work.start + work.count, request.marks)
                 yield work
                 budget[shard] -= round_up(new, self.limits.row)
 

@@ -13,6 +13,7 @@ from ...sampling.state import dense_bias, needs_history
 from ..programs.compile import Programs
 from ..programs.shapes import Sizes
 from ..programs.step import Seat
+from .plan import Limits
 from .request import Request
 from .scores import scored_from
 
@@ -41,7 +42,8 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def tables_of(windows: Sequence[int | None], sizes: Sizes, work: int) -> PageTables:
-    """The host's bookkeeping of an engine's pages; `work` as in PageTables."""
-    make = partial(PageTables, windows, sizes.pages, sizes.page_size, work)
+def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: Limits) -> PageTables:
+    """The host's bookkeeping of an engine's pages."""
+    work, in_turn = limits.most_tokens, limits.most_in_turn
+    make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
     return make() if sizes.shards == 1 else DealtTables(make, sizes.shards)

@@ -23,7 +23,7 @@ from ..host import progress
 from ..host.devices import memory_limit
 from ..host.memory import keep_freed
 from ..host.store import warn
-from ..options.engine import EngineOptions
+from ..options.engine import EngineOptions, round_up
 from ..pipeline.programs import StagedPrograms
 from ..processes.meeting import group
 from ..processes.programs import SharedPrograms
@@ -79,7 +79,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
     limits = Limits(
         max_num_seqs=sizes.seats,
-        max_prefill_tokens=options.prefill_tokens,
+        max_prefill_tokens=round_up(options.prefill_tokens, pair.block),
         row=least_row(shapes),
         decode_steps=options.decode_steps,
         guesses=options.guesses,

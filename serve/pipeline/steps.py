@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...kvcache.pages import Batch, KVCache, paged, positions
+from ...kvcache.pages import Batch, KVCache, Paged, positions
 from ...kvcache.stages import config_of
 from ...model.config import ModelConfig
 from ...model.layers import normalise
@@ -48,7 +48,7 @@ class Cut:
     def go_on(self, params: Decoder, cache: KVCache, handed: Handed, batch: Batch) -> tuple[KVCache, Handed]:
         """A stage's layers."""
         fed = self._fed(told(batch, handed))
-        attend, config = paged(fed, self.config.windows), config_of(self.config, self.span)
+        attend, config = Paged(fed, self.config.windows), config_of(self.config, self.span)
         x, cache = through(
             params.layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache
         )

@@ -38,6 +38,13 @@ def row_of_place(batch: Batch) -> Int[Array, "B T"]:
     return jnp.zeros(B * T, jnp.int32).at[batch.packed].set(rows, mode="drop").reshape(B, T)
 
 
+def place_of_row(batch: Batch) -> Int[Array, " rows"]:
+    """Which of the B*T places each of `rows_of_one` is; any beyond them for an empty one."""
+    if batch.packed is None:
+        return jnp.arange(batch.tokens.size, dtype=jnp.int32)
+    return batch.packed
+
+
 def each_place(batch: Batch) -> Batch:
     """All B*T places as rows."""
     B, T = batch.tokens.shape

@@ -18,6 +18,7 @@ from ...kvcache.pages import Batch, KVCache
 from ...kvcache.placement import whole
 from ...kvcache.tables import Tables
 from ...model.pair import Params
+from ...model.recurrent.kinds import STATE
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock
 from .compile import Arguments, Programs, fill
@@ -163,9 +164,10 @@ class Probe:
 
     def _enough(self, cache: KVCache) -> int:
         """Tokens that leave enough numbers in the cache to tell."""
-        pools = [pool for pool, _ in self._pools(cache)]
-        numbers = NUMBERS if pools[0].dtype.itemsize < 4 else WHOLE_NUMBERS
-        return -(-numbers // sum(pool.shape[0] * prod(pool.shape[3:]) for pool in pools))
+        pools = list(self._pools(cache))
+        narrow = any(pool.dtype.itemsize < 4 for pool, _ in pools)
+        each = sum(numbers_of_token(pool, self._is_state(window)) for pool, window in pools)
+        return -(-(NUMBERS if narrow else WHOLE_NUMBERS) // each)
 
     def _equal(self, shape: Shape, tokens: int, text: int) -> Runs[bool]:
         found, wanted = (yield from self.prefill(shape, tokens, text)), self._written.get((tokens, text))
@@ -258,7 +260,7 @@ class Probe:
     def _pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
         """The arrays of the pools whose layers' bits matter, each with the number of its window."""
         windows = self.programs.config.windows
-        for pools in (cache.k, cache.v):
+        for pools in (cache.k, cache.v, cache.states):
             for layer, pool in zip(self.layers, pools, strict=False):
                 for own in jax.tree.leaves(pool):
                     yield own, windows.index(layer.mixer.window)
@@ -268,10 +270,14 @@ class Probe:
         found, pages = [hashlib.blake2b(digest_size=16) for _ in rows], self._own(rows.reshape(-1))
         for pool, window in self._pools(self._cache):
             read = self._read(pool, pages[window])
-            numbers = read.reshape(read.shape[0], len(rows), -1, *read.shape[3:])[:, :, :tokens]
+            numbers = read.reshape(read.shape[0], len(rows), -1, *read.shape[3:])
+            last = None if self._is_state(window) else tokens
             for row, own in enumerate(found):
-                own.update(numbers[:, row].tobytes())
+                own.update(numbers[:, row, :last].tobytes())
         return [own.digest() for own in found]
+
+    def _is_state(self, window: int) -> bool:
+        return self.programs.config.windows[window] == STATE
 
     def _compiled_readers(self, cache: KVCache) -> dict[Any, Any]:
         """Programs that copy as many pages as a row has, or a prefill, out of a pool of each kind."""
@@ -293,6 +299,11 @@ class Probe:
 
 
 SMALLEST_READ = 8  # pages
+
+
+def numbers_of_token(pool: Any, is_state: bool) -> int:
+    """Numbers by which a token is told from others in a pool; of a state one for each dimension of a head."""
+    return pool.shape[0] * (pool.shape[-1] if is_state else prod(pool.shape[3:]))
 
 
 def read_pages(pool: Any, pages: Any) -> Any:

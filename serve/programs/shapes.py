@@ -83,6 +83,7 @@ class Sizes:
     n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
     kv_cache_dtype: str = "auto"  # as in the options
     shards: int = 1
+    stride: int = 1  # pages behind which a recurrent layer's state is kept
 
     @property
     def seats(self) -> int:

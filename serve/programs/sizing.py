@@ -15,13 +15,15 @@ from ...kvcache.pages import BLOCK, page_bytes
 from ...kvcache.placement import parts
 from ...kvcache.quantised import Kept, kept_as
 from ...kvcache.stages import devices, params_of, stages
-from ...kvcache.tables import window_pages
+from ...kvcache.tables import state_pages, state_stride, window_pages
 from ...model.config import Experts, LayerKind, windows_of
 from ...model.pair import PairConfig, Params, target_of
+from ...model.recurrent.kinds import BLOCK as STATE_BLOCK
+from ...model.recurrent.kinds import STATE
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes
 from ...model.weights.quant import Quantised
-from ..options.engine import GIB, EngineOptions
+from ..options.engine import GIB, EngineOptions, round_up
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 from .transfers import OFFERED, STAGED
@@ -169,13 +171,15 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     if longest < 2:
         raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
     layers = config.within(longest).layers
-    check_tiers(options, sum(page_bytes(layers, W, kept)))
+    sizes = dict(zip(windows_of(layers), page_bytes(layers, W, kept), strict=True))
+    check_tiers(options, sum(sizes.values()))
+    stride = state_stride(sizes.get(STATE, 0), sizes.get(None, 0), W)
     shards = options.data_parallel_size
     wanted = (options.max_batched_token_mem or options.seats * longest) // shards
     pages = -(-wanted // W)
 
     def cost(room: Room, pages: int) -> int:
-        counts = zip(windows_of(layers), group_pages(layers, options, longest, pages), strict=True)
+        counts = zip(windows_of(layers), group_pages(layers, options, longest, pages, stride), strict=True)
         return room.bytes_of(dict(counts), layers, W, kept)
 
     def lacking(pages: int) -> int:
@@ -198,28 +202,31 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
             "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
     n_top = options.alternatives(config.target.vocab_size)
-    counts = group_pages(layers, options, longest, pages)
+    counts = group_pages(layers, options, longest, pages, stride)
     return Sizes(
         longest, options.shard_seats, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype,
-        shards=shards,
+        shards=shards, stride=stride,
     )  # fmt: skip
 
 
 def group_pages(
-    layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int
+    layers: Sequence[LayerKind], options: EngineOptions, longest: int, pages: int, stride: int
 ) -> tuple[int, ...]:
     """Pages for each window of layers, of which those without one have `pages`: all that its requests can
-    own, at most `pages`.
+    own, at most `pages`. Of states there are all that requests can own, and one for each `stride` pages.
 
     One request of `longest` tokens always fits.
     """
 
     def count(window: int | None) -> int:
+        W, whole = options.page_size, -(-longest // options.page_size)
         if window is None:
             return pages
-        one = min(
-            window_pages(window, options.most_tokens, options.page_size), -(-longest // options.page_size)
-        )
+        if window == STATE:
+            work = round_up(options.most_tokens, STATE_BLOCK)
+            one = min(state_pages(work, options.most_in_turn, W, stride), whole)
+            return one * options.shard_seats + pages // stride
+        one = min(window_pages(window, options.most_tokens, W), whole)
         return max(one, min(pages, one * options.shard_seats))
 
     return tuple(map(count, windows_of(layers)))

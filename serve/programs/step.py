@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ...kvcache.pages import ON_DEVICE, Batch, KVCache, paged, positions
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, Paged, positions
+from ...kvcache.states import Guessed, Guessing
+from ...model.attention import Attend
 from ...model.config import ModelConfig
 from ...model.pooling import Pooled, pool
+from ...model.recurrent.kinds import STATE
 from ...model.scatter import apart
 from ...model.sharding import in_any_shard
 from ...model.transformer import Decoder, forward, unembed
@@ -24,7 +27,7 @@ from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, sample
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
-from .places import row_of_place, rows_of_one
+from .places import place_of_row, row_of_place, rows_of_one
 from .scoring import NEVER, prompt_scores
 
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
@@ -217,8 +220,14 @@ def run(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Run the tokens of every row through the model, and write their keys."""
-    attend = paged(batch, config.windows)
-    return forward(params, config, batch.tokens, positions(batch), attend, cache, lengths(slots, batch))
+    return through_model(params, slots, batch, config, Paged(batch, config.windows), cache)
+
+
+def through_model(
+    params: Decoder, slots: Slots, batch: Batch, config: ModelConfig, attend: Attend, state: Any
+) -> tuple[Float[Array, "B T D"], Any]:
+    """The hidden states of every token, and attend's state after them."""
+    return forward(params, config, batch.tokens, positions(batch), attend, state, lengths(slots, batch))
 
 
 def lengths(slots: Slots | Front, batch: Batch) -> Int[Array, " B"]:
@@ -277,8 +286,20 @@ def judge(
     rule: Rule,
 ) -> tuple[KVCache, Slots, Output]:
     """`verify` for a batch that is awake; `offers` as in `accept`."""
-    hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
-    return cache, *judged(params, config, slots, batch, hidden, offers, rule)
+    if STATE not in config.windows:
+        hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
+        return cache, *judged(params, config, slots, batch, hidden, offers, rule)
+    attend = guessing(batch, config.windows)
+    hidden, state = through_model(params, slots, rows_of_one(batch), config, attend, Guessed(cache, {}))
+    slots, output = judged(params, config, slots, batch, hidden, offers, rule)
+    right = jnp.sum(output.sampled.token != NO_TOKEN, axis=1, dtype=jnp.int32)
+    return state.confirmed(attend.rows, right), slots, output
+
+
+def guessing(batch: Batch, windows: tuple[int | None, ...]) -> Guessing:
+    """`attend` for the tokens of a verification as rows of one."""
+    paged = Paged(rows_of_one(batch), windows)
+    return Guessing(paged, Paged(batch, windows).rows, row_of_place(batch), place_of_row(batch))
 
 
 def judged(

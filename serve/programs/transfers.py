@@ -24,11 +24,15 @@ STAGED = 4 * MOST  # and on their way in
 Leaves = tuple[Any, ...]  # of a window's pools, keys and values layer by layer: [K,n,W,H] each
 
 
-def pools_of(config: PairConfig, cache: KVCache, window: int) -> dict[int, tuple[Any, Any]]:
-    """Keys and values of a window's layers, by the layers' numbers."""
+def pools_of(config: PairConfig, cache: KVCache, window: int) -> KVCache:
+    """The cache with the pools of a window's layers only."""
     chosen = config.windows[window]
-    own = (i for i, layer in enumerate(config.layers) if layer.mixer.window == chosen)
-    return {i: (cache.k[i], cache.v[i]) for i in own}
+
+    def own(pools: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept = zip(config.layers, pools, strict=True)
+        return tuple(pool if layer.mixer.window == chosen else None for layer, pool in kept)
+
+    return jax.tree.map(own, cache, is_leaf=lambda x: type(x) is tuple)
 
 
 def gather(config: PairConfig, window: int, cache: KVCache, pages: Int[Any, " n"]) -> Leaves:
@@ -49,10 +53,10 @@ def scatter(
         pool.at[heads(pool), pages[None]].set(leaf, mode="drop", unique_indices=True)
         for pool, leaf in zip(pools, leaves, strict=True)
     ]
-    k, v = list(cache.k), list(cache.v)
-    for i, (keys, values) in jax.tree.unflatten(structure, put).items():
-        k[i], v[i] = keys, values
-    return KVCache(tuple(k), tuple(v))
+    changed = jax.tree.unflatten(structure, put)
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, changed, cache, is_leaf=lambda x: x is None
+    )
 
 
 def heads(pool: Shaped[Any, "K P ..."]) -> Int[Any, "K 1"]:

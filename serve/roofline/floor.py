@@ -18,9 +18,11 @@ import numpy as np
 
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
-from ...kvcache.quantised import kept_as
+from ...kvcache.quantised import Kept, kept_as
+from ...kvcache.states import state_bytes
 from ...model.config import LayerKind, ModelConfig
 from ...model.pair import Pair, PairConfig, Params, target_of
+from ...model.recurrent.kinds import STATE
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract, nbytes, paths
@@ -119,13 +121,15 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     def pool(kind: LayerKind, buffer: Any, arrays: int) -> Pool:
         _, pages, width, *_ = buffer.sharding.shard_shape(buffer.shape)
         own, window = device_bytes(buffer), kind.mixer.window
+        if window == STATE:
+            return Pool(own, own * min(shape.sequences, pages) // pages, 0, arrays)
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
         live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
         first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
 
-    kept = [jax.tree.leaves(own) for own in zip(cache.k, cache.v, strict=True)]
+    kept = [jax.tree.leaves(own) for own in zip(cache.k, cache.v, cache.states, strict=True)]
     return tuple(
         pool(kind, buffer, len(own)) for kind, own in zip(layers, kept, strict=True) for buffer in own
     )
@@ -157,7 +161,7 @@ def step_demand(
     weights = inner + head_bytes + queries * config.hidden_size * size
     # read what is there, write and read what is new
     kept = kept_as(kv_cache_dtype, params.embed.dtype)
-    cache = rows * sum((seen(kind, context) + 2 * tokens) * row_bytes(kind, kept) for kind in config.layers)
+    cache = rows * sum(kept_bytes(kind, context, tokens, kept) for kind in config.layers)
     return Demand(flops, weights + cache + activation_bytes(config, queries, rows * sampled, size))
 
 
@@ -183,8 +187,18 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
     return config.layers[int(rest[0])].ffn.met(shards * tokens) / shards
 
 
+def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
+    """Bytes of a layer's cache that a row of `tokens` new tokens reads and writes: the keys that are there,
+    and twice the new ones; or its state, twice."""
+    if kind.mixer.state is not None:
+        return 2 * state_bytes(kind.mixer.state)
+    return (seen(kind, context) + 2 * tokens) * row_bytes(kind, kept)
+
+
 def seen(kind: LayerKind, keys: float) -> float:
-    """How many of the keys before it a query sees."""
+    """How many of the keys before it a query sees, or of a layer's states."""
+    if kind.mixer.window == STATE:
+        return 1
     return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
 
 

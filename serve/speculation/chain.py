@@ -4,6 +4,7 @@ in one pass."""
 from dataclasses import dataclass, replace
 
 from ...kvcache.pages import ON_DEVICE, Batch, KVCache
+from ...kvcache.stages import cache_of, joined
 from ...model.config import ModelConfig
 from ...model.pair import Pair, PairConfig
 from ...sampling.accept import RULES
@@ -54,11 +55,11 @@ def both(
 def split(config: PairConfig, cache: KVCache) -> tuple[KVCache, KVCache]:
     """The target's layers of a cache, and the draft model's."""
     L = config.target.num_layers
-    return KVCache(cache.k[:L], cache.v[:L]), KVCache(cache.k[L:], cache.v[L:])
+    return cache_of(cache, range(L)), cache_of(cache, range(L, len(cache.k)))
 
 
 def together(a: KVCache, b: KVCache) -> KVCache:
-    return KVCache((*a.k, *b.k), (*a.v, *b.v))
+    return joined([a, b])
 
 
 def of_target(config: PairConfig, batch: Batch) -> Batch:

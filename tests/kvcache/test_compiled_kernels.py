@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from duetto.kvcache.pages import Batch, KVCache, paged
+from duetto.kvcache.pages import Batch, KVCache, Paged
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import Reading
 from duetto.model.sharding import device_bytes
@@ -56,7 +56,7 @@ def compiled(
         reading = Reading(H**-0.5, expand=lambda rows: (rows, rows[..., :rank]), rank=rank)
 
     def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
-        return paged(batch, (None,))(cache, 0, q, k, v, reading)
+        return Paged(batch, (None,))(cache, 0, q, k, v, reading)
 
     place = jax.tree.map(lambda x: x.sharding, keys)
     places = KVCache((place,), (None if latent else place,))

@@ -1,0 +1,184 @@
+"""States of recurrent layers in pages: a page holds what a layer has kept of all tokens up to the page's end,
+or up to the newest token in it.
+
+A step reads the state behind the token before its first, and writes it into the page of its last token; a
+prefill writes also where a page ends whose number its table has. So a prefix is found, evicted and moved as
+pages of keys are.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..model.recurrent.kinds import BLOCK, Leaves
+from ..model.recurrent.states import Inputs, Recurrence, State
+from ..model.scatter import apart
+from ..model.tree import pytree, static
+
+
+@pytree
+class StatePool:
+    """A layer's states by page: `states` are those of a State, with pages [heads,P,...] in place of rows."""
+
+    states: State
+    page_size: int = static(1)
+
+    @property
+    def pages(self) -> int:
+        return self.states.tails[0].shape[1]
+
+
+def state_bytes(leaves: Leaves) -> int:
+    """Bytes of a layer's state: it is kept in float32."""
+    shapes = (*leaves.tails, *filter(None, [leaves.memory]))
+    return sum(4 * heads * rows * size for heads, rows, size in shapes)
+
+
+def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
+    """A pool of zeros."""
+
+    def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads P ..."]:
+        return jnp.zeros((shape[0], pages, *shape[1:]), jnp.float32)
+
+    states = State(tuple(map(zeros, leaves.tails)), leaves.memory and zeros(leaves.memory))
+    return StatePool(states, page_size)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the states of a step's rows are: tokens before each row and in it, and its page table, in which a
+    negative number is no page."""
+
+    start: Int[Array, " B"]
+    count: Int[Array, " B"]
+    table: Int[Array, "B M"]
+
+    def read(self, pool: StatePool) -> State:
+        """The states before the rows' first tokens."""
+        page = jnp.maximum(self._page(pool, self.start), 0)
+
+        def read(own: Float[Array, "heads P ..."]) -> Float[Array, "heads B ..."]:
+            head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
+            return self._known(own[head, page[None]])
+
+        return jax.tree.map(read, pool.states)
+
+    def write(
+        self, pool: StatePool, end: Int[Array, " B"], state: State, wanted: Bool[Array, " B"]
+    ) -> StatePool:
+        """The pool with the states behind `end` tokens, of those rows whose is `wanted`."""
+        page = self._page(pool, end)
+        place = apart(page, wanted & (page >= 0), pool.pages)
+
+        def put(own: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
+            head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
+            return own.at[head, place[None]].set(new, mode="drop", unique_indices=True)
+
+        return replace(pool, states=jax.tree.map(put, pool.states, state))
+
+    def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether a state behind `end` tokens is one that is kept: a page ends there, or the row."""
+        last = self.start + self.count
+        return (end <= last) & ((end % pool.page_size == 0) | (end == last)) & (self.count > 0)
+
+    def _page(self, pool: StatePool, end: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The page of the last of `end` tokens."""
+        entry = jnp.maximum(end - 1, 0) // pool.page_size
+        return jnp.take_along_axis(self.table, entry[:, None], axis=1, mode="clip")[:, 0]
+
+    def _known(self, state: Float[Array, "heads B ..."]) -> Float[Array, "heads B ..."]:
+        """A row without tokens before it has a state of zeros, whatever its page holds."""
+        begun = (self.start > 0).reshape(1, -1, *(1,) * (state.ndim - 2))
+        return jnp.where(begun, state, 0)
+
+
+def taken_on(
+    pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
+) -> tuple[StatePool, Float[Array, "B T N U"]]:
+    """The pool after the rows' new tokens, and the layer's outputs."""
+    if new.parts[0].shape[1] == 1:
+        state, out = recurrence.step(rows.read(pool), new)
+        return rows.write(pool, rows.start + 1, state, rows.count > 0), out
+
+    def write(pool: StatePool, j: Int[Array, ""], state: State) -> StatePool:
+        before = rows.start + j * BLOCK
+        end = rows.start + jnp.minimum((j + 1) * BLOCK, rows.count)
+        return rows.write(pool, end, state, rows.stays(pool, end) & (end > before))
+
+    return recurrence.scan(rows.read(pool), new, rows.count, write, pool)
+
+
+# ---------------------------------------------------------------- guesses
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """`attend`'s state while guesses are verified: the cache, and of each layer with a state how its tokens
+    would take it on. It is written when it is known which of them were right."""
+
+    cache: Any  # KVCache
+    pending: dict[int, tuple[Recurrence, Inputs]]
+
+    def confirmed(self, rows: Rows, count: Int[Array, " B"]) -> Any:
+        """The cache with the states behind the first `count` tokens of each row, the first of which is no
+        guess."""
+        rows = replace(rows, count=jnp.minimum(jnp.maximum(count, 1), rows.count))
+        states = list(self.cache.states)
+        for layer, own in self.pending.items():
+            states[layer] = confirmed(states[layer], rows, *own)
+        return replace(self.cache, states=tuple(states))
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """`attend` for a verification, whose tokens are rows of one token each: `keys` is that for layers with
+    keys. Those with a state take the tokens of each row in turn, as decode does.
+
+    `row_of_place` [B,T] is the row of a token, `place_of_row` [rows] the other way round.
+    """
+
+    keys: Any  # Attend
+    rows: Rows
+    row_of_place: Int[Array, "B T"]
+    place_of_row: Int[Array, " rows"]
+
+    def __call__(self, state: Guessed, *args: Any) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
+        cache, out = self.keys(state.cache, *args)
+        return Guessed(cache, state.pending), out
+
+    def recur(
+        self, state: Guessed, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+    ) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
+        new = jax.tree.map(lambda x: x[self.row_of_place, 0], new)
+        out = in_turn(self.rows.read(state.cache.states[layer]), recurrence, new)
+        out = jnp.moveaxis(out, 1, 0).reshape(-1, 1, *out.shape[2:])
+        pending = state.pending | {layer: (recurrence, new)}
+        return Guessed(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
+
+
+def in_turn(state: State, recurrence: Recurrence, new: Inputs) -> Float[Array, "T B N U"]:
+    """Outputs of tokens [B,T] that each row takes one by one."""
+
+    def one(state: State, own: Inputs) -> tuple[State, Float[Array, "B N U"]]:
+        state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, None], own))
+        return state, out[:, 0]
+
+    return jax.lax.scan(one, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), new))[1]
+
+
+def confirmed(pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs) -> StatePool:
+    """The pool after the first `rows.count` of each row's tokens [B,T], taken one by one again: to keep the
+    state behind each of them would take T times the memory."""
+
+    def one(i: Int[Array, ""], carry: tuple[StatePool, State]) -> tuple[StatePool, State]:
+        pool, state = carry
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), new)
+        state, _ = recurrence.step(state, own)
+        end = rows.start + i + 1
+        return rows.write(pool, end, state, rows.stays(pool, end)), state
+
+    T = new.parts[0].shape[1]
+    return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool)))[0]
