@@ -36,6 +36,7 @@ from duetto.checkpoints.huggingface import load
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import init
@@ -114,6 +115,15 @@ RANDOM = {
             ),
         ),
         norm=NormKind("layer"), parallel="one norm", residual_scale=0.7, logit_scale=0.8, head_bias=True,
+    ),
+    "recurrent": replace(
+        TINY,
+        layers=(
+            LayerKind(DeltaNet(2, 4, 12, 10, kernel=3), Dense(96)),
+            LayerKind(replace(ATTENTION, window=20, gated=True), Dense(96)),
+            LayerKind(DeltaNet(3, 3, 8, 16, gate="sigmoid", gate_rank=6, decay_rank=5), Experts(4, 2, 24)),
+            LayerKind(GroupedQuery(6, 2, 8, rotary_size=4, gated=True), Dense(96)),
+        ),
     ),
     "longrope": ModelConfig.uniform(
         300, 48, 96, 2, 6, 2, 8, 512,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..config import NormKind
-from ..layers import einsum, rms_norm
+from ..layers import biased, einsum, rms_norm
 from ..tree import Spec, pytree
 from .kinds import DeltaNet
 from .linear import Terms
@@ -90,13 +90,13 @@ def mix_delta(
 
 def decays(w: DeltaAttention, x: Float[Array, "B T D"]) -> Float[Array, "B T K G ..."]:
     """Logarithms of what remains of the memory, of a head or of each of its key dimensions."""
-    speed = jnp.exp(w.decay_log.astype(jnp.float32))
+    speed = jnp.exp(w.decay_log.astype(jnp.float32))[None, None]
     if w.decay_down is None:
         made = einsum("btd,dkg->btkg", x, w.decay, jnp.float32)
     else:
         inner, speed = einsum("btd,dr->btr", x, w.decay_down), speed[..., None]
         made = einsum("btr,rkgh->btkgh", inner, w.decay, jnp.float32)
-    return -speed * jax.nn.softplus(made + w.decay_bias.astype(jnp.float32))
+    return -speed * jax.nn.softplus(biased(made, w.decay_bias.astype(jnp.float32)))
 
 
 def gates(w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T K G U"]:

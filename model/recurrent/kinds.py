@@ -1,4 +1,4 @@
-"""Sizes of mixers that keep a state in place of keys. Frozen and hashable, as all of a model's configuration."""
+"""Sizes of mixers that keep a state in place of keys. Frozen and hashable, as all sizes of a model."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple

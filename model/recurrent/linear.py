@@ -61,9 +61,8 @@ def asked(memory: Memory, q: Float[Array, "N B H"]) -> Float[Array, "N B U"]:
 
 @pytree
 class Blocks:
-    """What the tokens of each block do to a memory, [blocks,N,B,...]: `solved` and `read` make their changes
-    of what the memory holds, `asking` and `mixed` their outputs of it and of the changes, `key` and `left` its
-    next content."""
+    """What the tokens of each block do to a memory, [blocks,N,B,...]: `solved` and `read` make changes of
+    what it holds, `asking` and `mixed` the outputs of it and of these, `key` and `left` its next content."""
 
     solved: Any  # [...,C,U]
     read: Any  # [...,C,H], None without a rate
@@ -80,8 +79,8 @@ def scan(
     write: Callable[[Any, Int[Array, ""], Memory], Any],
     pools: Any,
 ) -> tuple[Any, Outputs]:
-    """Take `count` of T tokens of each row through a memory, block by block. `write(pools, j, memory)` sees it
-    after block j; returns the last pools, and the outputs."""
+    """Take `count` of T tokens of each row through a memory, block by block. `write(pools, j, memory)` is
+    told it after block j; returns the last pools, and the outputs."""
     T = x.k.shape[1]
     blocks = in_blocks(padded(x, count))
 
@@ -137,16 +136,18 @@ def related(
     q: Float[Array, "*blocks C H"],
     reach: Bool[Array, "C C"],
     k: Float[Array, "*blocks C H"],
-    fade: Float[Array, "*blocks"],
+    fade: Float[Array, "..."],
     by_dimension: bool,
 ) -> Float[Array, "*blocks C C"]:
     """How much each token's query is like the key of each token of the block that it may `reach`, as that has
     faded since."""
+    reach = jnp.expand_dims(reach, range(q.ndim - 2))
     if by_dimension:  # no product of two factors: one of them would be too large for a float
-        apart = jnp.where(reach[..., None], fade[..., :, None, :] - fade[..., None, :, :], -jnp.inf)
-        return jnp.sum(q[..., :, None, :] * k[..., None, :, :] * jnp.exp(apart), axis=-1)
-    apart = jnp.where(reach, fade[..., :, None] - fade[..., None, :], -jnp.inf)
-    return einsum("zxbch,zxbsh->zxbcs", q, k) * jnp.exp(apart)
+        faded = fade[..., :, None, :] - fade[..., None, :, :]
+        weights = jnp.exp(jnp.where(reach[..., None], faded, -jnp.inf))
+        return jnp.sum(q[..., :, None, :] * k[..., None, :, :] * weights, axis=-1)
+    weights = jnp.exp(jnp.where(reach, fade[..., :, None] - fade[..., None, :], -jnp.inf))
+    return einsum("zxbch,zxbsh->zxbcs", q, k) * weights
 
 
 def inverse(below: Float[Array, "*blocks C C"]) -> Float[Array, "*blocks C C"]:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..layers import biased
 from ..tree import pytree
 from . import linear
 from .kinds import BLOCK, Leaves
 
-Part = Float[Array, "B T heads size"]  # inputs of one convolution
+Part = Float[Array, "B T _ _"]  # inputs of one convolution, [B,T,heads,size]
+Seen = Float[Array, "B _ _ _"]  # and those before them that its kernel spans
 Pools = Any  # where states are written
 
 
@@ -69,8 +71,8 @@ class Recurrence:
         write: Callable[[Pools, Int[Array, ""], State], Pools],
         pools: Pools,
     ) -> tuple[Pools, Float[Array, "B T N U"]]:
-        """Take `count` of T tokens of each row through the state, in blocks of BLOCK. `write(pools, j, state)`
-        sees the state after block j; returns the last pools, and the outputs."""
+        """Take `count` of T tokens of each row through the state, block by block. `write(pools, j, state)` is
+        told it after block j; returns the last pools, and the outputs."""
         seen, T = self._seen(state, new), new.parts[0].shape[1]
         parts = self._convolved(seen, T)
 
@@ -82,7 +84,7 @@ class Recurrence:
             return jax.lax.fori_loop(0, -(-T // BLOCK), lambda j, x: after(x, j, None), pools), parts[0]
         return linear.scan(state.memory, self.terms(parts, new.beside), count, after, pools)
 
-    def _seen(self, state: State, new: Inputs) -> list[Part]:
+    def _seen(self, state: State, new: Inputs) -> list[Seen]:
         """What each convolution sees: the inputs that the state remembers, and the new ones."""
         tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
         return [
@@ -90,21 +92,21 @@ class Recurrence:
             for tail, part in zip(tails, new.parts, strict=True)
         ]
 
-    def _convolved(self, seen: list[Part], T: int) -> tuple[Part, ...]:
+    def _convolved(self, seen: list[Seen], T: int) -> tuple[Part, ...]:
         found = (convolved(own, x, T) for own, x in zip(self.convolutions, seen, strict=True))
         return tuple(x if self.activation is None else self.activation(x) for x in found)
 
 
-def convolved(own: Convolution, x: Part, T: int) -> Part:
+def convolved(own: Convolution, x: Seen, T: int) -> Part:
     """Each of the last T tokens with those before it, as many as the kernel spans, in float32."""
-    kernel = own.weight.astype(jnp.float32)
+    kernel = own.weight.astype(jnp.float32)[None, None]
     out = x[:, :T] * kernel[..., 0]
     for i in range(1, kernel.shape[-1]):
         out = out + x[:, i : i + T] * kernel[..., i]
-    return out if own.bias is None else out + own.bias.astype(jnp.float32)
+    return biased(out, None if own.bias is None else own.bias.astype(jnp.float32))
 
 
-def newest(x: Part, end: Int[Array, " B"], T: int) -> Float[Array, "heads B kernel-1 size"]:
+def newest(x: Seen, end: Int[Array, " B"], T: int) -> Float[Array, "heads B before size"]:
     """What a convolution remembers after `end` of T new tokens, of all that it sees."""
     at = end[:, None] + jnp.arange(x.shape[1] - T, dtype=jnp.int32)[None]
     return jnp.moveaxis(jnp.take_along_axis(x, at[..., None, None], axis=1), (2, 1), (0, 2))
