@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.recurrent.kinds import BLOCK, Leaves
-from ..model.recurrent.states import Inputs, Recurrence, State
+from ..model.recurrent.linear import Terms, step
+from ..model.recurrent.states import Inputs, Recurrence, State, newest
 from ..model.scatter import apart
 from ..model.tree import pytree, static
 
@@ -115,20 +116,45 @@ def taken_on(
 
 
 @dataclass(frozen=True)
+class Guess:
+    """What a layer's tokens [B,T] of a verification would do to its state: what each convolution `seen`, and
+    their terms for the memory, if there is one."""
+
+    seen: list[Any]
+    terms: Any  # Terms, None without a memory
+    tokens: int  # T
+
+    def kept(self, pool: StatePool, rows: Rows) -> StatePool:
+        """The pool after the first `rows.count` of each row's tokens, which go through the memory once more:
+        to keep that behind each of them would take T times as much."""
+        T = self.tokens
+
+        def one(i: Int[Array, ""], carry: tuple[StatePool, Any]) -> tuple[StatePool, Any]:
+            pool, memory = carry
+            if self.terms is not None:
+                memory, _ = step(memory, jax.tree.map(lambda x: x[:, i], self.terms))
+            tails = (newest(x, jnp.full(len(x), i + 1, jnp.int32), T) for x in self.seen)
+            end = rows.start + i + 1
+            return rows.write(pool, end, State(tuple(tails), memory), rows.stays(pool, end)), memory
+
+        return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool).memory))[0]
+
+
+@dataclass(frozen=True)
 class Guessed:
-    """`attend`'s state while guesses are verified: the cache, and of each layer with a state how its tokens
-    would take it on. It is written when it is known which of them were right."""
+    """`attend`'s state while guesses are verified: the cache, and of each layer with a state what the tokens
+    would do to it. It is written when it is known which of them were right."""
 
     cache: Any  # KVCache
-    pending: dict[int, tuple[Recurrence, Inputs]]
+    pending: dict[int, Guess]
 
     def confirmed(self, rows: Rows, count: Int[Array, " B"]) -> Any:
         """The cache with the states behind the first `count` tokens of each row, the first of which is no
         guess."""
         rows = replace(rows, count=jnp.minimum(jnp.maximum(count, 1), rows.count))
         states = list(self.cache.states)
-        for layer, own in self.pending.items():
-            states[layer] = confirmed(states[layer], rows, *own)
+        for layer, guess in self.pending.items():
+            states[layer] = guess.kept(states[layer], rows)
         return replace(self.cache, states=tuple(states))
 
 
@@ -152,33 +178,24 @@ class Guessing:
     def recur(
         self, state: Guessed, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
     ) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
-        new = jax.tree.map(lambda x: x[self.row_of_place, 0], new)
-        out = in_turn(self.rows.read(state.cache.states[layer]), recurrence, new)
+        before, T = self.rows.read(state.cache.states[layer]), self.row_of_place.shape[1]
+        seen = recurrence.seen(before, self._by_place(new.parts))
+        spans = [own.weight.shape[-1] for own in recurrence.convolutions]
+        found = recurrence.one(list(map(self._spanned, seen, spans)), new.beside)
+        if not isinstance(found, Terms):
+            return Guessed(state.cache, state.pending | {layer: Guess(seen, None, T)}), found
+        terms = self._by_place(found)
+        _, out = jax.lax.scan(step, before.memory, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), terms))
         out = jnp.moveaxis(out, 1, 0).reshape(-1, 1, *out.shape[2:])
-        pending = state.pending | {layer: (recurrence, new)}
+        pending = state.pending | {layer: Guess(seen, terms, T)}
         return Guessed(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
 
+    def _by_place(self, x: Any) -> Any:
+        """Rows of one token [rows,1,...] as [B,T,...]."""
+        return jax.tree.map(lambda own: own[self.row_of_place, 0], x)
 
-def in_turn(state: State, recurrence: Recurrence, new: Inputs) -> Float[Array, "T B N U"]:
-    """Outputs of tokens [B,T] that each row takes one by one."""
-
-    def one(state: State, own: Inputs) -> tuple[State, Float[Array, "B N U"]]:
-        state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, None], own))
-        return state, out[:, 0]
-
-    return jax.lax.scan(one, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), new))[1]
-
-
-def confirmed(pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs) -> StatePool:
-    """The pool after the first `rows.count` of each row's tokens [B,T], taken one by one again: to keep the
-    state behind each of them would take T times the memory."""
-
-    def one(i: Int[Array, ""], carry: tuple[StatePool, State]) -> tuple[StatePool, State]:
-        pool, state = carry
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), new)
-        state, _ = recurrence.step(state, own)
-        end = rows.start + i + 1
-        return rows.write(pool, end, state, rows.stays(pool, end)), state
-
-    T = new.parts[0].shape[1]
-    return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool)))[0]
+    def _spanned(self, seen: Float[Array, "B seen ..."], span: int) -> Float[Array, "rows span ..."]:
+        """What a convolution sees of each row of one token."""
+        B, T = self.row_of_place.shape
+        row, place = jnp.minimum(self.place_of_row // T, B - 1), self.place_of_row % T
+        return seen[row[:, None], place[:, None] + jnp.arange(span, dtype=jnp.int32)[None]]
