@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.recurrent.kinds import BLOCK, Leaves
-from ..model.recurrent.linear import Terms, step
+from ..model.recurrent.linear import Terms, apart, step
 from ..model.recurrent.states import Inputs, Recurrence, State, newest
-from ..model.scatter import apart
+from ..model.scatter import apart as unique
 from ..model.tree import pytree, static
+from .state_kernel import MemoryPool, Place, step_pages, steps_in_place
 
 
 @pytree
@@ -29,7 +30,7 @@ class StatePool:
 
     @property
     def pages(self) -> int:
-        return self.states.tails[0].shape[1]
+        return jax.tree.leaves(self.states)[0].shape[1]
 
 
 def state_bytes(leaves: Leaves) -> int:
@@ -71,14 +72,22 @@ class Rows:
         self, pool: StatePool, end: Int[Array, " B"], state: State, wanted: Bool[Array, " B"]
     ) -> StatePool:
         """The pool with the states behind `end` tokens, of those rows whose is `wanted`."""
-        page = self._page(pool, end)
-        place = apart(page, wanted & (page >= 0), pool.pages)
+        place = self.target(pool, end, wanted)
 
         def put(own: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
             head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
             return own.at[head, place[None]].set(new, mode="drop", unique_indices=True)
 
         return replace(pool, states=jax.tree.map(put, pool.states, state))
+
+    def source(self, pool: StatePool) -> Int[Array, " B"]:
+        """The pages of the states before the rows' first tokens; negative where there is none."""
+        return jnp.where(self.start > 0, self._page(pool, self.start), -1)
+
+    def target(self, pool: StatePool, end: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Int[Array, " B"]:
+        """The pages of the states behind `end` tokens, each another beyond the pool where none is written."""
+        page = self._page(pool, end)
+        return unique(page, wanted & (page >= 0), pool.pages)
 
     def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether a state behind `end` tokens is one that is kept: a page ends there, or the row."""
@@ -101,8 +110,7 @@ def taken_on(
 ) -> tuple[StatePool, Float[Array, "B T N U"]]:
     """The pool after the rows' new tokens, and the layer's outputs."""
     if new.parts[0].shape[1] == 1:
-        state, out = recurrence.step(rows.read(pool), new)
-        return rows.write(pool, rows.start + 1, state, rows.count > 0), out
+        return stepped(pool, rows, recurrence, new)
 
     def write(pool: StatePool, j: Int[Array, ""], state: State) -> StatePool:
         before = rows.start + j * BLOCK
@@ -110,6 +118,32 @@ def taken_on(
         return rows.write(pool, end, state, rows.stays(pool, end) & (end > before))
 
     return recurrence.scan(rows.read(pool), new, rows.count, write, pool)
+
+
+def stepped(
+    pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
+) -> tuple[StatePool, Float[Array, "B 1 N U"]]:
+    """The same of one token a row: its memory stays where it lies, if a kernel can do that."""
+    memory, wanted = pool.states.memory, rows.count > 0
+    if memory is None or not steps_in_place(memory):
+        state, out = recurrence.step(rows.read(pool), new)
+        return rows.write(pool, rows.start + 1, state, wanted), out
+    tails = replace(pool, states=State(pool.states.tails))
+    seen = recurrence.seen(rows.read(tails), new.parts)
+    tails = rows.write(tails, rows.start + 1, State(recurrence.tails(seen)), wanted)
+    terms = jax.tree.map(lambda x: x[:, 0], recurrence.one(seen, new.beside))
+    place = Place(rows.source(pool), rows.target(pool, rows.start + 1, wanted))
+
+    def by_pages(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        own = replace(pool, states=State((), memory))
+        found, out = apart(rows.read(own).memory, terms)
+        return rows.write(own, rows.start + 1, State((), found), wanted).states.memory, out
+
+    def in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        return step_pages(memory, place, terms)
+
+    memory, out = jax.lax.platform_dependent(memory, terms, cuda=in_place, default=by_pages)
+    return replace(tails, states=State(tails.states.tails, memory)), out[:, None]
 
 
 # ---------------------------------------------------------------- guesses

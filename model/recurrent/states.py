@@ -55,14 +55,15 @@ class Recurrence:
     def step(self, state: State, new: Inputs) -> tuple[State, Float[Array, "B 1 N U"]]:
         """The state after one token of each row [B,1,...], and its output."""
         seen = self.seen(state, new.parts)
-        tails, found = (
-            tuple(newest(x, jnp.ones(len(x), jnp.int32), 1) for x in seen),
-            self.one(seen, new.beside),
-        )
+        tails, found = self.tails(seen), self.one(seen, new.beside)
         if not isinstance(found, linear.Terms):
             return State(tails), found
         memory, out = linear.apart(state.memory, jax.tree.map(lambda x: x[:, 0], found))
         return State(tails, memory), out[:, None]
+
+    def tails(self, seen: list[Seen]) -> tuple[Any, ...]:
+        """What convolutions remember after one token."""
+        return tuple(jnp.moveaxis(x[:, 1:], (2, 1), (0, 2)) for x in seen)
 
     def one(self, seen: list[Seen], beside: Any) -> linear.Terms | Part:
         """What single tokens, of which each convolution sees as many as its kernel spans, do to a memory; the
