@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import Attend, Keys, Reading
+from ..model.attention import Attend, Keys, Reading, Values
 from ..model.tree import pytree
 from .kernels import attend_with
-from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, running_softmax, stored, with_layer
+from .pages import BLOCK, Batch, Block, KVCache, Pool, choice, read_block, running_softmax, stored, with_layer
 from .quantised import read_back
 from .tiles import Pages
 
@@ -84,7 +84,7 @@ def branching(
         layer: int,
         q: Float[Array, "B T N _"],
         k: Keys,
-        v: Float[Array, "B T K H"] | None,
+        v: Values | None,
         reading: Reading,
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
@@ -104,19 +104,25 @@ def branching(
         ) -> Float[Array, "K rows S H"]:
             return nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
 
+        def read_values(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Float[Array, "K rows S values"]:
+            assert pools[1] is not None
+            return laid_over(pools[1], tails[1], rows, j)
+
         def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
             keys = laid_over(pools[0], tails[0], rows, j)
-            if v is not None:
-                assert pools[1] is not None
-                return keys, laid_over(pools[1], tails[1], rows, j)
-            assert reading.expand is not None
+            if reading.expand is None:
+                return keys, read_values(rows, j)
             made = reading.expand(keys.transpose(1, 2, 0, 3))
             return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
-        out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
+        def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
+            chosen = choice(reading, batch, table, state.cache.page_size, read_values)
+            return running_softmax(q, batch, read, reading, chosen)
+
+        out = attend_with(q, pools, reading, pages, by_blocks)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     return attend

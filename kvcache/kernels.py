@@ -51,6 +51,8 @@ def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, re
     (_, T, N, H), K = q.shape, k.shape[0]
     readable = all(pool is None or keeps_numbers(pool, q.dtype) for pool in (k, v))
     same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
+    if reading.selection is not None:
+        return False
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
         return same and sizes and T == K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2

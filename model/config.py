@@ -94,6 +94,17 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """What chooses the `keys` that each query of a latent layer sees (DeepSeek-V3.2, arXiv 2512.02556); None
+    is all of them, of which none is scored."""
+
+    num_heads: int
+    head_size: int  # of its queries, and of the one key that a token leaves for it in the cache
+    keys: int | None
+    norm: NormKind = NormKind("layer", 1e-6, bias=True)  # of its keys
+
+
+@dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads read one row of `rank +
     rope_size` numbers."""
@@ -108,10 +119,22 @@ class Latent:
     scale: float | None = None  # of scores; None is (nope_size + rope_size) ** -0.5
     bias: bool = False
     norm: NormKind = LATENT_NORM  # of the latents, whatever the model's own
+    indexer: Indexer | None = None
 
     def __post_init__(self):
         if self.rope_size % 2:
             raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
+        if self.indexer and self.query_rank is None:
+            raise ValueError("query_rank is None, but an indexer makes its queries of that latent")
+        if self.indexer and self.indexer.head_size < self.rope_size:
+            raise ValueError(
+                f"the indexer's head_size {self.indexer.head_size} is less than {self.rope_size}"
+            )
+
+    @property
+    def chooser(self) -> Indexer | None:
+        """The indexer, where it has a choice."""
+        return self.indexer if self.indexer and self.indexer.keys is not None else None
 
     @property
     def window(self) -> int | None:
@@ -123,8 +146,9 @@ class Latent:
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
-        """One row for all heads; values are made from the keys."""
-        return (1, self.rank + self.rope_size), None
+        """One row for all heads, of which values are made too; in their place lie the indexer's keys."""
+        index = self.chooser and (1, self.chooser.head_size)
+        return (1, self.rank + self.rope_size), index
 
     @property
     def cached_by(self) -> str | None:
@@ -309,10 +333,13 @@ class ModelConfig:
         return min(found, default=None)
 
     def within(self, length: int) -> "ModelConfig":
-        """The same decoder for sequences of at most `length` tokens: windows that are as long say nothing."""
+        """The same decoder for sequences of at most `length` tokens: windows that are as long say nothing,
+        and an indexer that may choose as many has no choice."""
 
         def layer(kind: LayerKind) -> LayerKind:
             mixer = kind.mixer
+            if isinstance(mixer, Latent) and (chooser := mixer.chooser) and (chooser.keys or 0) >= length:
+                return replace(kind, mixer=replace(mixer, indexer=replace(chooser, keys=None)))
             if isinstance(mixer, GroupedQuery) and mixer.window is not None and mixer.window >= length:
                 return replace(kind, mixer=replace(mixer, window=None))
             return kind
