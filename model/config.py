@@ -103,6 +103,11 @@ class Indexer:
     keys: int | None
     norm: NormKind = NormKind("layer", 1e-6, bias=True)  # of its keys
 
+    @property
+    def pair_flops(self) -> int:
+        """Operations for one query and one key, to say how it scores."""
+        return 2 * self.num_heads * (self.head_size + 1)
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -172,7 +177,8 @@ class Latent:
 
     @property
     def pair_flops(self) -> int:
-        """Operations for one query and one key in all heads, where latents are read as they are."""
+        """Operations for one query and one key that it sees in all heads, where latents are read as they
+        are."""
         return 2 * self.num_heads * (2 * self.rank + self.rope_size)
 
 
@@ -345,6 +351,11 @@ class ModelConfig:
             return kind
 
         return replace(self, layers=tuple(map(layer, self.layers)))
+
+
+def chooser_of(kind: LayerKind) -> Indexer | None:
+    """What chooses the keys that a layer's queries see, where something does."""
+    return kind.mixer.chooser if isinstance(kind.mixer, Latent) else None
 
 
 def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:

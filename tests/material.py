@@ -51,15 +51,8 @@ RECENT = [  # of families in use in 2026
 ]  # fmt: skip
 # Those whose layers differ from the others' in what engines and layouts see.
 UNLIKE = [
-    "cohere2",
-    "deepseek_v32",
-    "hunyuan_v1_dense",
-    "ministral3",
-    "olmo3",
-    "phi",
-    "qwen2_moe",
-    "stablelm_12b",
-]
+    "cohere2", "deepseek_v32", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b",
+]  # fmt: skip
 TWO = "--xla_force_host_platform_device_count=2"
 ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
 LAYOUTS = {

@@ -10,7 +10,8 @@ from .family import Family
 from .stored import Stored
 
 INDEXER = deepseek.ATTENTION + "indexer."
-NAMES = {
+NAMES = {path: stored for path, stored in deepseek.NAMES.items() if path != "layers.{}.attention.q"}
+NAMES |= {
     "layers.{}.attention.indexer.q_up": Stored(INDEXER + "wq_b.weight", "NH,Q->QNH"),
     "layers.{}.attention.indexer.k_down": Stored(INDEXER + "wk.weight", "H,D->DH"),
     "layers.{}.attention.indexer.k_norm.gain": Stored(INDEXER + "k_norm.weight", "H->H"),
@@ -24,18 +25,23 @@ def config(raw: fields.Raw) -> ModelConfig:
     fields.only(raw, "scoring_func", "sigmoid")
     fields.only(raw, "rope_interleave", True)
     of_layers(raw, "layer_types", ["indexed_attention"] * parts.num_layers(raw), "indexed_attention")
-    length = 163840
-    attention = replace(deepseek.latent(raw, length, interleaved=True), indexer=indexer(raw))
+    attention = deepseek.latent(raw, 163840, interleaved=True)
+    if attention.query_rank is None:
+        raise ValueError(
+            "q_lora_rank is null, expected a positive integer: the indexer's queries are made of it"
+        )
+    attention = replace(attention, indexer=indexer(raw, attention.rope_size))
     layers = [LayerKind(attention, ffn) for ffn in ffns(raw)]
-    return parts.decoder(raw, layers, max_position=length, norm=parts.rms(raw))
+    return parts.decoder(raw, layers, max_position=163840, norm=parts.rms(raw))
 
 
-def indexer(raw: fields.Raw) -> Indexer:
-    return Indexer(
-        num_heads=fields.integer(raw, "index_n_heads", 64),
-        head_size=fields.integer(raw, "index_head_dim", 128),
-        keys=fields.integer(raw, "index_topk", 2048),
-    )
+def indexer(raw: fields.Raw, turned: int) -> Indexer:
+    """Of whose heads as many numbers are turned as of the others'."""
+    size = fields.integer(raw, "index_head_dim", 128)
+    if size < turned:
+        raise ValueError(f"index_head_dim is {size}, expected qk_rope_head_dim {turned} or more")
+    heads, keys = fields.integer(raw, "index_n_heads", 64), fields.integer(raw, "index_topk", 2048)
+    return Indexer(heads, size, keys)
 
 
 def ffns(raw: fields.Raw) -> list[Dense | Experts]:
@@ -60,4 +66,4 @@ def of_layers(raw: fields.Raw, name: str, default: list[str], *known: str) -> li
     return found
 
 
-FAMILY = Family(config, deepseek.NAMES | deepseek.CORRECTION | NAMES, parts.IGNORED + parts.BEYOND)
+FAMILY = Family(config, NAMES | deepseek.CORRECTION, parts.IGNORED + parts.BEYOND)
