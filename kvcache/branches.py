@@ -6,6 +6,7 @@ laid over them, at the places where decode would have written them. So a node's 
 its tree; when one path is accepted its keys are written once, and the rest need no undo.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,19 @@ from jaxtyping import Array, Float, Int
 from ..model.attention import Attend, Keys, Reading, Values
 from ..model.tree import pytree
 from .kernels import attend_with
-from .pages import BLOCK, Batch, Block, KVCache, Pool, choice, read_block, running_softmax, stored, with_layer
+from .pages import (
+    BLOCK,
+    Batch,
+    Block,
+    KVCache,
+    Pool,
+    choice,
+    made_of,
+    read_block,
+    running_softmax,
+    stored,
+    with_layer,
+)
 from .quantised import read_back
 from .tiles import Pages
 
@@ -112,16 +125,13 @@ def branching(
             keys = laid_over(pools[0], tails[0], rows, j)
             if reading.expand is None:
                 return keys, read_values(rows, j)
-            made = reading.expand(keys.transpose(1, 2, 0, 3))
-            return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
+            return made_of(keys, reading.expand)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
-        def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
-            chosen = choice(reading, batch, table, state.cache.page_size, read_values)
-            return running_softmax(q, batch, read, reading, chosen)
-
+        chosen = choice(reading, batch, table, state.cache.page_size, read_values)
+        by_blocks = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
         out = attend_with(q, pools, reading, pages, by_blocks)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, Attend, Keys, Reading, Values, grouped
+from ..model.attention import UNSEEN, Attend, Keys, LatentRows, Made, Reading, Values, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.scatter import apart
@@ -174,7 +174,12 @@ def read_keys(
     keys = read_block(pools[0], page_table[rows], j, dtype)
     if reading.expand is None:
         return keys, read_values(pools, page_table, dtype, rows, j)
-    k, v = reading.expand(keys.transpose(1, 2, 0, 3))
+    return made_of(keys, reading.expand)
+
+
+def made_of(rows: Float[Array, "1 rows S H"], expand: Callable[[LatentRows], Made]) -> Block:
+    """Every head's keys and values of a block of cached rows."""
+    k, v = expand(rows.transpose(1, 2, 0, 3))
     return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
 
 

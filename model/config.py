@@ -95,18 +95,11 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What chooses the `keys` that each query of a latent layer sees (DeepSeek-V3.2, arXiv 2512.02556); None
-    is all of them, of which none is scored."""
+    """What chooses the keys that a query of a latent layer sees (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     num_heads: int
     head_size: int  # of its queries, and of the one key that a token leaves for it in the cache
-    keys: int | None
-    norm: NormKind = NormKind("layer", 1e-6, bias=True)  # of its keys
-
-    @property
-    def pair_flops(self) -> int:
-        """Operations for one query and one key, to say how it scores."""
-        return 2 * self.num_heads * (self.head_size + 1)
+    keys: int | None  # how many; None is all
 
 
 @dataclass(frozen=True)
@@ -129,17 +122,6 @@ class Latent:
     def __post_init__(self):
         if self.rope_size % 2:
             raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
-        if self.indexer and self.query_rank is None:
-            raise ValueError("query_rank is None, but an indexer makes its queries of that latent")
-        if self.indexer and self.indexer.head_size < self.rope_size:
-            raise ValueError(
-                f"the indexer's head_size {self.indexer.head_size} is less than {self.rope_size}"
-            )
-
-    @property
-    def chooser(self) -> Indexer | None:
-        """The indexer, where it has a choice."""
-        return self.indexer if self.indexer and self.indexer.keys is not None else None
 
     @property
     def window(self) -> int | None:
@@ -152,7 +134,7 @@ class Latent:
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """One row for all heads, of which values are made too; in their place lie the indexer's keys."""
-        index = self.chooser and (1, self.chooser.head_size)
+        index = (1, self.indexer.head_size) if self.indexer and self.indexer.keys else None
         return (1, self.rank + self.rope_size), index
 
     @property
@@ -177,8 +159,7 @@ class Latent:
 
     @property
     def pair_flops(self) -> int:
-        """Operations for one query and one key that it sees in all heads, where latents are read as they
-        are."""
+        """Operations for one query and one key in all heads, where latents are read as they are."""
         return 2 * self.num_heads * (2 * self.rank + self.rope_size)
 
 
@@ -339,23 +320,18 @@ class ModelConfig:
         return min(found, default=None)
 
     def within(self, length: int) -> "ModelConfig":
-        """The same decoder for sequences of at most `length` tokens: windows that are as long say nothing,
-        and an indexer that may choose as many has no choice."""
+        """The same decoder for sequences of at most `length` tokens: windows and choices that are as long say
+        nothing."""
 
         def layer(kind: LayerKind) -> LayerKind:
             mixer = kind.mixer
-            if isinstance(mixer, Latent) and (chooser := mixer.chooser) and (chooser.keys or 0) >= length:
-                return replace(kind, mixer=replace(mixer, indexer=replace(chooser, keys=None)))
+            if isinstance(mixer, Latent) and mixer.indexer and (mixer.indexer.keys or 0) >= length:
+                return replace(kind, mixer=replace(mixer, indexer=replace(mixer.indexer, keys=None)))
             if isinstance(mixer, GroupedQuery) and mixer.window is not None and mixer.window >= length:
                 return replace(kind, mixer=replace(mixer, window=None))
             return kind
 
         return replace(self, layers=tuple(map(layer, self.layers)))
-
-
-def chooser_of(kind: LayerKind) -> Indexer | None:
-    """What chooses the keys that a layer's queries see, where something does."""
-    return kind.mixer.chooser if isinstance(kind.mixer, Latent) else None
 
 
 def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:

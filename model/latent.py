@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .attention import Attend, LatentRows, Made, Reading, Selection
-from .config import Indexer, Latent
+from .config import Indexer, Latent, LayerKind, NormKind
 from .layers import biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Turn, rotate
 from .tree import Spec, pytree
@@ -20,6 +20,7 @@ from .tree import Spec, pytree
 # Making keys and values pays from some 100 queries on. Chunks of a prompt are all on one side, so that their
 # bits agree.
 MANY = 32
+INDEX_NORM = NormKind("layer", 1e-6, bias=True)  # of an indexer's keys
 
 
 @pytree
@@ -72,17 +73,26 @@ def latent_spec(c: Latent, D: int, depth: int) -> LatentAttention:
         q_down_bias=None if plain or not c.bias else Spec((own,), ("query_rank",), scale=0.0),
         kv_down_bias=Spec((row,), ("rank",), scale=0.0) if c.bias else None,
         o_bias=Spec((D,), ("model",), scale=0.0) if c.bias else None,
-        indexer=None if c.indexer is None or own is None else indexer_spec(c.indexer, D, own),
+        indexer=None if c.indexer is None else indexer_spec(c, c.indexer, D),
     )
 
 
-def indexer_spec(c: Indexer, D: int, query_rank: int) -> IndexerWeights:
+def indexer_spec(c: Latent, own: Indexer, D: int) -> IndexerWeights:
+    """Raises ValueError where it has nothing to make queries of, or less in a head than is turned."""
+    if c.query_rank is None or own.head_size < c.rope_size:
+        raise ValueError(f"an indexer needs a query_rank, and heads of rope_size {c.rope_size} or more")
     return IndexerWeights(
-        q_up=Spec((query_rank, c.num_heads, c.head_size), ("query_rank", "index_heads", "index_head")),
-        k_down=Spec((D, c.head_size), ("model", "index_head")),
-        k_norm=norm_spec(c.norm, c.head_size),
-        weigh=Spec((D, c.num_heads), ("model", "index_heads")),
+        q_up=Spec((c.query_rank, own.num_heads, own.head_size), ("query_rank", "index_heads", "index_head")),
+        k_down=Spec((D, own.head_size), ("model", "index_head")),
+        k_norm=norm_spec(INDEX_NORM, own.head_size),
+        weigh=Spec((D, own.num_heads), ("model", "index_heads")),
     )
+
+
+def chooser_of(kind: LayerKind) -> Indexer | None:
+    """What chooses the keys that a layer's queries see, where something does."""
+    indexer = kind.mixer.indexer if isinstance(kind.mixer, Latent) else None
+    return indexer if indexer and indexer.keys else None
 
 
 def query_latent(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Array, "B T query_rank"]:
@@ -100,11 +110,11 @@ def choice(
 ) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
     """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
     seen."""
-    own, indexer = w.indexer, c.chooser
+    own, indexer = w.indexer, c.indexer
     if own is None or indexer is None or indexer.keys is None:
         return None, None
     q = einsum("btq,qni->btni", query_latent(w, c, x), own.q_up)
-    key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, indexer.norm)[:, :, None]
+    key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, INDEX_NORM)[:, :, None]
     weights = einsum("btd,dn->btn", x, own.weigh, jnp.float32)
     weights = weights * (indexer.num_heads * indexer.head_size) ** -0.5
     return rotate(key, turn), Selection(rotate(q, turn), weights, indexer.keys)

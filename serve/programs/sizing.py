@@ -16,7 +16,8 @@ from ...kvcache.placement import parts
 from ...kvcache.quantised import Kept, kept_as
 from ...kvcache.stages import devices, params_of, stages
 from ...kvcache.tables import window_pages
-from ...model.config import Experts, LayerKind, chooser_of, windows_of
+from ...model.config import Experts, LayerKind, windows_of
+from ...model.latent import chooser_of
 from ...model.pair import PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes

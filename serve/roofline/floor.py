@@ -19,7 +19,8 @@ import numpy as np
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
 from ...kvcache.quantised import Kept, head_bytes, kept_as
-from ...model.config import LayerKind, ModelConfig, chooser_of
+from ...model.config import LayerKind, ModelConfig
+from ...model.latent import chooser_of
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
@@ -194,7 +195,8 @@ def pairs_flops(kind: LayerKind, keys: float) -> float:
     chooser = chooser_of(kind)
     if chooser is None:
         return kind.mixer.pair_flops * seen(kind, keys)
-    return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + chooser.pair_flops * keys
+    scoring = 2 * chooser.num_heads * (chooser.head_size + 1)
+    return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + scoring * keys
 
 
 def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> float:

@@ -12,7 +12,8 @@ from duetto.kvcache.choosing import choose
 from duetto.kvcache.kernels import supported
 from duetto.kvcache.pages import BLOCK
 from duetto.model.attention import Reading, Selection
-from duetto.model.config import GroupedQuery, chooser_of
+from duetto.model.config import Latent
+from duetto.model.latent import chooser_of
 
 pytestmark = pytest.mark.as_served
 
@@ -92,9 +93,10 @@ def test_a_score_has_the_same_bits_in_every_shape(dtype):
 def test_an_indexer_that_may_choose_all_is_left_out():
     """Its keys are not kept, and what is seen is all."""
     config = RANDOM["latent"]
-    first, rest = config.within(21).layers[0], config.within(20).layers[0]
-    assert first == config.layers[0] and first.mixer.cached[1] == (1, 12)
-    assert rest.mixer.cached[1] is None and chooser_of(rest) is None and rest.mixer.indexer is not None
+    first, rest = (config.within(length).layers[0] for length in (21, 20))
+    assert first == config.layers[0] and first.mixer.cached[1] == (1, 12) and chooser_of(first)
+    assert isinstance(rest.mixer, Latent) and rest.mixer.indexer is not None
+    assert rest.mixer.cached[1] is None and chooser_of(rest) is None
 
 
 def test_kernels_do_not_choose():
@@ -102,6 +104,3 @@ def test_kernels_do_not_choose():
     selection = Selection(jnp.zeros((1, 1, 2, 32)), jnp.zeros((1, 1, 2)), 8)
     assert supported(q, pool, None, Reading(1.0, rank=48))
     assert not supported(q, pool, pool, Reading(1.0, rank=48, selection=selection))
-    assert chooser_of(RANDOM["tiny"].layers[0]) is None and isinstance(
-        RANDOM["tiny"].layers[0].mixer, GroupedQuery
-    )

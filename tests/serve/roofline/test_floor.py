@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from duetto.kvcache.pages import row_bytes
-from duetto.model.config import Dense, Indexer, Latent, LayerKind, ModelConfig, chooser_of
+from duetto.model.config import Dense, Indexer, Latent, LayerKind, ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape
@@ -30,12 +30,11 @@ def decode(config: ModelConfig, context: int) -> Demand:
 
 def test_beyond_the_chosen_keys_a_context_costs_their_scores_only():
     short, long = decode(CHOOSES, 200), decode(CHOOSES, 300)
-    chooser = chooser_of(CHOOSES.layers[0])
-    assert chooser is not None and chooser.pair_flops == 2 * 3 * 17
-    assert long.flops - short.flops == ROWS * 100 * chooser.pair_flops
+    scoring = 2 * 3 * 17
+    assert long.flops - short.flops == ROWS * 100 * scoring
     assert long.bytes - short.bytes == ROWS * 100 * 16 * 4
     within = decode(CHOOSES, 60).flops - decode(CHOOSES, 50).flops
-    assert within == ROWS * 10 * (chooser.pair_flops + PLAIN.pair_flops)
+    assert within == ROWS * 10 * (scoring + PLAIN.pair_flops)
 
 
 def test_an_indexer_without_a_choice_costs_nothing_but_room():
