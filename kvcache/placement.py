@@ -76,7 +76,12 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
 
 def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
-    heads = [(kind.mixer.cached[0] or kind.mixer.state.tails[0])[0] for kind in layers]
+    heads = [first_heads(kind.mixer) for kind in layers]
     places = cache_shardings(layers, params)
     pools: Any = (k or state for k, state in zip(places.k, places.states, strict=True))
     return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))
+
+
+def first_heads(mixer: Any) -> int:
+    """Heads of the first array that a layer keeps."""
+    return (mixer.cached[0] or mixer.state.tails[0])[0]

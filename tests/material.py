@@ -44,12 +44,15 @@ NAMES = [
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
 RECENT = [  # of families in use in 2026
-    "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "glm4", "glm4_moe", "gpt_neox", "granite",
-    "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmo2", "olmo3", "phi",
-    "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "glm4", "glm4_moe",
+    "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron",
+    "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b",
+    "starcoder2",
 ]  # fmt: skip
 # Those whose layers differ from the others' in what engines and layouts see.
-UNLIKE = ["cohere2", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b"]
+UNLIKE = [
+    "cohere2", "deepseek_v32", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b",
+]  # fmt: skip
 TWO = "--xla_force_host_platform_device_count=2"
 ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
 LAYOUTS = {
@@ -60,8 +63,8 @@ LAYOUTS = {
 MIXTURES = ["qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 SERVED = {
     "parts": [*ALL, *UNLIKE],
-    "experts": [*MIXTURES, "qwen2_moe"],
-    "stages": [*ALL, "olmo3", "phi"],
+    "experts": [*MIXTURES, "deepseek_v32", "qwen2_moe"],
+    "stages": [*ALL, "deepseek_v32", "olmo3", "phi"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)
 

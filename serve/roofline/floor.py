@@ -18,9 +18,10 @@ import numpy as np
 
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
-from ...kvcache.quantised import Kept, kept_as
+from ...kvcache.quantised import Kept, head_bytes, kept_as
 from ...kvcache.states import state_bytes
 from ...model.config import LayerKind, ModelConfig
+from ...model.latent import chooser_of
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.recurrent.kinds import STATE
 from ...model.sharding import device_bytes
@@ -151,10 +152,7 @@ def step_demand(
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
-    flops += (
-        sum(kind.mixer.pair_flops * seen(kind, context + (tokens + 1) / 2) for kind in config.layers)
-        * queries
-    )
+    flops += queries * sum(pairs_flops(kind, context + (tokens + 1) / 2) for kind in config.layers)
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
     inner = inner_bytes(config, params, queries, shards)
@@ -182,6 +180,8 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
     place, *rest = path.split(".")
     if place in ("embed", "head", "positions"):
         return 0.0
+    if rest[1:3] == ["attention", "indexer"] and chooser_of(config.layers[int(rest[0])]) is None:
+        return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
     return config.layers[int(rest[0])].ffn.met(shards * tokens) / shards
@@ -192,7 +192,7 @@ def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
     and twice the new ones; or its state, twice."""
     if kind.mixer.state is not None:
         return 2 * state_bytes(kind.mixer.state)
-    return (seen(kind, context) + 2 * tokens) * row_bytes(kind, kept)
+    return read_bytes(kind, context, tokens, kept) + 2 * tokens * row_bytes(kind, kept)
 
 
 def seen(kind: LayerKind, keys: float) -> float:
@@ -200,6 +200,27 @@ def seen(kind: LayerKind, keys: float) -> float:
     if kind.mixer.window == STATE:
         return 1
     return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
+
+
+def pairs_flops(kind: LayerKind, keys: float) -> float:
+    """Operations of attention for a query with so many keys before it, scores that choose among them
+    included."""
+    chooser = chooser_of(kind)
+    if chooser is None:
+        return kind.mixer.pair_flops * seen(kind, keys)
+    scoring = 2 * chooser.num_heads * (chooser.head_size + 1)
+    return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + scoring * keys
+
+
+def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> float:
+    """Bytes of a row's keys and values that its queries read in a layer, at the least: where they are chosen
+    each query reads others, but all read what keys are chosen by."""
+    chooser = chooser_of(kind)
+    if chooser is None:
+        return seen(kind, context) * row_bytes(kind, kept)
+    index = head_bytes(chooser.head_size, kept)
+    own = min(context, tokens * (chooser.keys or 0)) * (row_bytes(kind, kept) - index)
+    return own + context * index
 
 
 def row_size(kind: LayerKind) -> int:
