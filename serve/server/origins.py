@@ -18,8 +18,14 @@ def origins(allowed: Collection[str]) -> list[Middleware]:
     own = [Middleware(Origins, allowed=allowed)]
     if not allowed:
         return own
-    shared = {"allow_origins": list(allowed), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    return [Middleware(CORSMiddleware, **shared, expose_headers=TOLD), *own]
+    shared = Middleware(
+        CORSMiddleware,
+        allow_origins=list(allowed),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=TOLD,
+    )
+    return [shared, *own]
 
 
 class Origins:
