@@ -53,10 +53,11 @@ class Replies:
         textless = self.tokenizer is None or not task.params.detokenize
         return {**ending, "token_ids": output.token_ids} if textless else ending
 
-    def completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
+        """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task))
+            logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
         return {
             "index": output.index,
             "text": output.text,
@@ -108,12 +109,12 @@ class Replies:
         return {"logprobs": logprobs, **self.ending(output, task)}
 
     def completion_logprobs(
-        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float
+        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
     ) -> dict[str, Any]:
         """Of the first token of a prompt nothing is known."""
         pairs = list(zip(output.token_ids, scores, strict=True))
         tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
-        offsets = [0, *itertools.accumulate(len(t) for t in tokens)]
+        offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
         return {
             "tokens": tokens,
             "token_logprobs": [found and finite(found[i]) for i, found in pairs],

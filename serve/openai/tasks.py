@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -150,9 +151,15 @@ def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int |
     try:
         params = SamplingParams.from_dict(merged)
     except (TypeError, ValueError) as error:
-        raise RequestError("invalid_request", str(error)[:500]) from None
+        raise RequestError("invalid_request", str(error)[:500], blamed(error)) from None
     require(params.n <= MAX_CHOICES, "n", params.n, f"1 to {MAX_CHOICES}")
     return params
+
+
+def blamed(error: Exception) -> str | None:
+    """The sampling parameter that the message of an error begins with."""
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
+    return name if name in SAMPLING else None
 
 
 def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:

@@ -10,7 +10,7 @@ from typing import Any
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.replies import Replies
-from ..openai.tasks import RequestError, Task, prompt_ids
+from ..openai.tasks import RequestError, Task, blamed, prompt_ids
 from ..options.server import ServerOptions
 from ..outputs import RequestOutput
 from ..text.chat import ChatTemplateError
@@ -182,7 +182,7 @@ class Service:
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:
-            raise RequestError("invalid_request", str(error)) from None
+            raise RequestError("invalid_request", str(error), blamed(error)) from None
 
     # ------------------------------------------------------------ pieces, from the engine's thread
 

@@ -1,7 +1,7 @@
 """A model's tokenizer: text to token ids and back, under the names that Transformers has for it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from .vocabularies import content, find_vocabulary
 if TYPE_CHECKING:
     import tokenizers
 
+HELD = 4096  # characters of a text for which the interpreter may be held
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
 # Keywords of Transformers' tokenizers that are taken where they ask for nothing.
 NEUTRAL: Table = {
@@ -75,7 +76,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._encodes_elsewhere = encode is not None
-        self._encode = encode or (lambda text, special: backend.encode(text, add_special_tokens=special).ids)
+        self._encode = encode or partial(encoded, backend)
         self.chat_template = chat_template
         self.bos_token, self.bos_token_id = self._named(config, "bos_token")
         self.eos_token, self.eos_token_id = self._named(config, "eos_token")
@@ -314,6 +315,14 @@ def refuse_all(options: Mapping[str, Any]) -> None:
     others = refuse(options)
     if others:
         raise TypeError(f"unknown argument {next(iter(others))!r}")
+
+
+def encoded(backend: "tokenizers.Tokenizer", text: str, special: bool) -> list[int]:
+    """Token ids of a text. Other threads run while a long one is encoded: with `encode` they would wait."""
+    if len(text) <= HELD:
+        return backend.encode(text, add_special_tokens=special).ids
+    (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
+    return found.ids
 
 
 def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:
