@@ -3,9 +3,9 @@ jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from .recurrent.kinds import BLOCK, STATE, DeltaNet
+from .recurrent.kinds import BLOCK, STATE, DeltaNet, Mamba, ShortConv
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
@@ -48,6 +48,10 @@ class GroupedQuery:
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
     gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
 
+    cached_by: ClassVar[str] = "k"
+    state: ClassVar[None] = None
+    can_share: ClassVar[bool] = True
+
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -67,21 +71,6 @@ class GroupedQuery:
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """Heads and size of the keys and of the values that a token leaves in the cache."""
         return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
-
-    @property
-    def cached_by(self) -> str | None:
-        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with
-        it."""
-        return "k"
-
-    @property
-    def state(self) -> None:
-        """None: it keeps keys."""
-
-    @property
-    def can_share(self) -> bool:
-        """Whether a prompt may be cut into rows that share a call with those of other prompts."""
-        return True
 
     @property
     def key_heads(self) -> int:
@@ -110,18 +99,19 @@ class Latent:
     rope_size: int  # of those that are turned; the heads share one such key
     value_size: int
     query_rank: int | None = None  # queries are made from a latent too, unless it is None
-    rope: Rope = NEIGHBOURS
+    rope: Rope | None = NEIGHBOURS
     scale: float | None = None  # of scores; None is (nope_size + rope_size) ** -0.5
     bias: bool = False
     norm: NormKind = LATENT_NORM  # of the latents, whatever the model's own
 
-    def __post_init__(self):
-        if self.rope_size % 2:
-            raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
+    window: ClassVar[None] = None
+    cached_by: ClassVar[None] = None  # the row that all heads share is whole on every device
+    state: ClassVar[None] = None
+    can_share: ClassVar[bool] = False  # a prefill makes the keys of each of its rows anew
 
-    @property
-    def window(self) -> int | None:
-        return None
+    def __post_init__(self):
+        if self.rope and self.rope_size % 2:
+            raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
 
     @property
     def turned(self) -> int:
@@ -131,20 +121,6 @@ class Latent:
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """One row for all heads; values are made from the keys."""
         return (1, self.rank + self.rope_size), None
-
-    @property
-    def cached_by(self) -> str | None:
-        """None: the row that all heads share is whole on every device."""
-        return None
-
-    @property
-    def state(self) -> None:
-        """None: it keeps keys."""
-
-    @property
-    def can_share(self) -> bool:
-        """False: a prefill makes the keys of each of its rows anew."""
-        return False
 
     @property
     def key_heads(self) -> int:
@@ -242,12 +218,25 @@ class Experts:
             raise ValueError(f"groups of {self.count // self.groups} experts have no two best ones")
 
 
+Mixer = GroupedQuery | Latent | DeltaNet | ShortConv | Mamba
+
+
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer: how tokens are mixed, and what is done with each of them."""
+    """One layer: how tokens are mixed, and what is done with each of them, if anything is.
 
-    mixer: GroupedQuery | Latent | DeltaNet
-    ffn: Dense | Experts
+    A mixer says what its tokens leave: keys, `cached`, whose heads are split over devices with those of the
+    weight `cached_by`, or a `state`; and whether a prompt may be cut into rows that share a call with those
+    of other prompts, `can_share`.
+    """
+
+    mixer: Mixer
+    ffn: Dense | Experts | None
+
+    @property
+    def inner(self) -> int:
+        """Inner dimensions that a token goes through behind the mixer."""
+        return 0 if self.ffn is None else self.ffn.inner
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
+from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
 from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
-from .recurrent.kinds import STATE, DeltaNet
+from .recurrent.kinds import STATE, DeltaNet, Mamba, ShortConv
+from .recurrent.mamba import MambaMixer, mamba_spec, mix_mamba
 from .rope import Turn, beyond, rotation
 from .tree import Spec, pytree
 
@@ -22,6 +24,8 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     GroupedQuery: (attention_spec, mix_heads),
     Latent: (latent_spec, mix_latent),
     DeltaNet: (delta_spec, mix_delta),
+    ShortConv: (convolution_spec, mix_convolution),
+    Mamba: (mamba_spec, mix_mamba),
     Dense: (ffn_spec, feed_forward),
     Experts: (experts_spec, mix_experts),
 }
@@ -34,10 +38,10 @@ class Layer:
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None  # of a layer that keeps keys
     ffn_norm: Norm | None
-    ffn: FFN | MoE
+    ffn: FFN | MoE | None
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
-    recurrent: DeltaAttention | None = None  # of one that keeps a state
+    recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
 
     @property
     def mixer(self) -> Any:
@@ -65,12 +69,14 @@ class Decoder:
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     D, depth, norm = c.hidden_size, c.num_layers, norm_spec(c.norm, c.hidden_size)
-    mixer, ffn = SUBLAYERS[type(kind.mixer)][0], SUBLAYERS[type(kind.ffn)][0]
     pre, post = norm if c.pre_norms else None, norm if c.post_norms else None
-    second = None if c.parallel == "one norm" else pre
-    own = mixer(kind.mixer, D, depth)
+    own = SUBLAYERS[type(kind.mixer)][0](kind.mixer, D, depth)
     keys, state = (None, own) if kind.mixer.window == STATE else (own, None)
-    return Layer(pre, keys, second, ffn(kind.ffn, D, depth), post, post, state)
+    if kind.ffn is None:
+        return Layer(pre, keys, None, None, post, None, state)
+    second = None if c.parallel == "one norm" else pre
+    ffn = SUBLAYERS[type(kind.ffn)][0](kind.ffn, D, depth)
+    return Layer(pre, keys, second, ffn, post, post, state)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
@@ -126,14 +132,17 @@ def layer(
     def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + scaled(normed(y, post), c.residual_scale)
 
-    mix, think = SUBLAYERS[type(kind.mixer)][1], SUBLAYERS[type(kind.ffn)][1]
+    mix = SUBLAYERS[type(kind.mixer)][1]
     inner = normed(x, w.attention_norm)
     state, mixed = mix(w.mixer, kind.mixer, inner, turn, attend, state, i)
     outer = added(x, mixed, w.attention_post_norm)
+    if kind.ffn is None:
+        return outer, state
     if c.parallel is None:
         inner = normed(outer, w.ffn_norm)
     elif w.ffn_norm is not None:
         inner = normed(x, w.ffn_norm)
+    think = SUBLAYERS[type(kind.ffn)][1]
     return added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm), state
 
 

@@ -42,7 +42,7 @@ class DeltaAttention:
 def delta_spec(c: DeltaNet, D: int, depth: int) -> DeltaAttention:
     """The parameters of one layer of `depth`."""
     K, G, H, U = c.key_heads, c.groups, c.key_size, c.value_size
-    key, value = ("heads", "head"), ("heads", "group", "head")
+    key, value = ("state_heads", "head"), ("state_heads", "group", "head")
     each = (K, G) if c.decay_rank is None else (K, G, H)
 
     def conv(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Spec:

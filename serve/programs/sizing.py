@@ -59,7 +59,7 @@ def widths(kind: LayerKind) -> int:
     """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward
     layer's."""
     m = kind.mixer
-    return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.ffn.inner
+    return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.inner
 
 
 def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:

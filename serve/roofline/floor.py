@@ -212,6 +212,6 @@ def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int)
 
     def layer(kind: LayerKind) -> int:
         heads = kind.mixer.num_heads * sum(kind.mixer.head_sizes) + 2 * row_size(kind)
-        return 3 * config.hidden_size + 2 * kind.ffn.inner + heads
+        return 3 * config.hidden_size + 2 * kind.inner + heads
 
     return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size
