@@ -35,14 +35,17 @@ MIXTURE = (
     | {"layers.{}.ffn.correction": Stored(parts.LAYER + BLOCK + "gate.e_score_correction_bias", "E->E")}
 )
 NAMES = deepseek.NAMES | MIXTURE | RECURRENT
+SAVED = parts.gated("ffn", "block_sparse_moe")  # by transformers, where the hub's files have `mlp`
 ONLY = {
     "hidden_act": "silu",
     "mla_use_nope": True,
     "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
     "moe_router_activation_func": "sigmoid",
     "topk_method": "noaux_tc",
     "use_grouped_topk": True,
 }
+LINEAR = {"full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size"}
 MIXERS = ("full_attention", "linear_attention")
 
 
@@ -51,8 +54,10 @@ def config(raw: fields.Raw) -> ModelConfig:
     for name, value in ONLY.items():
         fields.only(raw, name, value)
     linear = fields.value(raw, "linear_attn_config", {})
-    if not isinstance(linear, Mapping):
-        raise ValueError(f"linear_attn_config is {shown(linear)}, expected an object")
+    if not isinstance(linear, Mapping) or set(linear) - LINEAR:
+        raise ValueError(
+            f"linear_attn_config is {shown(linear)}, expected an object with {', '.join(sorted(LINEAR))}"
+        )
     mixers = {"full_attention": latent(raw), "linear_attention": delta_net(raw, linear)}
     layers = [
         LayerKind(mixers[kind], ffn) for kind, ffn in zip(layer_types(raw, linear), ffns(raw), strict=True)
@@ -146,4 +151,4 @@ def experts(raw: fields.Raw) -> Experts:
     )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED + parts.BEYOND)
+FAMILY = Family(config, NAMES, parts.IGNORED + parts.BEYOND, also=SAVED)

@@ -41,7 +41,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Lfm2Config."""
     count = parts.num_layers(raw)
     full = fields.value(raw, "full_attn_idxs", list(range(count)))
-    if not isinstance(full, list):
+    if not isinstance(full, list) or any(type(i) is not int for i in full):
         raise ValueError(f"full_attn_idxs is {shown(full)}, expected a list of layers' numbers")
     kinds = ["full_attention" if i in full else "conv" for i in range(count)]
     return decoder(raw, kinds, [Dense(ffn_size(raw))] * count)

@@ -114,8 +114,8 @@ class ShortConv:
 
 @dataclass(frozen=True)
 class Mamba:
-    """Mamba-2 (Dao and Gu, arXiv 2405.21060) in the words of attention: each key head, a group of B and C, has
-    as many value heads, which have a decay and a step of their own."""
+    """Mamba-2 (Dao and Gu, arXiv 2405.21060) in the words of attention: each key head, a group of B and C,
+    has as many value heads, which have a decay and a step of their own."""
 
     key_heads: int  # K
     num_heads: int  # N, a multiple of K
