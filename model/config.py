@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from .recurrent.kinds import BLOCK, STATE, DeltaNet, Mamba, ShortConv
+from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
@@ -148,6 +148,8 @@ class Dense:
     bias: bool = False
     clamp: float | None = None  # of clamped_silu
     output_gate: bool = False  # the output is multiplied by the sigmoid of a learned score of the input
+    gate_scale: float = 1.0  # of what the activation is given
+    scale: float = 1.0  # of the output
 
     @property
     def inner(self) -> int:
@@ -227,11 +229,28 @@ class LayerKind:
 
     A mixer says what its tokens leave: keys, `cached`, whose heads are split over devices with those of the
     weight `cached_by`, or a `state`; and whether a prompt may be cut into rows that share a call with those
-    of other prompts, `can_share`.
+    of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are given the same,
+    and what they make is added.
     """
 
     mixer: Mixer
     ffn: Dense | Experts | None
+    beside: Mamba | None = None
+    scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 2  # of what mixers are given, and make
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+
+    @property
+    def keys(self) -> GroupedQuery | Latent | None:
+        """The mixer that leaves keys."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, GroupedQuery | Latent)), None)
+
+    @property
+    def state(self) -> Leaves | None:
+        """The state of the mixer that has one."""
+        return next((mixer.state for mixer in self.mixers if mixer.state), None)
 
     @property
     def inner(self) -> int:
@@ -326,5 +345,5 @@ class ModelConfig:
 
 def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
     """The different windows of layers, unlimited first."""
-    found = {layer.mixer.window for layer in layers}
+    found = {mixer.window for layer in layers for mixer in layer.mixers}
     return tuple(sorted(found, key=lambda w: (w is not None, w)))

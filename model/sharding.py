@@ -90,13 +90,13 @@ class Layout:
 
 def key_heads(layers: Iterable[LayerKind]) -> set[int]:
     """Numbers of heads that the layers keep keys of; a latent layer's row is no head."""
-    return {kind.mixer.num_kv_heads for kind in layers if isinstance(kind.mixer, GroupedQuery)}
+    return {kind.keys.num_kv_heads for kind in layers if isinstance(kind.keys, GroupedQuery)}
 
 
 def split_sizes(kind: LayerKind, experts: bool) -> Iterable[tuple[str, int]]:
     """The sizes of a layer that are split, by what they are."""
-    if kind.mixer.state is None:
-        yield "heads", kind.mixer.num_heads
+    if kind.keys is not None:
+        yield "heads", kind.keys.num_heads
     if kind.ffn is None:
         return
     if not isinstance(kind.ffn, Experts):

@@ -13,6 +13,7 @@ from . import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3_text,
@@ -106,4 +107,5 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": lfm2_moe.FAMILY,
     "mamba2": mamba2.FAMILY,
     "granitemoehybrid": granitemoehybrid.FAMILY,
+    "falcon_h1": falcon_h1.FAMILY,
 }
