@@ -21,6 +21,8 @@ LITE = Latent(16, 512, 128, 64, 128)
 MODELS = {
     "8B dense": (PRESETS["8b"], 0, 1),
     "Qwen3-30B-A3B": (PRESETS["30b-a3b"], 0, 1),
+    "Qwen3.5-4B": (PRESETS["qwen3.5-4b"], 0, 4),
+    "Qwen3-Next-80B-A3B": (PRESETS["qwen3-next-80b"], 0, 4),
     "gpt-oss-20b in bfloat16": (PRESETS["gpt-oss-20b"], 0, 2),
     "DeepSeek-V2-Lite": (
         ModelConfig(

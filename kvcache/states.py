@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.recurrent.kinds import BLOCK, Leaves
-from ..model.recurrent.states import Inputs, Recurrence, State
-from ..model.scatter import apart
+from ..model.recurrent.linear import Terms, apart, step
+from ..model.recurrent.states import Inputs, Recurrence, State, newest
+from ..model.scatter import apart as unique
 from ..model.tree import pytree, static
+from .state_kernel import MemoryPool, Place, step_pages, steps_in_place
 
 
 @pytree
@@ -28,7 +30,7 @@ class StatePool:
 
     @property
     def pages(self) -> int:
-        return self.states.tails[0].shape[1]
+        return jax.tree.leaves(self.states)[0].shape[1]
 
 
 def state_bytes(leaves: Leaves) -> int:
@@ -70,14 +72,22 @@ class Rows:
         self, pool: StatePool, end: Int[Array, " B"], state: State, wanted: Bool[Array, " B"]
     ) -> StatePool:
         """The pool with the states behind `end` tokens, of those rows whose is `wanted`."""
-        page = self._page(pool, end)
-        place = apart(page, wanted & (page >= 0), pool.pages)
+        place = self.target(pool, end, wanted)
 
         def put(own: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
             head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
             return own.at[head, place[None]].set(new, mode="drop", unique_indices=True)
 
         return replace(pool, states=jax.tree.map(put, pool.states, state))
+
+    def source(self, pool: StatePool) -> Int[Array, " B"]:
+        """The pages of the states before the rows' first tokens; negative where there is none."""
+        return jnp.where(self.start > 0, self._page(pool, self.start), -1)
+
+    def target(self, pool: StatePool, end: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Int[Array, " B"]:
+        """The pages of the states behind `end` tokens, each another beyond the pool where none is written."""
+        page = self._page(pool, end)
+        return unique(page, wanted & (page >= 0), pool.pages)
 
     def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether a state behind `end` tokens is one that is kept: a page ends there, or the row."""
@@ -100,8 +110,7 @@ def taken_on(
 ) -> tuple[StatePool, Float[Array, "B T N U"]]:
     """The pool after the rows' new tokens, and the layer's outputs."""
     if new.parts[0].shape[1] == 1:
-        state, out = recurrence.step(rows.read(pool), new)
-        return rows.write(pool, rows.start + 1, state, rows.count > 0), out
+        return stepped(pool, rows, recurrence, new)
 
     def write(pool: StatePool, j: Int[Array, ""], state: State) -> StatePool:
         before = rows.start + j * BLOCK
@@ -111,24 +120,75 @@ def taken_on(
     return recurrence.scan(rows.read(pool), new, rows.count, write, pool)
 
 
+def stepped(
+    pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
+) -> tuple[StatePool, Float[Array, "B 1 N U"]]:
+    """The same of one token a row: its memory stays where it lies, if a kernel can do that."""
+    memory, wanted = pool.states.memory, rows.count > 0
+    if memory is None or not steps_in_place(memory):
+        state, out = recurrence.step(rows.read(pool), new)
+        return rows.write(pool, rows.start + 1, state, wanted), out
+    tails = replace(pool, states=State(pool.states.tails))
+    seen = recurrence.seen(rows.read(tails), new.parts)
+    tails = rows.write(tails, rows.start + 1, State(recurrence.tails(seen)), wanted)
+    terms = jax.tree.map(lambda x: x[:, 0], recurrence.one(seen, new.beside))
+    place = Place(rows.source(pool), rows.target(pool, rows.start + 1, wanted))
+
+    def by_pages(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        own = replace(pool, states=State((), memory))
+        found, out = apart(rows.read(own).memory, terms)
+        return rows.write(own, rows.start + 1, State((), found), wanted).states.memory, out
+
+    def in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        return step_pages(memory, place, terms)
+
+    memory, out = jax.lax.platform_dependent(memory, terms, cuda=in_place, default=by_pages)
+    return replace(tails, states=State(tails.states.tails, memory)), out[:, None]
+
+
 # ---------------------------------------------------------------- guesses
 
 
 @dataclass(frozen=True)
+class Guess:
+    """What a layer's tokens [B,T] of a verification would do to its state: what each convolution `seen`, and
+    their terms for the memory, if there is one."""
+
+    seen: list[Any]
+    terms: Any  # Terms, None without a memory
+    tokens: int  # T
+
+    def kept(self, pool: StatePool, rows: Rows) -> StatePool:
+        """The pool after the first `rows.count` of each row's tokens, which go through the memory once more:
+        to keep that behind each of them would take T times as much."""
+        T = self.tokens
+
+        def one(i: Int[Array, ""], carry: tuple[StatePool, Any]) -> tuple[StatePool, Any]:
+            pool, memory = carry
+            if self.terms is not None:
+                memory, _ = step(memory, jax.tree.map(lambda x: x[:, i], self.terms))
+            tails = (newest(x, jnp.full(len(x), i + 1, jnp.int32), T) for x in self.seen)
+            end = rows.start + i + 1
+            return rows.write(pool, end, State(tuple(tails), memory), rows.stays(pool, end)), memory
+
+        return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool).memory))[0]
+
+
+@dataclass(frozen=True)
 class Guessed:
-    """`attend`'s state while guesses are verified: the cache, and of each layer with a state how its tokens
-    would take it on. It is written when it is known which of them were right."""
+    """`attend`'s state while guesses are verified: the cache, and of each layer with a state what the tokens
+    would do to it. It is written when it is known which of them were right."""
 
     cache: Any  # KVCache
-    pending: dict[int, tuple[Recurrence, Inputs]]
+    pending: dict[int, Guess]
 
     def confirmed(self, rows: Rows, count: Int[Array, " B"]) -> Any:
         """The cache with the states behind the first `count` tokens of each row, the first of which is no
         guess."""
         rows = replace(rows, count=jnp.minimum(jnp.maximum(count, 1), rows.count))
         states = list(self.cache.states)
-        for layer, own in self.pending.items():
-            states[layer] = confirmed(states[layer], rows, *own)
+        for layer, guess in self.pending.items():
+            states[layer] = guess.kept(states[layer], rows)
         return replace(self.cache, states=tuple(states))
 
 
@@ -152,33 +212,24 @@ class Guessing:
     def recur(
         self, state: Guessed, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
     ) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
-        new = jax.tree.map(lambda x: x[self.row_of_place, 0], new)
-        out = in_turn(self.rows.read(state.cache.states[layer]), recurrence, new)
+        before, T = self.rows.read(state.cache.states[layer]), self.row_of_place.shape[1]
+        seen = recurrence.seen(before, self._by_place(new.parts))
+        spans = [own.weight.shape[-1] for own in recurrence.convolutions]
+        found = recurrence.one(list(map(self._spanned, seen, spans)), new.beside)
+        if not isinstance(found, Terms):
+            return Guessed(state.cache, state.pending | {layer: Guess(seen, None, T)}), found
+        terms = self._by_place(found)
+        _, out = jax.lax.scan(step, before.memory, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), terms))
         out = jnp.moveaxis(out, 1, 0).reshape(-1, 1, *out.shape[2:])
-        pending = state.pending | {layer: (recurrence, new)}
+        pending = state.pending | {layer: Guess(seen, terms, T)}
         return Guessed(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
 
+    def _by_place(self, x: Any) -> Any:
+        """Rows of one token [rows,1,...] as [B,T,...]."""
+        return jax.tree.map(lambda own: own[self.row_of_place, 0], x)
 
-def in_turn(state: State, recurrence: Recurrence, new: Inputs) -> Float[Array, "T B N U"]:
-    """Outputs of tokens [B,T] that each row takes one by one."""
-
-    def one(state: State, own: Inputs) -> tuple[State, Float[Array, "B N U"]]:
-        state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, None], own))
-        return state, out[:, 0]
-
-    return jax.lax.scan(one, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), new))[1]
-
-
-def confirmed(pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs) -> StatePool:
-    """The pool after the first `rows.count` of each row's tokens [B,T], taken one by one again: to keep the
-    state behind each of them would take T times the memory."""
-
-    def one(i: Int[Array, ""], carry: tuple[StatePool, State]) -> tuple[StatePool, State]:
-        pool, state = carry
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), new)
-        state, _ = recurrence.step(state, own)
-        end = rows.start + i + 1
-        return rows.write(pool, end, state, rows.stays(pool, end)), state
-
-    T = new.parts[0].shape[1]
-    return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool)))[0]
+    def _spanned(self, seen: Float[Array, "B seen ..."], span: int) -> Float[Array, "rows span ..."]:
+        """What a convolution sees of each row of one token."""
+        B, T = self.row_of_place.shape
+        row, place = jnp.minimum(self.place_of_row // T, B - 1), self.place_of_row % T
+        return seen[row[:, None], place[:, None] + jnp.arange(span, dtype=jnp.int32)[None]]

@@ -137,6 +137,12 @@ def biased(x: Float[Array, "*shape"], bias: Float[Array, "..."] | None) -> Float
     return x if bias is None else x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
 
 
+def rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """A product in float32 that is to be rounded before it is added to something: a compiler may round the
+    two only once, where it likes. The bound limits nothing; it stands in the way."""
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
 def softcapped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Values pressed into (-cap, cap)."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -31,6 +31,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": CHUNKS,
     "parallel": TIGHT,
+    "recurrent": TIGHT,
 }
 MORE = {  # of a small model: the demo model has optimised programs in engines enough
     "pages of 256 tokens, whole prompts, two seats, no prefix caching, shorter model length": {
@@ -78,7 +79,10 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
 
 # Of each kind of attention and of cache: what joins late is compared with no regard to the rest of a model.
 @pytest.mark.parametrize(
-    "model", ["latent", "bfloat16", "windows, int8 cache", "demo"], indirect=True, scope="session"
+    "model",
+    ["latent", "recurrent", "bfloat16", "windows, int8 cache", "demo"],
+    indirect=True,
+    scope="session",
 )
 @pytest.mark.usefixtures("early")
 def test_cold_equals_alone(model, serve, expected):
@@ -306,7 +310,7 @@ def guessing(serve, model):
 
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows", "latent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
+    ["tiny", "windows", "latent", "recurrent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
     indirect=True,
     scope="session",
 )

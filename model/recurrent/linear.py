@@ -9,6 +9,7 @@ in float32. A token's results depend on no token behind it, so blocks may be pad
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..layers import einsum
+from ..layers import einsum, rounded
 from ..tree import pytree
 from .kinds import BLOCK
 
@@ -41,22 +42,39 @@ class Terms:
         return self.decay.ndim == self.k.ndim
 
 
+def faded(x: Terms) -> Terms:
+    """The same with what remains in place of its logarithm, as `step` takes it."""
+    skip = None if x.skip is None else rounded(x.skip)
+    return replace(x, v=rounded(x.v), decay=jnp.exp(x.decay), skip=skip)
+
+
+def apart(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
+    """`step` as a loop computes it, of terms that are there: a CPU would compute them once more inside of it,
+    and bits of an exponential depend on the loop that it stands in. The branch is always taken."""
+
+    def on_cpu(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
+        nothing = jnp.zeros(x.v.shape, x.v.dtype)
+        return jax.lax.cond(jnp.any(x.decay <= 1), step, lambda memory, x: (memory, nothing), memory, x)
+
+    return jax.lax.platform_dependent(memory, x, cpu=on_cpu, default=step)
+
+
 def step(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
-    """The memory after one token of each row, and the token's output."""
+    """The memory after one token of each row, whose terms are `faded`, and the token's output."""
     x = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), x)  # heads first
-    decay = x.decay if x.by_dimension else x.decay[..., None]
-    memory = memory * jnp.exp(decay)[..., None]
+    remains = x.decay if x.by_dimension else x.decay[..., None]
+    memory = rounded(memory * remains[..., None])
     change = x.v
     if x.rate is not None:
         change = x.rate[..., None] * (x.v - asked(memory, x.k))
-    memory = memory + x.k[..., None] * change[..., None, :]
+    memory = memory + rounded(x.k[..., None] * change[..., None, :])
     out = asked(memory, x.q)
     return memory, jnp.moveaxis(out if x.skip is None else out + x.skip, 0, 1)
 
 
 def asked(memory: Memory, q: Float[Array, "N B H"]) -> Float[Array, "N B U"]:
     """A memory's answer: its values, weighted by how much their keys are like q."""
-    return jnp.sum(memory * q[..., None], axis=-2)
+    return jnp.sum(rounded(memory * q[..., None]), axis=-2)
 
 
 @pytree

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..layers import biased
+from ..layers import biased, rounded
 from ..tree import pytree
 from . import linear
 from .kinds import BLOCK, Leaves
@@ -54,14 +54,30 @@ class Recurrence:
 
     def step(self, state: State, new: Inputs) -> tuple[State, Float[Array, "B 1 N U"]]:
         """The state after one token of each row [B,1,...], and its output."""
-        seen = self._seen(state, new)
-        tails = tuple(jnp.moveaxis(x[:, 1:], (2, 1), (0, 2)) for x in seen)
-        parts = self._convolved(seen, 1)
-        if self.terms is None:
-            return State(tails), parts[0]
-        terms = jax.tree.map(lambda x: x[:, 0], self.terms(parts, new.beside))
-        memory, out = linear.step(state.memory, terms)
+        seen = self.seen(state, new.parts)
+        tails, found = self.tails(seen), self.one(seen, new.beside)
+        if not isinstance(found, linear.Terms):
+            return State(tails), found
+        memory, out = linear.apart(state.memory, jax.tree.map(lambda x: x[:, 0], found))
         return State(tails, memory), out[:, None]
+
+    def tails(self, seen: list[Seen]) -> tuple[Any, ...]:
+        """What convolutions remember after one token."""
+        return tuple(jnp.moveaxis(x[:, 1:], (2, 1), (0, 2)) for x in seen)
+
+    def one(self, seen: list[Seen], beside: Any) -> linear.Terms | Part:
+        """What single tokens, of which each convolution sees as many as its kernel spans, do to a memory; the
+        outputs of a layer without one."""
+        parts = self._convolved(seen, 1)
+        return parts[0] if self.terms is None else linear.faded(self.terms(parts, beside))
+
+    def seen(self, state: State, parts: tuple[Part, ...]) -> list[Seen]:
+        """What each convolution sees: the inputs that the state remembers, and the new ones."""
+        tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
+        return [
+            jnp.concatenate([tail, part.astype(jnp.float32)], axis=1)
+            for tail, part in zip(tails, parts, strict=True)
+        ]
 
     def scan(
         self,
@@ -73,7 +89,7 @@ class Recurrence:
     ) -> tuple[Pools, Float[Array, "B T N U"]]:
         """Take `count` of T tokens of each row through the state, block by block. `write(pools, j, state)` is
         told it after block j; returns the last pools, and the outputs."""
-        seen, T = self._seen(state, new), new.parts[0].shape[1]
+        seen, T = self.seen(state, new.parts), new.parts[0].shape[1]
         parts = self._convolved(seen, T)
 
         def after(pools: Pools, j: Int[Array, ""], memory: Any) -> Pools:
@@ -84,14 +100,6 @@ class Recurrence:
             return jax.lax.fori_loop(0, -(-T // BLOCK), lambda j, x: after(x, j, None), pools), parts[0]
         return linear.scan(state.memory, self.terms(parts, new.beside), count, after, pools)
 
-    def _seen(self, state: State, new: Inputs) -> list[Seen]:
-        """What each convolution sees: the inputs that the state remembers, and the new ones."""
-        tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
-        return [
-            jnp.concatenate([tail, part.astype(jnp.float32)], axis=1)
-            for tail, part in zip(tails, new.parts, strict=True)
-        ]
-
     def _convolved(self, seen: list[Seen], T: int) -> tuple[Part, ...]:
         found = (convolved(own, x, T) for own, x in zip(self.convolutions, seen, strict=True))
         return tuple(x if self.activation is None else self.activation(x) for x in found)
@@ -100,7 +108,7 @@ class Recurrence:
 def convolved(own: Convolution, x: Seen, T: int) -> Part:
     """Each of the last T tokens with those before it, as many as the kernel spans, in float32."""
     kernel = own.weight.astype(jnp.float32)[None, None]
-    out = x[:, :T] * kernel[..., 0]
+    out = rounded(x[:, :T] * kernel[..., 0])
     for i in range(1, kernel.shape[-1]):
         out = out + x[:, i : i + T] * kernel[..., i]
     return biased(out, None if own.bias is None else own.bias.astype(jnp.float32))

@@ -3,6 +3,7 @@
 from math import log
 
 from ...model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from ...model.recurrent.kinds import DeltaNet
 from ...model.rope import Rope
 
 QWEN3_MOE = LayerKind(
@@ -19,6 +20,17 @@ DEEPSEEK_EXPERTS = Experts(
     256, 8, 2048, scoring="sigmoid", factor=2.5, correction=True, groups=8, active_groups=4,
     group_score="top2", shared=2048,
 )  # fmt: skip
+
+
+def gated_deltas(
+    num_heads: int, num_kv_heads: int, ffn: Dense | Experts, periods: int
+) -> tuple[LayerKind, ...]:
+    """Layers of Qwen3-Next and Qwen 3.5: three with a state before each with attention."""
+    norm = NormKind(eps=1e-6, offset=1.0)
+    attention = GroupedQuery(
+        num_heads, num_kv_heads, 256, Rope(1e7), rotary_size=64, qk_norm=norm, gated=True
+    )
+    return periods * (*3 * (LayerKind(DeltaNet(16, 32, 128, 128), ffn),), LayerKind(attention, ffn))
 
 
 def gpt_oss(window: int | None) -> LayerKind:
@@ -49,5 +61,13 @@ PRESETS = {
         163840,
         norm=NormKind(eps=1e-6),
     ),
+    "qwen3-next-80b": ModelConfig(
+        151936, 2048, gated_deltas(16, 2, Experts(512, 10, 512, shared=512, shared_gate=True), 12), 262144,
+        norm=NormKind(eps=1e-6, offset=1.0),
+    ),
+    "qwen3.5-4b": ModelConfig(
+        248320, 2560, gated_deltas(16, 4, Dense(9216), 8), 262144, norm=NormKind(eps=1e-6, offset=1.0),
+        tied_embeddings=True,
+    ),
     "gpt-oss-20b": ModelConfig(201088, 2880, 12 * (gpt_oss(128), gpt_oss(None)), 131072),
-}
+}  # fmt: skip
