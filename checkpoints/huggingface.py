@@ -175,7 +175,8 @@ def save(
 def described(
     config: ModelConfig, like: str | Path | Mapping[str, Any] | None
 ) -> tuple[Family, dict[str, Any]]:
-    """The family to write, and the fields of its `config.json`."""
+    """The family to write, with the names of the folder's own tensors, and the fields of its
+    `config.json`."""
     if like is None:
         raw = llama.export(config) | {"bos_token_id": None, "eos_token_id": None}
         if FAMILIES["llama"].config(raw) != config:
@@ -186,6 +187,8 @@ def described(
     family = FAMILIES[model_type(raw)]
     if family.config(raw) != config:
         raise ValueError(f"like describes another model than the configuration {config}")
+    if family.also and not isinstance(like, Mapping) and any(Path(like).glob("*.safetensors")):
+        family = family.stored_in(find_tensors(Path(like), family))
     return family, raw
 
 

@@ -49,8 +49,9 @@ class KVCache:
     """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
-    keys only, and what these are chosen by in the place of values, if they are; a recurrent one has neither,
-    but a pool of states. Every array of a pool has the heads as its first axis and the pages as its second.
+    keys only, and what these are chosen by in the place of values, if they are; a recurrent one a pool of
+    states, in place of keys or beside them. Every array of a pool has the heads as its first axis and the
+    pages as its second.
     """
 
     k: tuple[Any, ...]  # L of [K,P,W,H] or None
@@ -84,16 +85,17 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
 
 def row_bytes(kind: LayerKind, kept: Kept) -> int:
     """Bytes that a token leaves in the cache of a layer."""
-    return sum(heads * head_bytes(size, kept) for heads, size in filter(None, kind.mixer.cached))
+    rows = filter(None, kind.keys.cached if kind.keys else ())
+    return sum(heads * head_bytes(size, kept) for heads, size in rows)
 
 
 def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together, or their states."""
 
     def page(window: int | None) -> int:
-        own = [layer for layer in layers if layer.mixer.window == window]
         if window == STATE:
-            return sum(state_bytes(layer.mixer.state) for layer in own if layer.mixer.state)
+            return sum(state_bytes(layer.state) for layer in layers if layer.state)
+        own = [layer for layer in layers if layer.keys and layer.keys.window == window]
         return sum(row_bytes(layer, kept) for layer in own) * page_size
 
     return tuple(map(page, windows_of(layers)))
@@ -110,15 +112,15 @@ def empty_cache(
         raise ValueError(f"page_size {page_size} must divide {BLOCK} or be a multiple of it")
     count = dict(zip(windows_of(layers), pages, strict=True))
 
-    def pool(window: int | None, row: tuple[int, int] | None) -> Pool | None:
-        return row and empty_pool((row[0], count[window], page_size, row[1]), kept, device)
+    def pool(kind: LayerKind, i: int) -> Pool | None:
+        row = kind.keys and kind.keys.cached[i]
+        return row and empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
 
-    def states(mixer: Any) -> StatePool | None:
-        return mixer.state and empty_states(mixer.state, count[STATE], page_size)
+    def states(kind: LayerKind) -> StatePool | None:
+        return kind.state and empty_states(kind.state, count[STATE], page_size)
 
-    mixers = [layer.mixer for layer in layers]
-    keys, values = (tuple(pool(m.window, m.cached[i]) for m in mixers) for i in range(2))
-    return KVCache(keys, values, tuple(map(states, mixers)))
+    keys, values = (tuple(pool(kind, i) for kind in layers) for i in range(2))
+    return KVCache(keys, values, tuple(map(states, layers)))
 
 
 def write(

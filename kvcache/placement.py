@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..model.config import LayerKind
+from ..model.config import LayerKind, Mixer
 from ..model.pair import Params, layers_of, target_of
 from ..model.sharding import DATA
 from .pages import KVCache
@@ -51,17 +51,19 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
     """A sharding for each pool [K,P,W,H] of a cache for all layers of the parameters, for its scales [K,P,W]
     if it has some, and for each array of a layer's states; P are the pages of all shards."""
 
-    def pool(kind: LayerKind, layer: Any) -> Any:
-        own, weight = layer.any_norm.gain.sharding, kind.mixer.cached_by
-        axes = head_axes(getattr(layer.mixer, weight)) if weight else None
+    def pool(mixer: Mixer, layer: Any) -> Any:
+        own, weight = layer.any_norm.gain.sharding, mixer.cached_by
+        axes = head_axes(getattr(layer.of(mixer), weight)) if weight else None
         if shards > 1 and isinstance(own, NamedSharding):
             return split(own, PartitionSpec(axes, DATA))
         return split(own, PartitionSpec(axes)) if axes else whole(own)
 
-    pools, mixers = list(map(pool, layers, layers_of(params))), [kind.mixer for kind in layers]
-
-    def of(has: Callable[[Any], Any]) -> tuple[Any, ...]:
-        return tuple(pool if has(mixer) else None for pool, mixer in zip(pools, mixers, strict=True))
+    def of(has: Callable[[Mixer], Any]) -> tuple[Any, ...]:
+        """Of each layer that of the mixer that has such pools."""
+        each = zip(layers, layers_of(params), strict=True)
+        return tuple(
+            next((pool(mixer, layer) for mixer in kind.mixers if has(mixer)), None) for kind, layer in each
+        )
 
     return KVCache(of(lambda m: m.cached[0]), of(lambda m: m.cached[1]), of(lambda m: m.state))
 
@@ -76,12 +78,8 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
 
 def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
-    heads = [first_heads(kind.mixer) for kind in layers]
-    places = cache_shardings(layers, params)
-    pools: Any = (k or state for k, state in zip(places.k, places.states, strict=True))
-    return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))
-
-
-def first_heads(mixer: Any) -> int:
-    """Heads of the first array that a layer keeps."""
-    return (mixer.cached[0] or mixer.state.tails[0])[0]
+    places, found = cache_shardings(layers, params), []
+    for kind, keys, states in zip(layers, places.k, places.states, strict=True):
+        sizes = (kind.keys and kind.keys.cached[0][0], keys), (kind.state and kind.state.tails[0][0], states)
+        found += [heads // own.shard_shape((heads, 1, 1, 1))[0] for heads, own in sizes if heads]
+    return min(found)

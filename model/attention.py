@@ -40,6 +40,7 @@ class Attention:
     k_norm: Any = None  # [H], or [K,H]
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
+    gate_bias: Any = None  # [N,H]
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         k_norm=gain(K, "kv_heads"),
         sinks=optional(c.sinks, N, axes=("heads",)),
         gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
+        gate_bias=optional(c.gated and c.bias, N, H, axes=("heads", "head")),
     )
 
 
@@ -214,7 +216,7 @@ def mix_heads(
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
     if w.gate is not None:
-        out = out * jax.nn.sigmoid(einsum("btd,dnh->btnh", x, w.gate))
+        out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 

@@ -3,9 +3,9 @@ jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from .recurrent.kinds import BLOCK, STATE, DeltaNet
+from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
 from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
@@ -48,6 +48,10 @@ class GroupedQuery:
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
     gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
 
+    cached_by: ClassVar[str] = "k"
+    state: ClassVar[None] = None
+    can_share: ClassVar[bool] = True
+
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -67,21 +71,6 @@ class GroupedQuery:
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
         """Heads and size of the keys and of the values that a token leaves in the cache."""
         return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
-
-    @property
-    def cached_by(self) -> str | None:
-        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with
-        it."""
-        return "k"
-
-    @property
-    def state(self) -> None:
-        """None: it keeps keys."""
-
-    @property
-    def can_share(self) -> bool:
-        """Whether a prompt may be cut into rows that share a call with those of other prompts."""
-        return True
 
     @property
     def key_heads(self) -> int:
@@ -119,19 +108,20 @@ class Latent:
     rope_size: int  # of those that are turned; the heads share one such key
     value_size: int
     query_rank: int | None = None  # queries are made from a latent too, unless it is None
-    rope: Rope = NEIGHBOURS
+    rope: Rope | None = NEIGHBOURS
     scale: float | None = None  # of scores; None is (nope_size + rope_size) ** -0.5
     bias: bool = False
     norm: NormKind = LATENT_NORM  # of the latents, whatever the model's own
     indexer: Indexer | None = None
 
-    def __post_init__(self):
-        if self.rope_size % 2:
-            raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
+    window: ClassVar[None] = None
+    cached_by: ClassVar[None] = None  # the row that all heads share is whole on every device
+    state: ClassVar[None] = None
+    can_share: ClassVar[bool] = False  # a prefill makes the keys of each of its rows anew
 
-    @property
-    def window(self) -> int | None:
-        return None
+    def __post_init__(self):
+        if self.rope and self.rope_size % 2:
+            raise ValueError(f"rope_size {self.rope_size} is odd; rotary embeddings need pairs of dimensions")
 
     @property
     def turned(self) -> int:
@@ -142,20 +132,6 @@ class Latent:
         """One row for all heads, of which values are made too; in their place lie the indexer's keys."""
         index = (1, self.indexer.head_size) if self.indexer and self.indexer.keys else None
         return (1, self.rank + self.rope_size), index
-
-    @property
-    def cached_by(self) -> str | None:
-        """None: the row that all heads share is whole on every device."""
-        return None
-
-    @property
-    def state(self) -> None:
-        """None: it keeps keys."""
-
-    @property
-    def can_share(self) -> bool:
-        """False: a prefill makes the keys of each of its rows anew."""
-        return False
 
     @property
     def key_heads(self) -> int:
@@ -183,6 +159,8 @@ class Dense:
     bias: bool = False
     clamp: float | None = None  # of clamped_silu
     output_gate: bool = False  # the output is multiplied by the sigmoid of a learned score of the input
+    gate_scale: float = 1.0  # of what the activation is given
+    scale: float = 1.0  # of the output
 
     @property
     def inner(self) -> int:
@@ -253,12 +231,42 @@ class Experts:
             raise ValueError(f"groups of {self.count // self.groups} experts have no two best ones")
 
 
+Mixer = GroupedQuery | Latent | DeltaNet | ShortConv | Mamba
+
+
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer: how tokens are mixed, and what is done with each of them."""
+    """One layer: how tokens are mixed, and what is done with each of them, if anything is.
 
-    mixer: GroupedQuery | Latent | DeltaNet
-    ffn: Dense | Experts
+    A mixer says what its tokens leave: keys, `cached`, whose heads are split over devices with those of the
+    weight `cached_by`, or a `state`; and whether a prompt may be cut into rows that share a call with those
+    of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are given the same,
+    and what they make is added.
+    """
+
+    mixer: Mixer
+    ffn: Dense | Experts | None
+    beside: Mamba | None = None
+    scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 2  # of what mixers are given, and make
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+
+    @property
+    def keys(self) -> GroupedQuery | Latent | None:
+        """The mixer that leaves keys."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, GroupedQuery | Latent)), None)
+
+    @property
+    def state(self) -> Leaves | None:
+        """The state of the mixer that has one."""
+        return next((mixer.state for mixer in self.mixers if mixer.state), None)
+
+    @property
+    def inner(self) -> int:
+        """Inner dimensions that a token goes through behind the mixer."""
+        return 0 if self.ffn is None else self.ffn.inner
 
 
 @dataclass(frozen=True)
@@ -351,5 +359,5 @@ class ModelConfig:
 
 def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
     """The different windows of layers, unlimited first."""
-    found = {layer.mixer.window for layer in layers}
+    found = {mixer.window for layer in layers for mixer in layer.mixers}
     return tuple(sorted(found, key=lambda w: (w is not None, w)))

@@ -120,20 +120,24 @@ def choice(
     return rotate(key, turn), Selection(rotate(q, turn), weights, indexer.keys)
 
 
+def turned(c: Latent, x: Float[Array, "B T heads size"], turn: Turn | None) -> Float[Array, "B T heads size"]:
+    return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
+
+
 def cached_row(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn | None
 ) -> Float[Array, "B T 1 row"]:
     """What a token leaves in the cache: its latent, and the turned key that all heads share."""
     down = biased(einsum("btd,dz->btz", x, w.kv_down), w.kv_down_bias)[:, :, None]
     latent = rms_norm(down[..., : c.rank], w.kv_norm, c.norm)
-    return jnp.concatenate([latent, rotate(down[..., c.rank :], turn, c.rope.interleaved)], axis=-1)
+    return jnp.concatenate([latent, turned(c, down[..., c.rank :], turn)], axis=-1)
 
 
 def mix_latent(
     w: LatentAttention,
     c: Latent,
     x: Float[Array, "B T D"],
-    turn: Turn,
+    turn: Turn | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -141,14 +145,14 @@ def mix_latent(
     """Attention of layer i over normed x, and attend's new state."""
     q, row = queries(w, c, x), cached_row(w, c, x, turn)
     key, selection = choice(w, c, x, turn)
-    nope, turned = q[..., : c.nope_size], rotate(q[..., c.nope_size :], turn, c.rope.interleaved)
+    nope, rest = q[..., : c.nope_size], turned(c, q[..., c.nope_size :], turn)
     scale = (c.nope_size + c.rope_size) ** -0.5 if c.scale is None else c.scale
     # a latent wider than half of a head's key and value makes reading it dearer than making them
     if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank:
-        q, expand = jnp.concatenate([nope, turned], axis=-1), expanded(w, c)
+        q, expand = jnp.concatenate([nope, rest], axis=-1), expanded(w, c)
         state, out = attend(state, i, q, row, key, Reading(scale, expand=expand, selection=selection))
     else:
-        q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), turned], axis=-1)
+        q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
         parts = {"expand": lambda rows: (rows, rows[..., : c.rank]), "rank": c.rank}
         state, out = attend(state, i, q, row, key, Reading(scale, **parts, selection=selection))
         out = einsum("btnr,rnu->btnu", out, w.v_up)

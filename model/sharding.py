@@ -17,12 +17,13 @@ from .config import Experts, GroupedQuery, LayerKind
 from .tree import Spec, is_spec
 
 Axes = str | tuple[str, ...]
-RULES: Mapping[str, Axes] = dict.fromkeys(("heads", "kv_heads", "ffn", "expert_ffn", "vocab"), "tensor")
+SPLIT = ("heads", "kv_heads", "state_heads", "ffn", "expert_ffn", "vocab")
+RULES: Mapping[str, Axes] = dict.fromkeys(SPLIT, "tensor")
 DATA = "data"  # of a mesh whose devices along it have rows of their own, and all weights but whole experts
 KV, GROUP = "kv", "group"  # of a mesh with fewer key heads than devices: devices of a group share one
 # Mesh axes that must divide an axis at least, the first so many of its rule; of all others all must. Keys of
-# one head may lie on several devices, a vocabulary whole on each.
-LEAST = {"kv_heads": 1, "vocab": 0}
+# one head may lie on several devices, a vocabulary or a recurrent layer whole on each.
+LEAST = {"kv_heads": 1, "state_heads": 0, "vocab": 0}
 MOST = 256  # devices that are tried for an error's text
 
 
@@ -89,12 +90,15 @@ class Layout:
 
 def key_heads(layers: Iterable[LayerKind]) -> set[int]:
     """Numbers of heads that the layers keep keys of; a latent layer's row is no head."""
-    return {kind.mixer.num_kv_heads for kind in layers if isinstance(kind.mixer, GroupedQuery)}
+    return {kind.keys.num_kv_heads for kind in layers if isinstance(kind.keys, GroupedQuery)}
 
 
 def split_sizes(kind: LayerKind, experts: bool) -> Iterable[tuple[str, int]]:
     """The sizes of a layer that are split, by what they are."""
-    yield "heads", kind.mixer.num_heads
+    if kind.keys is not None:
+        yield "heads", kind.keys.num_heads
+    if kind.ffn is None:
+        return
     if not isinstance(kind.ffn, Experts):
         yield "ffn_size", kind.ffn.size
         return

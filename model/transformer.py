@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .attention import Attend, Attention, attention_spec, mix_heads
-from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
+from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
 from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
-from .recurrent.kinds import STATE, DeltaNet
+from .recurrent.kinds import DeltaNet, Mamba, ShortConv
+from .recurrent.mamba import MambaMixer, mamba_spec, mix_mamba
 from .rope import Turn, beyond, rotation
 from .tree import Spec, pytree
 
@@ -22,6 +24,8 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     GroupedQuery: (attention_spec, mix_heads),
     Latent: (latent_spec, mix_latent),
     DeltaNet: (delta_spec, mix_delta),
+    ShortConv: (convolution_spec, mix_convolution),
+    Mamba: (mamba_spec, mix_mamba),
     Dense: (ffn_spec, feed_forward),
     Experts: (experts_spec, mix_experts),
 }
@@ -29,20 +33,20 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytree
 class Layer:
-    """What a layer has; a norm that the family does not have is None."""
+    """What a layer has; a norm that the family does not have is None. A layer with keys and a state has both
+    `attention` and `recurrent`."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None  # of a layer that keeps keys
     ffn_norm: Norm | None
-    ffn: FFN | MoE
+    ffn: FFN | MoE | None
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
-    recurrent: DeltaAttention | None = None  # of one that keeps a state
+    recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
 
-    @property
-    def mixer(self) -> Any:
-        """The parameters that mix tokens."""
-        return self.recurrent if self.attention is None else self.attention
+    def of(self, mixer: Mixer) -> Any:
+        """A mixer's parameters."""
+        return self.attention if mixer.state is None else self.recurrent
 
     @property
     def any_norm(self) -> Norm:
@@ -65,12 +69,14 @@ class Decoder:
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     D, depth, norm = c.hidden_size, c.num_layers, norm_spec(c.norm, c.hidden_size)
-    mixer, ffn = SUBLAYERS[type(kind.mixer)][0], SUBLAYERS[type(kind.ffn)][0]
     pre, post = norm if c.pre_norms else None, norm if c.post_norms else None
+    own = {mixer.state is None: SUBLAYERS[type(mixer)][0](mixer, D, depth) for mixer in kind.mixers}
+    keys, state = own.get(True), own.get(False)
+    if kind.ffn is None:
+        return Layer(pre, keys, None, None, post, None, state)
     second = None if c.parallel == "one norm" else pre
-    own = mixer(kind.mixer, D, depth)
-    keys, state = (None, own) if kind.mixer.window == STATE else (own, None)
-    return Layer(pre, keys, second, ffn(kind.ffn, D, depth), post, post, state)
+    ffn = SUBLAYERS[type(kind.ffn)][0](kind.ffn, D, depth)
+    return Layer(pre, keys, second, ffn, post, post, state)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
@@ -126,15 +132,28 @@ def layer(
     def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + scaled(normed(y, post), c.residual_scale)
 
-    mix, think = SUBLAYERS[type(kind.mixer)][1], SUBLAYERS[type(kind.ffn)][1]
-    inner = normed(x, w.attention_norm)
-    state, mixed = mix(w.mixer, kind.mixer, inner, turn, attend, state, i)
+    state, mixed = mix(w, kind, normed(x, w.attention_norm), turn, attend, state, i)
     outer = added(x, mixed, w.attention_post_norm)
+    if kind.ffn is None:
+        return outer, state
     if c.parallel is None:
         inner = normed(outer, w.ffn_norm)
     elif w.ffn_norm is not None:
         inner = normed(x, w.ffn_norm)
+    think = SUBLAYERS[type(kind.ffn)][1]
     return added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm), state
+
+
+def mix(
+    w: Layer, kind: LayerKind, x: Float[Array, "B T D"], turn: Turn | None, attend: Attend, state: Any, i: int
+) -> tuple[Any, Float[Array, "B T D"]]:
+    """Attend's state after the mixers of layer i, and the sum of what they make of normed x."""
+    made = []
+    for mixer, (given, own) in zip(kind.mixers, kind.scales, strict=False):
+        mixing = SUBLAYERS[type(mixer)][1]
+        state, out = mixing(w.of(mixer), mixer, scaled(x, given), turn, attend, state, i)
+        made.append(scaled(out, own))
+    return state, sum(made[1:], made[0])
 
 
 def forward(

@@ -113,18 +113,18 @@ def activation(raw: Raw, name: str, default: str) -> Activation:
     return chosen(raw, name, default, ACTIVATIONS)
 
 
-def layer_types(raw: Raw, default: list[str], known: tuple[str, str] = ATTENTIONS) -> list[str]:
-    """`layer_types`, one for each layer and each of two `known` ones, or else those that other fields make of
+def layer_types(
+    raw: Raw, default: list[str], known: tuple[str, ...] = ATTENTIONS, name: str = "layer_types"
+) -> list[str]:
+    """`layer_types`, one for each layer and each of the `known` ones, or else those that other fields make of
     each."""
-    found = value(raw, "layer_types", default)
+    found = value(raw, name, default)
     if not isinstance(found, list) or len(found) != len(default):
-        raise ValueError(
-            f"layer_types is {shown(found)}, expected a list of {len(default)}, one for each layer"
-        )
+        raise ValueError(f"{name} is {shown(found)}, expected a list of {len(default)}, one for each layer")
     for kind in found:
         if kind not in known:
             raise ValueError(
-                f"layer_types holds {shown(kind)}, which is not supported: "
+                f"{name} holds {shown(kind)}, which is not supported: "
                 f"expected {' or '.join(map(repr, known))}"
             )
     return found

@@ -23,13 +23,17 @@ NAMES = (
 
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' GraniteMoeConfig."""
-    experts = Experts(
-        count=fields.experts(raw, "num_local_experts", 8),
+    return granite.alike(raw, experts(raw, fields.experts(raw, "num_local_experts", 8)))
+
+
+def experts(raw: fields.Raw, count: int, shared: int = 0) -> Experts:
+    return Experts(
+        count=count,
         active=fields.integer(raw, "num_experts_per_tok", 2),
         size=fields.integer(raw, "intermediate_size"),
         activation=fields.activation(raw, "hidden_act", "silu"),
+        shared=shared,
     )
-    return granite.decoder(raw, experts)
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

@@ -17,6 +17,8 @@ ATTENTION = (
     | {
         "layers.{}.attention.q": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),
         "layers.{}.attention.gate": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),
+        "layers.{}.attention.q_bias": Stored(parts.LAYER + "self_attn.q_proj.bias", "N[H]->NH"),
+        "layers.{}.attention.gate_bias": Stored(parts.LAYER + "self_attn.q_proj.bias", "N[H]->NH"),
     }
 )
 LINEAR = parts.LAYER + "linear_attn."

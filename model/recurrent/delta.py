@@ -42,7 +42,7 @@ class DeltaAttention:
 def delta_spec(c: DeltaNet, D: int, depth: int) -> DeltaAttention:
     """The parameters of one layer of `depth`."""
     K, G, H, U = c.key_heads, c.groups, c.key_size, c.value_size
-    key, value = ("heads", "head"), ("heads", "group", "head")
+    key, value = ("state_heads", "head"), ("state_heads", "group", "head")
     each = (K, G) if c.decay_rank is None else (K, G, H)
 
     def conv(sizes: tuple[int, ...], axes: tuple[str, ...]) -> Spec:
@@ -84,7 +84,7 @@ def mix_delta(
     kernels = w.q_conv, w.k_conv, w.v_conv.reshape(c.key_heads, -1, c.kernel)
     own = Recurrence(tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
     state, out = attend.recur(state, i, own, c.state, new)
-    out = rms_norm(out.reshape(v.shape), w.norm, NormKind(eps=c.eps)).astype(jnp.float32) * gates(w, c, x)
+    out = rms_norm(out.reshape(v.shape), w.norm.astype(jnp.float32), NormKind(eps=c.eps)) * gates(w, c, x)
     return state, einsum("btkgu,kgud->btd", out.astype(x.dtype), w.o)
 
 

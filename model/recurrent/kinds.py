@@ -69,3 +69,94 @@ class DeltaNet:
     def pair_flops(self) -> int:
         """Operations of a token: the state fades, is asked twice, and changed."""
         return 7 * self.value_heads * self.key_size * self.value_size
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2, Liquid AI, arXiv 2511.23404): all that is kept are its newest inputs.
+
+    Channels stand in heads only to be split over devices.
+    """
+
+    heads: int  # K
+    size: int  # channels of a head, H
+    kernel: int = 3  # tokens
+    bias: bool = False  # of the convolution and of the projections around it
+
+    window: ClassVar[int] = STATE
+    rope: ClassVar[None] = None
+    turned: ClassVar[int] = 0
+    can_share: ClassVar[bool] = False
+    cached_by: ClassVar[str] = "v"
+    cached: ClassVar[tuple[None, None]] = (None, None)
+
+    @property
+    def state(self) -> Leaves:
+        return Leaves(((self.heads, self.kernel - 1, self.size),))
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        return self.size, self.size
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a token: the convolution, and a product before and after it."""
+        return (2 * self.kernel + 2) * self.heads * self.size
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 (Dao and Gu, arXiv 2405.21060) in the words of attention: each key head, a group of B and C,
+    has as many value heads, which have a decay and a step of their own."""
+
+    key_heads: int  # K
+    num_heads: int  # N, a multiple of K
+    key_size: int  # of a head's state, H
+    value_size: int  # U
+    kernel: int = 4  # tokens of a convolution
+    conv_bias: bool = True
+    bias: bool = False  # of what is projected from the input
+    output_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: Literal["of gated", "then gated"] | None = "of gated"  # of the outputs of a key head's value heads
+    eps: float = 1e-5
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5  # of gates, values, keys, queries, steps
+
+    window: ClassVar[int] = STATE
+    rope: ClassVar[None] = None
+    turned: ClassVar[int] = 0
+    can_share: ClassVar[bool] = False
+    cached_by: ClassVar[str] = "k"
+    cached: ClassVar[tuple[None, None]] = (None, None)
+
+    def __post_init__(self):
+        if self.num_heads % self.key_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of key_heads {self.key_heads}")
+
+    @property
+    def state(self) -> Leaves:
+        key = (self.key_heads, self.kernel - 1, self.key_size)
+        value = (self.key_heads, self.kernel - 1, self.groups * self.value_size)
+        return Leaves((value, key, key), (self.num_heads, self.key_size, self.value_size))
+
+    @property
+    def groups(self) -> int:
+        """Value heads of a key head, G."""
+        return self.num_heads // self.key_heads
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        return self.key_size, self.value_size
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a token: the state fades, is added to, and is asked."""
+        return 5 * self.num_heads * self.key_size * self.value_size

@@ -262,8 +262,9 @@ class Probe:
         windows = self.programs.config.windows
         for pools in (cache.k, cache.v, cache.states):
             for layer, pool in zip(self.layers, pools, strict=False):
+                window = STATE if pools is cache.states or layer.keys is None else layer.keys.window
                 for own in jax.tree.leaves(pool):
-                    yield own, windows.index(layer.mixer.window)
+                    yield own, windows.index(window)
 
     def _digests(self, rows: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
         """A hash of each sequence's keys and values in all layers: its first tokens, in pages of its own."""

@@ -148,7 +148,7 @@ def prefills(
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
     """Whether prompts may be cut into rows of a tile."""
-    return all(layer.mixer.can_share for layer in layers)
+    return all(mixer.can_share for layer in layers for mixer in layer.mixers)
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:

@@ -40,8 +40,9 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     rows = options.prefill_tokens
     D = config.target.hidden_size
     activations = max(rows * (4 * D + widths(kind) + gathered(kind, D, options)) for kind in config.layers)
-    heads = max(kind.mixer.num_heads * sum(kind.mixer.head_sizes) for kind in config.layers)
-    attention = 8 * rows * (heads + BLOCK * max(kind.mixer.num_heads for kind in config.layers))
+    mixers = [mixer for kind in config.layers for mixer in kind.mixers]
+    heads = max(mixer.num_heads * sum(mixer.head_sizes) for mixer in mixers)
+    attention = 8 * rows * (heads + BLOCK * max(mixer.num_heads for mixer in mixers))
     attention += max(chosen_bytes(kind, config, options) for kind in config.layers)
     sampled = max(options.shard_seats, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
@@ -70,8 +71,8 @@ def widened_bytes(params: Params, dtype: Any) -> int:
 def widths(kind: LayerKind) -> int:
     """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward
     layer's."""
-    m = kind.mixer
-    return 2 * (m.num_heads + 2 * m.key_heads) * max(m.head_sizes) + 2 * kind.ffn.inner
+    heads = sum((m.num_heads + 2 * m.key_heads) * max(m.head_sizes) for m in kind.mixers)
+    return 2 * heads + 2 * kind.inner
 
 
 def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:

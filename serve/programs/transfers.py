@@ -1,6 +1,6 @@
 """Programs that copy pages out of the pools, and back into them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
@@ -11,7 +11,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from ...kvcache.pages import KVCache
+from ...model.config import LayerKind
 from ...model.pair import PairConfig
+from ...model.recurrent.kinds import STATE
 from .compile import Arguments
 from .kept import cores
 from .warmup import THREADS
@@ -28,11 +30,15 @@ def pools_of(config: PairConfig, cache: KVCache, window: int) -> KVCache:
     """The cache with the pools of a window's layers only."""
     chosen = config.windows[window]
 
-    def own(pools: tuple[Any, ...]) -> tuple[Any, ...]:
+    def own(pools: tuple[Any, ...], has: Callable[[LayerKind], Any]) -> tuple[Any, ...]:
         kept = zip(config.layers, pools, strict=True)
-        return tuple(pool if layer.mixer.window == chosen else None for layer, pool in kept)
+        return tuple(pool if has(layer) else None for layer, pool in kept)
 
-    return jax.tree.map(own, cache, is_leaf=lambda x: type(x) is tuple)
+    def keys(layer: LayerKind) -> bool:
+        return layer.keys is not None and layer.keys.window == chosen
+
+    states = own(cache.states, lambda layer: chosen == STATE)
+    return KVCache(own(cache.k, keys), own(cache.v, keys), states)
 
 
 def gather(config: PairConfig, window: int, cache: KVCache, pages: Int[Any, " n"]) -> Leaves:

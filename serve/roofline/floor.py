@@ -119,21 +119,24 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 
-    def pool(kind: LayerKind, buffer: Any, arrays: int) -> Pool:
+    def pool(window: int | None, buffer: Any, arrays: int) -> Pool:
         _, pages, width, *_ = buffer.sharding.shard_shape(buffer.shape)
-        own, window = device_bytes(buffer), kind.mixer.window
+        own = device_bytes(buffer)
         if window == STATE:
             return Pool(own, own * min(shape.sequences, pages) // pages, 0, arrays)
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
-        live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
+        live = min((sequences * seen(window, context) + rows * tokens) / (pages * width), 1)
         first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
 
-    kept = [jax.tree.leaves(own) for own in zip(cache.k, cache.v, cache.states, strict=True)]
-    return tuple(
-        pool(kind, buffer, len(own)) for kind, own in zip(layers, kept, strict=True) for buffer in own
-    )
+    found = []
+    for kind, keys, values, states in zip(layers, cache.k, cache.v, cache.states, strict=True):
+        kept = {mixer.window: (states if mixer.state else (keys, values)) for mixer in kind.mixers}
+        for window, buffers in kept.items():
+            own = jax.tree.leaves(buffers)
+            found += [pool(window, buffer, len(own)) for buffer in own]
+    return tuple(found)
 
 
 def step_demand(
@@ -152,7 +155,7 @@ def step_demand(
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
-    flops += queries * sum(pairs_flops(kind, context + (tokens + 1) / 2) for kind in config.layers)
+    flops += queries * sum(mixing_flops(kind, context + (tokens + 1) / 2) for kind in config.layers)
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
     inner = inner_bytes(config, params, queries, shards)
@@ -189,25 +192,26 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
 
 def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
     """Bytes of a layer's cache that a row of `tokens` new tokens reads and writes: the keys that are there,
-    and twice the new ones; or its state, twice."""
-    if kind.mixer.state is not None:
-        return 2 * state_bytes(kind.mixer.state)
-    return read_bytes(kind, context, tokens, kept) + 2 * tokens * row_bytes(kind, kept)
+    and twice the new ones; and its state, twice."""
+    states = 2 * state_bytes(kind.state) if kind.state else 0
+    if kind.keys is None:
+        return states
+    return read_bytes(kind, context, tokens, kept) + 2 * tokens * row_bytes(kind, kept) + states
 
 
-def seen(kind: LayerKind, keys: float) -> float:
+def seen(window: int | None, keys: float) -> float:
     """How many of the keys before it a query sees, or of a layer's states."""
-    if kind.mixer.window == STATE:
+    if window == STATE:
         return 1
-    return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
+    return keys if window is None else min(keys, window)
 
 
-def pairs_flops(kind: LayerKind, keys: float) -> float:
-    """Operations of attention for a query with so many keys before it, scores that choose among them
+def mixing_flops(kind: LayerKind, keys: float) -> float:
+    """Operations of a layer's mixers for a query with so many keys before it, scores that choose among them
     included."""
     chooser = chooser_of(kind)
     if chooser is None:
-        return kind.mixer.pair_flops * seen(kind, keys)
+        return sum(mixer.pair_flops * seen(mixer.window, keys) for mixer in kind.mixers)
     scoring = 2 * chooser.num_heads * (chooser.head_size + 1)
     return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + scoring * keys
 
@@ -217,7 +221,7 @@ def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> floa
     each query reads others, but all read what keys are chosen by."""
     chooser = chooser_of(kind)
     if chooser is None:
-        return seen(kind, context) * row_bytes(kind, kept)
+        return seen(kind.mixer.window, context) * row_bytes(kind, kept)
     index = head_bytes(chooser.head_size, kept)
     own = min(context, tokens * (chooser.keys or 0)) * (row_bytes(kind, kept) - index)
     return own + context * index
@@ -225,14 +229,14 @@ def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> floa
 
 def row_size(kind: LayerKind) -> int:
     """Numbers that a token leaves in the cache of a layer."""
-    return sum(heads * size for heads, size in filter(None, kind.mixer.cached))
+    return sum(heads * size for heads, size in filter(None, kind.keys.cached if kind.keys else ()))
 
 
 def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int) -> float:
     """Results of each product, written and read once, and the logits in 32 bits."""
 
     def layer(kind: LayerKind) -> int:
-        heads = kind.mixer.num_heads * sum(kind.mixer.head_sizes) + 2 * row_size(kind)
-        return 3 * config.hidden_size + 2 * kind.ffn.inner + heads
+        heads = sum(m.num_heads * sum(m.head_sizes) for m in kind.mixers) + 2 * row_size(kind)
+        return 3 * config.hidden_size + 2 * kind.inner + heads
 
     return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size

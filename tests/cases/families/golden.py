@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases.families import dense, mixtures
+from cases.families import dense, mixtures, recurrent
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("golden.json")
@@ -34,7 +34,7 @@ BASE = {
     "torch_dtype": "float32",
 }
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
-CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES
+CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | recurrent.CASES
 
 
 def hub_config(name: str) -> dict[str, Any]:

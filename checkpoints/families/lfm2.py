@@ -1,0 +1,82 @@
+"""LFM2 (Liquid AI, arXiv 2511.23404): gated short convolutions on most layers, attention on the others."""
+
+import math
+from collections.abc import Sequence
+
+from ...model.config import Dense, Experts, LayerKind, ModelConfig
+from ...model.recurrent.kinds import ShortConv
+from ...refusals import shown
+from . import fields, parts
+from .family import Family
+from .ropes import rope
+from .stored import Stored
+
+ATTENTION, CONV = parts.LAYER + "self_attn.", parts.LAYER + "conv."
+PROJECTED = ("before", "after", "v")  # in the order in which they lie in one tensor
+OTHERS = (
+    parts.OUTSIDE
+    | parts.ATTENTION
+    | {
+        "norm.gain": Stored("model.embedding_norm.weight", "D->D"),
+        "layers.{}.attention_norm.gain": Stored(parts.LAYER + "operator_norm.weight", "D->D"),
+        "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "ffn_norm.weight", "D->D"),
+        "layers.{}.attention.o": Stored(ATTENTION + "out_proj.weight", "D,NH->NHD"),
+        "layers.{}.attention.q_norm": Stored(ATTENTION + "q_layernorm.weight", "H->H"),
+        "layers.{}.attention.k_norm": Stored(ATTENTION + "k_layernorm.weight", "H->H"),
+        "layers.{}.recurrent.conv": Stored(CONV + "conv.weight", "KH,1,Z->KHZ"),
+        "layers.{}.recurrent.conv_bias": Stored(CONV + "conv.bias", "KH->KH"),
+        "layers.{}.recurrent.o": Stored(CONV + "out_proj.weight", "D,KH->KHD"),
+        "layers.{}.recurrent.o_bias": Stored(CONV + "out_proj.bias", "D->D"),
+        "layers.{}.ffn.gate": Stored(parts.LAYER + "feed_forward.w1.weight", "F,D->DF"),
+        "layers.{}.ffn.up": Stored(parts.LAYER + "feed_forward.w3.weight", "F,D->DF"),
+        "layers.{}.ffn.down": Stored(parts.LAYER + "feed_forward.w2.weight", "D,F->FD"),
+    }
+    | {f"layers.{{}}.recurrent.{x}": Stored(CONV + "in_proj.weight", "[KH],D->DKH") for x in PROJECTED}
+    | {f"layers.{{}}.recurrent.{x}_bias": Stored(CONV + "in_proj.bias", "[KH]->KH") for x in PROJECTED}
+)
+ALWAYS = {"block_use_swiglu": True, "use_pos_enc": True}
+
+
+def config(raw: fields.Raw) -> ModelConfig:
+    """Absent fields have the defaults of transformers' Lfm2Config."""
+    count = parts.num_layers(raw)
+    full = fields.value(raw, "full_attn_idxs", list(range(count)))
+    if not isinstance(full, list) or any(type(i) is not int for i in full):
+        raise ValueError(f"full_attn_idxs is {shown(full)}, expected a list of layers' numbers")
+    kinds = ["full_attention" if i in full else "conv" for i in range(count)]
+    return decoder(raw, kinds, [Dense(ffn_size(raw))] * count)
+
+
+def decoder(raw: fields.Raw, kinds: list[str], ffns: Sequence[Dense | Experts]) -> ModelConfig:
+    """A model of both kinds of layers, which are `kinds` where `layer_types` does not say."""
+    for name, value in ALWAYS.items():
+        fields.only(raw, name, value)
+    hidden, heads = fields.integer(raw, "hidden_size"), fields.integer(raw, "num_attention_heads")
+    norm, size = parts.NormKind(eps=fields.number(raw, "norm_eps", 1e-5)), fields.head_size(raw)
+    turn = rope(raw, size, length=128000, theta=1e6)
+    attention = parts.grouped_query(raw, turn, size, kv_heads=8, qk_norm=norm)
+    split = math.gcd(hidden, heads)
+    bias = fields.flag(raw, "conv_bias", False)
+    conv = ShortConv(split, hidden // split, fields.integer(raw, "conv_L_cache", 3), bias)
+    found = fields.layer_types(raw, kinds, ("full_attention", "conv"))
+    mixers = [conv if kind == "conv" else attention for kind in found]
+    layers = [LayerKind(mixer, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
+    tied = {"tie_word_embeddings": raw.get(fields.named(raw, "tie_embedding", "tie_word_embeddings"))}
+    return parts.decoder({**raw, **tied}, layers, max_position=128000, norm=norm, tied=True)
+
+
+def ffn_size(raw: fields.Raw) -> int:
+    """The inner dimensions, two thirds of what the field says, rounded up, unless it says that they are
+    not."""
+    size = fields.integer(raw, fields.named(raw, "block_ff_dim", "intermediate_size"))
+    if not fields.flag(raw, "block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    factor = fields.nullable(fields.number, raw, "block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return size
+    multiple = fields.integer(raw, "block_multiple_of", 256)
+    return -(-int(factor * size) // multiple) * multiple
+
+
+FAMILY = Family(config, OTHERS, parts.IGNORED)
