@@ -23,6 +23,7 @@ from .kinds import BLOCK
 
 Memory = Float[Array, "N B H U"]
 Outputs = Float[Array, "B T N U"]
+Fade = tuple[Float[Array, "*blocks C size"], Float[Array, "*blocks C size"]]
 
 
 @pytree
@@ -135,37 +136,40 @@ def in_blocks(x: Terms) -> Blocks:
         return jnp.moveaxis(leaf, (1, 3), (0, 1))
 
     x = jax.tree.map(cut, x)
-    fade = jnp.cumsum(x.decay, axis=3)  # since the block began
-    each = fade if x.by_dimension else fade[..., None]
-    end = each[..., -1:, :]
+    fade = since_began(x.decay if x.by_dimension else x.decay[..., None])
+    each = jnp.exp(sum(fade))
     reach = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))
-    alike = partial(related, k=x.k, fade=fade, by_dimension=x.by_dimension)
-    asking, key, left = x.q * jnp.exp(each), x.k * jnp.exp(end - each), jnp.exp(end[..., 0, :])
+    alike = partial(related, k=x.k, fade=fade)
+    to_end = jnp.exp(sum(part[..., -1:, :] - part for part in fade))
+    asking, key, left = x.q * each, x.k * to_end, each[..., -1, :]
     mixed = alike(x.q, reach=reach)
     if x.rate is None:
         return Blocks(x.v, None, asking, mixed, key, left)
     rate = x.rate[..., None]
     solve = inverse(rate * alike(x.k, reach=jnp.tril(reach, -1)))
-    read = einsum("zxbcs,zxbsh->zxbch", solve, rate * x.k * jnp.exp(each))
+    read = einsum("zxbcs,zxbsh->zxbch", solve, rate * x.k * each)
     return Blocks(einsum("zxbcs,zxbsu->zxbcu", solve, rate * x.v), read, asking, mixed, key, left)
 
 
+def since_began(decay: Float[Array, "*blocks C size"]) -> Fade:
+    """Sums of a block's decays up to each token, and what rounding left out of them: after a token that
+    forgets all, sums are too large to tell from their differences alone what remains of those behind it."""
+    total = jnp.cumsum(decay, axis=-2)
+    return total, jnp.cumsum(decay - jnp.diff(total, axis=-2, prepend=0), axis=-2)
+
+
 def related(
-    q: Float[Array, "*blocks C H"],
-    reach: Bool[Array, "C C"],
-    k: Float[Array, "*blocks C H"],
-    fade: Float[Array, "..."],
-    by_dimension: bool,
+    q: Float[Array, "*blocks C H"], reach: Bool[Array, "C C"], k: Float[Array, "*blocks C H"], fade: Fade
 ) -> Float[Array, "*blocks C C"]:
     """How much each token's query is like the key of each token of the block that it may `reach`, as that has
     faded since."""
-    reach = jnp.expand_dims(reach, range(q.ndim - 2))
-    if by_dimension:  # no product of two factors: one of them would be too large for a float
-        faded = fade[..., :, None, :] - fade[..., None, :, :]
-        weights = jnp.exp(jnp.where(reach[..., None], faded, -jnp.inf))
-        return jnp.sum(q[..., :, None, :] * k[..., None, :, :] * weights, axis=-1)
-    weights = jnp.exp(jnp.where(reach, fade[..., :, None] - fade[..., None, :], -jnp.inf))
-    return einsum("zxbch,zxbsh->zxbcs", q, k) * weights
+    since = sum(part[..., :, None, :] - part[..., None, :, :] for part in fade)
+    reach = jnp.expand_dims(reach[..., None], range(q.ndim - 2))
+    weights = jnp.exp(jnp.where(reach, since, -jnp.inf))
+    if weights.shape[-1] == 1:
+        return einsum("zxbch,zxbsh->zxbcs", q, k) * weights[..., 0]
+    # no product of two factors: one of them would be too large for a float
+    return jnp.sum(q[..., :, None, :] * k[..., None, :, :] * weights, axis=-1)
 
 
 def inverse(below: Float[Array, "*blocks C C"]) -> Float[Array, "*blocks C C"]:
