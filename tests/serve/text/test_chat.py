@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from cases.chat import FILE, by_transformers, renderings
+from cases.text.chat import FILE, by_transformers, renderings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
