@@ -16,25 +16,15 @@ from cases.text.dialects import (
     renderings,
     template,
 )
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from cases.text.letters import letters
 
 from duetto.checkpoints.dialects import CALLS, REASONING, calls_of, marks_of
 from duetto.serve.text.chat import ChatTemplateError, render_chat
 from duetto.serve.text.reasoning import Reasoning
-from duetto.serve.text.tokenizer import Tokenizer
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
+LETTERS = letters()
 THINKING = {"enable_thinking": True, "thinking": True}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Backend(models.BPE(alphabet, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, {})
 
 
 def test_templates_of_families_are_rendered_as_transformers_renders_them():
@@ -71,11 +61,11 @@ def written(family: str, message: dict, **options) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "family", [name for name, family in FAMILIES.items() if family.calls != "deepseek_v31"]
 )
-def test_reasoning_and_calls_are_found_in_what_the_template_writes(family, tokenizer):
+def test_reasoning_and_calls_are_found_in_what_the_template_writes(family):
     prompt, text = written(family, ANSWER)
     calls, marks = calls_of(template(family)), marks_of(template(family))
     if marks is not None:
-        reasoning = Reasoning.after(tokenizer, marks, tokenizer.encode(prompt))
+        reasoning = Reasoning.after(LETTERS, marks, LETTERS.encode(prompt))
         assert [part.strip() for part in reasoning.take(text, at_end=True)] == ["it will", "Yes, 3 mm."]
     _, text = written(family, CALLED, tools=[TOOL])
     before, begin, call = text.partition(calls.begin)

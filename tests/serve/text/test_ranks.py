@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from cases.text.ranks import (
@@ -30,7 +31,13 @@ GOLDEN = json.loads(FILE.read_text())
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
-    return {kind: Tokenizer.from_folder(write(tmp_path_factory.mktemp(kind), kind)) for kind in PATTERNS}
+    return {kind: read(write(tmp_path_factory.mktemp(kind), kind)) for kind in PATTERNS}
+
+
+def read(folder: Path) -> Tokenizer:
+    found = Tokenizer.from_folder(folder)
+    assert found is not None
+    return found
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
@@ -113,7 +120,7 @@ TURNS = [
 
 def instruct(tmp_path, version: str) -> Tokenizer:
     (tmp_path / "tekken.json").write_text(json.dumps(tekken(version=version)))
-    return Tokenizer.from_folder(tmp_path)
+    return read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,14 @@ has."""
 from itertools import pairwise
 
 import pytest
+from cases.text.letters import letters
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken
 
 from duetto.checkpoints.dialects import marks_of
 from duetto.serve.openai.tasks import params_for, task_of_body
 from duetto.serve.text.reasoning import Reasoning, are_special
-from duetto.serve.text.tokenizer import Tokenizer
 
 THINK = marks_of("</think>")
 ANSWER = marks_of("</think> <answer>")
@@ -78,15 +77,6 @@ def test_nothing_is_held_back_for_longer_than_a_mark():
     assert reasoning.take("<|STAR") == ("", "") and reasoning.take("red") == ("", "<|STARred")
 
 
-def tokenizer(template: str, *marks: AddedToken) -> Tokenizer:
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Backend(models.BPE(alphabet, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(list(marks))
-    return Tokenizer(backend, {}, {"default": template})
-
-
 @pytest.mark.parametrize(
     ("marks", "prompt", "is_open", "is_marked"),
     [
@@ -99,18 +89,18 @@ def tokenizer(template: str, *marks: AddedToken) -> Tokenizer:
     ],
 )
 def test_a_prompt_may_begin_the_reasoning_or_the_answer(marks, prompt, is_open, is_marked):
-    own = tokenizer("")
+    own = letters()
     assert Reasoning.after(own, marks, own.encode(prompt)) == Reasoning(marks, is_open, is_marked)
 
 
 @pytest.mark.parametrize("special", [False, True])
 def test_marks_that_are_special_tokens_stay_in_the_text_of_a_chat(special):
     names = ("[THINK]", "[/THINK]")
-    own = tokenizer("[THINK][/THINK]", *(AddedToken(name, special=special) for name in names))
+    own = letters("[THINK][/THINK]", *(AddedToken(name, special=special) for name in names))
     assert are_special(own, marks_of("[/THINK]")) is special
     body = {"messages": [{"role": "user", "content": "a"}]}
     chat = task_of_body("chat", None, body, {}, None)
     assert params_for(chat, own).skip_special_tokens is not special
     completion = task_of_body("completion", None, {"prompt": "a"}, {}, None)
     assert params_for(completion, own) is completion.params
-    assert params_for(chat, None) is params_for(chat, tokenizer("{{ messages }}")) is chat.params
+    assert params_for(chat, None) is params_for(chat, letters("{{ messages }}")) is chat.params
