@@ -77,10 +77,32 @@ def render_chat(
     variables |= {"tools": tools, "documents": documents, "strftime_now": _strftime(now)}
     variables["add_generation_prompt"] = add_generation_prompt
     try:
-        text = _compile(template).render(**variables)
+        text = rendered(_compile(template), variables)
     except Exception as error:  # a template is a program of others: it may raise anything
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
     return up_to_mark(text) if continue_final_message else text
+
+
+def rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
+    """A template's text. DeepSeek's join the arguments of a call to text, and fail where they are objects."""
+    try:
+        return template.render(**variables)
+    except TypeError:
+        messages = [spelled(message) for message in variables["messages"]]
+        if messages == variables["messages"]:
+            raise
+        return template.render(**variables | {"messages": messages})
+
+
+def spelled(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON text."""
+    calls = [
+        {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+        if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), dict)
+        else call
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def marked(messages: list[Message]) -> list[Message]:

@@ -34,6 +34,8 @@ ARGUMENTS = {"city": "Malmö", "days": [1, None], "far": False}
 CALL = {"id": "functions.rain:0", "type": "function", "function": {"name": "rain", "arguments": ARGUMENTS}}
 ASKED = {"role": "user", "content": "Rain in Malmö?"}
 CALLED = {"role": "assistant", "content": None, "reasoning": "look", "tool_calls": [CALL]}
+SPELLED = {"name": "rain", "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}
+AS_TEXT = {**CALLED, "tool_calls": [{**CALL, "function": SPELLED}]}
 RESULT = {"role": "tool", "tool_call_id": "functions.rain:0", "name": "rain", "content": '{"mm": 3}'}
 ANSWER = {"role": "assistant", "content": "Yes, 3 mm.", "reasoning_content": "it will"}
 SYSTEM = {"role": "system", "content": "Be brief. /no_think"}
@@ -54,16 +56,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Family(NamedTuple):
-    """The notation of calls, what stands before reasoning, and what ends a message of the assistant."""
+    """The notation of calls, what stands before reasoning, what ends a message of the assistant, and whether
+    the template takes a call's arguments as JSON text only."""
 
     calls: str
     thinks: str | None
     ends: str
+    as_text: bool = False
 
 
 FAMILIES = {
     "cohere2": Family("cohere_command", "<|START_THINKING|>", "<|END_OF_TURN_TOKEN|>"),
-    "deepseek_v31": Family("deepseek_v31", "<think>", "</s>"),
+    "deepseek_v31": Family("deepseek_v31", "<think>", "</s>", as_text=True),
     "gemma4": Family("gemma4", "<|channel>thought\n", "<turn|>\n"),
     "glm4_moe": Family("glm45", "<think>", ""),
     "gpt_oss": Family("openai", "<|channel|>analysis<|message|>", "<|return|>"),
@@ -85,10 +89,12 @@ def template(family: str) -> str:
 
 def renderings() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """A name, a template, and what it is to be rendered with."""
-    for family in FAMILIES:
+    for family, about in FAMILIES.items():
         for case, given in CASES.items():
             for generate in (True, False):
                 options = {**given, "add_generation_prompt": generate}
+                if about.as_text:
+                    options["messages"] = [AS_TEXT if m is CALLED else m for m in given["messages"]]
                 yield f"{family}|{case}|{generate}", template(family), options
 
 

@@ -194,3 +194,14 @@ def test_a_template_sees_all_special_tokens_that_are_named_and_documents(folder)
     assert tokenizer.apply_chat_template(USER, chat_template=template, tokenize=False) == "</s> False True"
     shown = render(template, unk_token="u", pad_token=None, documents=[{"text": "x"}])
     assert shown == "u False False"
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
+    called = [*USER, {"role": "assistant", "tool_calls": [CALL]}]
+    joined = "{{ 'f ' + messages[1].tool_calls[0].function.arguments }}"
+    assert render(joined, called) == 'f {"x": 1}'
+    assert render(joined.replace("arguments", "arguments.x | string"), called) == "f 1"
+    with pytest.raises(ChatTemplateError, match="TypeError"):
+        render("{{ 'f ' + messages }}", called)
+    with pytest.raises(ChatTemplateError, match="TypeError"):
+        render("{{ 'f ' + messages }}")
