@@ -22,6 +22,7 @@ from cases.compare import log_softmax, same_tensors
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
+from duetto.checkpoints.dialects import calls_of, marks_of
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
@@ -268,3 +269,21 @@ def test_real_chat_templates_are_rendered_as_transformers_renders_them():
         except ChatTemplateError as error:
             text = {"error": str(error).removeprefix("the chat template failed: ")}
         assert text == expected, name
+
+
+@pytest.mark.parametrize(
+    ("model", "calls", "begin"),
+    [
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "hermes", None),
+        ("Qwen-Qwen2.5-7B-Instruct", "hermes", None),
+        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3", "<think>"),
+        ("google-gemma-2-2b-it", None, None),
+        ("meta-llama-Llama-3.1-8B-Instruct", "llama3_json", None),
+        ("meta-llama-Llama-3.2-3B-Instruct", "llama3_json", None),
+        ("microsoft-Phi-3.5-mini-instruct", None, None),
+    ],
+)
+def test_marks_of_real_chat_templates(model, calls, begin):
+    template = (DATA / "chat_templates" / f"{model}.jinja").read_text()
+    found, marks = calls_of(template), marks_of(template)
+    assert (found and found.name, marks and marks.begin) == (calls, begin)

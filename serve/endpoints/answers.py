@@ -141,7 +141,7 @@ class Events:
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
             if out.index not in self._begun:
-                self._begun[out.index] = self.replies.reasoning(self.task, self.prompt_ids)
+                self._begun[out.index] = self.replies.reasoning(self.prompt_ids)
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])

@@ -12,6 +12,7 @@ from ...model.pooling import PoolingParams
 from ...refusals import among, nearest
 from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
+from ..text.reasoning import are_special, marks_of
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatFields, CompletionFields, names
 from .neutral import HARMLESS, NEUTRAL
@@ -95,6 +96,15 @@ def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime
         return apply_chat(tokenizer, task.messages, most, now=now, **task.template_variables)
     assert task.prompt is not None
     return tokenizer.encode(task.prompt, most=most)
+
+
+def params_for(task: Task, tokenizer: Tokenizer | None) -> SamplingParams:
+    """A task's sampling parameters. The text of a chat keeps special tokens where marks of reasoning are
+    among them, so that it can be told from the answer."""
+    marks = marks_of(tokenizer) if task.form == "chat" else None
+    if tokenizer is None or marks is None or not are_special(tokenizer, marks):
+        return task.params
+    return replace(task.params, skip_special_tokens=False)
 
 
 def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
