@@ -43,10 +43,11 @@ class KVCache:
     """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
-    keys only. Every array of a pool has K as its first axis and the pages as its second.
+    keys only, one that reads another's has none. Every array of a pool has K as its first axis and the pages
+    as its second.
     """
 
-    k: tuple[Any, ...]  # L of [K,P,W,H]
+    k: tuple[Any, ...]  # L of [K,P,W,H] or None
     v: tuple[Any, ...]  # L of [K,P,W,H] or None
 
     @property
@@ -192,7 +193,7 @@ def running_softmax(
     k, v = jax.eval_shape(read, batch.start, batch.start)
     K, U, G = k.shape[0], v.shape[-1], N // k.shape[0]
     end = batch.start + batch.count
-    low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
+    low = reading.first(batch.start)
     # each row begins at its own: a window spans few blocks, wherever its neighbours are
     first = jnp.maximum(low, 0) // BLOCK
     groups = by_length(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0), T)
@@ -280,12 +281,13 @@ def paged(batch: Batch, windows: tuple[int | None, ...]) -> Attend:
         cache: KVCache,
         layer: int,
         q: Float[Array, "B T N _"],
-        k: Keys,
+        k: Keys | None,
         v: Float[Array, "B T K H"] | None,
         reading: Reading,
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
-        keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
+        pools = cache.k[layer], cache.v[layer]
+        keys, values = pools = pools if k is None else stored(pools, batch, table, k, v)
 
         def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
             return running_softmax(q, batch, partial(read_keys, pools, table, reading, q.dtype), reading)

@@ -59,8 +59,11 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
         return split(own, PartitionSpec(axes)) if axes else whole(own)
 
     pools = tuple(map(pool, layers, layers_of(params)))
-    values = (kind.mixer.cached[1] for kind in layers)
-    return KVCache(pools, tuple(p if v else None for p, v in zip(pools, values, strict=True)))
+
+    def cached(i: int) -> tuple[Any, ...]:
+        return tuple(p if k.mixer.cached[i] else None for p, k in zip(pools, layers, strict=True))
+
+    return KVCache(cached(0), cached(1))
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:
@@ -73,6 +76,7 @@ def head_axes(weight: Any) -> str | tuple[str, ...] | None:
 
 def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
-    heads = [kind.mixer.cached[0][0] for kind in layers]
+    rows = [kind.mixer.cached[0] for kind in layers]
     pools: Any = cache_shardings(layers, params).k
-    return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in zip(heads, pools, strict=True))
+    each = ((row[0], pool) for row, pool in zip(rows, pools, strict=True) if row)
+    return min(K // pool.shard_shape((K, 1, 1, 1))[0] for K, pool in each)

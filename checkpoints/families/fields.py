@@ -112,7 +112,7 @@ def activation(raw: Raw, name: str, default: str) -> Activation:
     return chosen(raw, name, default, ACTIVATIONS)
 
 
-def layer_types(raw: Raw, default: list[str]) -> list[str]:
+def layer_types(raw: Raw, default: list[str], near: str = "sliding_attention") -> list[str]:
     """`layer_types`, one for each layer, or else those that other fields make of each."""
     found = value(raw, "layer_types", default)
     if not isinstance(found, list) or len(found) != len(default):
@@ -120,10 +120,10 @@ def layer_types(raw: Raw, default: list[str]) -> list[str]:
             f"layer_types is {shown(found)}, expected a list of {len(default)}, one for each layer"
         )
     for kind in found:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", near):
             raise ValueError(
                 f"layer_types holds {shown(kind)}, which is not supported: "
-                "expected 'full_attention' or 'sliding_attention'"
+                f"expected 'full_attention' or {near!r}"
             )
     return found
 

@@ -19,7 +19,7 @@ import numpy as np
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
 from ...kvcache.quantised import kept_as
-from ...model.config import LayerKind, ModelConfig
+from ...model.config import GroupedQuery, LayerKind, ModelConfig
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import Decoder, decoder_spec
@@ -121,7 +121,7 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
         own, window = device_bytes(buffer), kind.mixer.window
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
         live = min((sequences * seen(kind, context) + rows * tokens) / (pages * width), 1)
-        first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
+        first = 0 if window is None else np.maximum(first_seen(kind, start), 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
 
@@ -176,7 +176,7 @@ def inner_bytes(config: ModelConfig, params: Decoder, tokens: int, shards: int =
 def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float:
     """The share of a parameter, or of a part of one, that `tokens` tokens of each shard read in one."""
     place, *rest = path.split(".")
-    if place in ("embed", "head", "positions"):
+    if place in ("embed", "head", "positions") or path == "inputs.embed":
         return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
@@ -184,8 +184,22 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
 
 
 def seen(kind: LayerKind, keys: float) -> float:
-    """How many of the keys before it a query sees."""
-    return keys if kind.mixer.window is None else min(keys, kind.mixer.window)
+    """How many of the keys before it a query sees, of those of a chunk on average."""
+    window = kind.mixer.window
+    if window is None or keys <= window:
+        return keys
+    return (window + 1) / 2 if in_chunks(kind) else window
+
+
+def first_seen(kind: LayerKind, start: np.ndarray) -> np.ndarray:
+    """The first key that queries at positions see, in a layer with a window."""
+    window = kind.mixer.window
+    assert window is not None
+    return start // window * window if in_chunks(kind) else start - window + 1
+
+
+def in_chunks(kind: LayerKind) -> bool:
+    return isinstance(kind.mixer, GroupedQuery) and kind.mixer.chunked
 
 
 def row_size(kind: LayerKind) -> int:
