@@ -13,6 +13,7 @@ T = TypeVar("T")
 NESTED: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "llava": "llama",
     "llava_next": "llama",

@@ -45,24 +45,16 @@ NAMES = [
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
 RECENT = [  # of families in use in 2026
-    "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "gemma4_26b_a4b", "gemma4_31b", "gemma4_e2b",
-    "glm4", "glm4_moe", "gpt_neox", "granite",
-    "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmo2", "olmo3", "phi",
-    "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "gemma4_26b_a4b", "gemma4_31b",
+    "gemma4_e2b", "glm4", "glm4_moe", "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "llama4",
+    "minimax_m2", "ministral3", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3",
+    "stablelm", "stablelm_12b", "starcoder2",
 ]  # fmt: skip
 # Those whose layers differ from the others' in what engines and layouts see.
 UNLIKE = [
-    "cohere2",
-    "gemma4_26b_a4b",
-    "gemma4_31b",
-    "gemma4_e2b",
-    "hunyuan_v1_dense",
-    "ministral3",
-    "olmo3",
-    "phi",
-    "qwen2_moe",
-    "stablelm_12b",
-]
+    "cohere2", "gemma4_26b_a4b", "gemma4_31b", "gemma4_e2b", "hunyuan_v1_dense", "llama4", "ministral3",
+    "olmo3", "phi", "qwen2_moe", "stablelm_12b",
+]  # fmt: skip
 TWO = "--xla_force_host_platform_device_count=2"
 ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
 LAYOUTS = {
