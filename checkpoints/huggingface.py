@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..model.config import ModelConfig
+from ..model.config import GroupedQuery, ModelConfig
 from ..model.sharding import fitted, place_at
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, paths
@@ -284,12 +284,15 @@ def check_tensor(found: Source, expected: tuple[int, ...]) -> None:
 
 
 def is_ignored(name: str, family: Family, config: ModelConfig) -> bool:
-    """Whether a tensor is known to change nothing; a group named `beyond` matches only layers past the
-    last."""
+    """Whether a tensor is known to change nothing; a group named `beyond` matches only layers past the last,
+    one named `borrows` those that read the keys of others."""
     found = next((m for pattern in family.ignored if (m := re.fullmatch(pattern, name))), None)
     if found is None:
         return False
-    beyond = found.groupdict().get("beyond")
+    beyond, borrows = (found.groupdict().get(group) for group in ("beyond", "borrows"))
+    if borrows is not None:
+        mixers = [kind.mixer for kind in config.layers][int(borrows) :]
+        return bool(mixers) and isinstance(mixers[0], GroupedQuery) and mixers[0].borrows > 0
     return beyond is None or int(beyond) >= config.num_layers
 
 

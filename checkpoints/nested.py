@@ -12,6 +12,8 @@ T = TypeVar("T")
 # `model_type` of such folders, and that of their `text_config` where it does not say
 NESTED: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "llava": "llama",
     "llava_next": "llama",

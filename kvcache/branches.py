@@ -97,14 +97,17 @@ def branching(
         state: Branches,
         layer: int,
         q: Float[Array, "B T N _"],
-        k: Keys,
+        k: Keys | None,
         v: Values | None,
         reading: Reading,
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
         pools = state.cache.k[layer], state.cache.v[layer]
-        k = k.reshape(-1, n, *k.shape[2:])
-        v = None if v is None else v.reshape(-1, n, *v.shape[2:])
+        if k is None:
+            k, v = state.k[layer], state.v[layer]
+        else:
+            k = k.reshape(-1, n, *k.shape[2:])
+            v = None if v is None else v.reshape(-1, n, *v.shape[2:])
         tails: Any = tuple(
             None if new is None else nodes.paths(read_back(pool, new))
             for pool, new in zip(pools, (k, v), strict=True)
@@ -159,6 +162,8 @@ def keep(
         pools = (state.cache.k[layer], state.cache.v[layer])
         table = batch.page_tables[windows.index(window)]
         k, v = state.k[layer], state.v[layer]
+        if k is None:
+            return pools
         return stored(pools, batch, table, path(k), None if v is None else path(v))
 
     found = [pool(layer, window) for layer, window in enumerate(layers)]

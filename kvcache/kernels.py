@@ -89,7 +89,9 @@ def attend_pages(
     B, T, N, H = q.shape
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
-    plain = Reading(reading.scale, reading.window, reading.softcap, rank=reading.rank)
+    plain = Reading(
+        reading.scale, reading.window, reading.softcap, rank=reading.rank, chunked=reading.chunked
+    )
     attend = attention_of_shards if in_shards(q) else grouped_attention
     out = attend(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
     return out.reshape(B, T, N, -1)
@@ -203,7 +205,7 @@ def many_queries(
 
 def chunk_kernel(q: Any, pages: Pages, sinks: Any, out: Any, *, rows: int, reading: Reading):
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
-    at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile, 0), reading.window)
+    at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile, 0), reading)
     before = no_keys(at, sinks, q.shape[-1])
     _, total, found = over_keys(q, pages, at, (at.low // TILE, pl.cdiv(at.end, TILE)), before, reading)
     store(out, at.row, at.token, at.head, at.member, value=quotient(found, total), mask=at.real)
@@ -235,7 +237,7 @@ def one_query(
     )(q, pages, shares(pages, split, reading))
     few = min(pl.next_power_of_2(G), max(1, SUMMED // ADDED // pl.next_power_of_2(U)))
     return pl.pallas_call(
-        partial(sum_kernel, rows=few, split=split, window=reading.window),
+        partial(sum_kernel, rows=few, split=split, reading=reading),
         grid=(B, K, pl.cdiv(G, few)),
         out_shape=jax.ShapeDtypeStruct((B, 1, K, G, U), q.dtype),
         name="attend_sum",
@@ -280,7 +282,7 @@ def parts_of(low: Any, end: Any, size: int, most: int, least: int) -> tuple[Any,
 def shares(pages: Pages, split: Split, reading: Reading) -> Int[Array, " places"]:
     """The number of parts before each row's own and, from place B on, of all; the places are a power of
     two."""
-    _, tiles, size = split(*seen(pages.start, pages.count, pages.start, 1, reading.window))
+    _, tiles, size = split(*seen(pages.start, pages.count, pages.start, 1, reading))
     B, parts = tiles.shape[0], pl.cdiv(tiles, size)
     place = jnp.arange(pl.next_power_of_2(B + 1), dtype=jnp.int32)
     return jnp.where(jnp.arange(B)[None] < place[:, None], parts[None], 0).sum(-1, dtype=jnp.int32)
@@ -307,7 +309,7 @@ def one_part(
 ):
     """The running softmax over a part of a row's keys, for some query heads of a key head."""
     row, head, group, part = place
-    at = queries_of(q, pages, rows, (row, head, 0, group), reading.window)
+    at = queries_of(q, pages, rows, (row, head, 0, group), reading)
     first, tiles, size = split(at.low, at.end)
     begin, end = part * size, jnp.minimum((part + 1) * size, tiles)
     nothing = no_keys(at, None, sums[2].shape[-1])
@@ -316,11 +318,11 @@ def one_part(
         store(ref, row, head, part, at.member, value=value, mask=at.real)
 
 
-def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, split: Split, window: int | None):
+def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, split: Split, reading: Reading):
     """The parts of a row in order, some at a time."""
     *sums, out = refs
     row, head, group = (pl.program_id(axis) for axis in range(3))
-    at = queries_of(out, pages, rows, (row, head, 0, group), window)
+    at = queries_of(out, pages, rows, (row, head, 0, group), reading)
     _, tiles, size = split(at.low, at.end)
     parts, each = pl.cdiv(tiles, size), min(ADDED, SUMMED // (rows * pl.next_power_of_2(out.shape[-1])))
 

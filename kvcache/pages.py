@@ -50,8 +50,8 @@ class KVCache:
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
     keys only, and what these are chosen by in the place of values, if they are; a recurrent one a pool of
-    states, in place of keys or beside them. Every array of a pool has the heads as its first axis and the
-    pages as its second.
+    states, in place of keys or beside them; one that reads another's keys has none. Every array of a pool
+    has the heads as its first axis and the pages as its second.
     """
 
     k: tuple[Any, ...]  # L of [K,P,W,H] or None
@@ -113,8 +113,9 @@ def empty_cache(
     count = dict(zip(windows_of(layers), pages, strict=True))
 
     def pool(kind: LayerKind, i: int) -> Pool | None:
-        row = kind.keys and kind.keys.cached[i]
-        return row and empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
+        if kind.keys is None or (row := kind.keys.cached[i]) is None:
+            return None
+        return empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
 
     def states(kind: LayerKind) -> StatePool | None:
         return kind.state and empty_states(kind.state, count[STATE], page_size)
@@ -217,7 +218,7 @@ def running_softmax(
     k, v = jax.eval_shape(read, batch.start, batch.start)
     K, U, G = k.shape[0], v.shape[-1], N // k.shape[0]
     end = batch.start + batch.count
-    low = jnp.zeros_like(end) if reading.window is None else batch.start - (reading.window - 1)
+    low = reading.first(batch.start)
     # each row begins at its own: a window spans few blocks, wherever its neighbours are
     first = jnp.maximum(low, 0) // BLOCK
     groups = by_length(jnp.where(batch.count > 0, (end + BLOCK - 1) // BLOCK - first, 0), T)
@@ -322,12 +323,13 @@ class Paged:
         cache: KVCache,
         layer: int,
         q: Float[Array, "B T N _"],
-        k: Keys,
+        k: Keys | None,
         v: Values | None,
         reading: Reading,
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         batch, table = self.batch, self._table(reading.window)
-        keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
+        pools = cache.k[layer], cache.v[layer]
+        keys, values = pools = pools if k is None else stored(pools, batch, table, k, v)
 
         def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
             index = partial(read_values, pools, table, q.dtype)

@@ -80,6 +80,7 @@ def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
     places, found = cache_shardings(layers, params), []
     for kind, keys, states in zip(layers, places.k, places.states, strict=True):
-        sizes = (kind.keys and kind.keys.cached[0][0], keys), (kind.state and kind.state.tails[0][0], states)
+        row, leaves = kind.keys and kind.keys.cached[0], kind.state and kind.state.tails
+        sizes = (row and row[0], keys), (leaves and leaves[0][0], states)
         found += [heads // own.shard_shape((heads, 1, 1, 1))[0] for heads, own in sizes if heads]
     return min(found)

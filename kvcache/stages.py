@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from ..model.attention import Attention
 from ..model.config import ModelConfig
 from ..model.pair import Params, target_of
-from ..model.transformer import Decoder
+from ..model.transformer import Decoder, Layer
 from .pages import KVCache
 
 
@@ -42,11 +43,20 @@ def check(params: Decoder, found: Sequence[range]) -> None:
             "a pipeline's parameters need a head, on the devices of the last layer: a copy of embed where "
             "they are tied"
         )
+    if params.inputs is not None or any(borrows(layer) for layer in params.layers):
+        raise ValueError(
+            "a pipeline's layers have keys of their own, and no input but what the layer before hands them"
+        )
     ends = {"embed": (params.embed, 0), "norm": (params.norm, -1), "head": (params.head, -1)}
     for name, (part, stage) in ends.items():
         if devices(part) != places[stage]:
             which = "first" if stage == 0 else "last"
             raise ValueError(f"parameter {name} must lie on the devices of the {which} layer of a pipeline")
+
+
+def borrows(layer: Layer) -> bool:
+    """Whether a layer reads another's keys."""
+    return isinstance(layer.attention, Attention) and layer.attention.k is None
 
 
 def devices(tree: Any) -> frozenset[Any]:

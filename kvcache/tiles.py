@@ -59,14 +59,14 @@ def pieces(reading: Reading, H: int) -> tuple[Piece, ...]:
     return ((0, H),) if reading.rank is None else ((0, reading.rank), (reading.rank, H - reading.rank))
 
 
-def seen(start: Any, count: Any, first: Any, tokens: int, window: int | None) -> tuple[Any, Any]:
+def seen(start: Any, count: Any, first: Any, tokens: int, reading: Reading) -> tuple[Any, Any]:
     """The range of keys that so many tokens from a position on read; none where no token is real."""
-    low = 0 * first if window is None else jnp.maximum(first - (window - 1), 0)
+    low = jnp.maximum(reading.first(first), 0)
     return low, jnp.where(first < start + count, jnp.minimum(start + count, first + tokens), 0)
 
 
 def queries_of(
-    q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any, Any], window: int | None
+    q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any, Any], reading: Reading
 ) -> Queries:
     """The queries of a row of the batch, a key head, a tile of tokens, and one of the key head's query
     heads."""
@@ -75,7 +75,7 @@ def queries_of(
     member = jnp.arange(rows, dtype=jnp.int32)
     token, member = tile * (rows // group) + member // group, members * group + member % group
     start, count = pages.start[row], pages.count[row]
-    low, end = seen(start, count, start + tile * (rows // group), rows // group, window)
+    low, end = seen(start, count, start + tile * (rows // group), rows // group, reading)
     real = (token < T) & (member < G)
     return Queries(row, head, token, jnp.where(real, member, G), real, start + token, low, end)
 

@@ -29,8 +29,8 @@ class Attention:
     """Projections of grouped-query attention; what the family does not have is None."""
 
     q: Any  # [D,N,H]
-    k: Any  # [D,K,H]
-    v: Any  # [D,K,H]
+    k: Any  # [D,K,H], None where the layer reads another's keys and values
+    v: Any  # [D,K,H], None there, and where values are made as keys are
     o: Any  # [N,H,D]
     q_bias: Any = None  # [N,H]
     k_bias: Any = None  # [K,H]
@@ -115,6 +115,7 @@ def largest(
 @dataclass(frozen=True)
 class Reading:
     """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
+    Where it is `chunked` those are left out that lie before the last multiple of it.
 
     `sinks` are scores of seeing nothing. `expand` makes keys and values where a layer caches one kind of row
     only; `rank` says that they are the rows as they are, and their first so many numbers. `selection` leaves
@@ -128,6 +129,7 @@ class Reading:
     expand: Callable[[LatentRows], Made] | None = None
     rank: int | None = None
     selection: Selection | None = None
+    chunked: bool = False
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""
@@ -136,7 +138,13 @@ class Reading:
     def sees(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
         """Which key positions the query positions see."""
         seen = key <= query
-        return seen if self.window is None else seen & (query - key < self.window)
+        return seen if self.window is None else seen & (key >= self.first(query))
+
+    def first(self, query: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """The first position that query positions see, which may be below 0 in a window."""
+        if self.window is None:
+            return 0 * query
+        return query - query % self.window if self.chunked else query - (self.window - 1)
 
 
 @runtime_checkable
@@ -145,7 +153,7 @@ class Attend(Protocol):
 
     Takes the state, the layer's number, queries, new keys and values and how they are read; returns the
     new state and what was read. A latent layer has no values; where they are chosen, its keys' own are in
-    their place.
+    their place. Without keys those of a layer before, of which it is the number, are read once more.
     """
 
     def __call__(
@@ -153,7 +161,7 @@ class Attend(Protocol):
         state: Any,
         layer: int,
         q: Float[Array, "B T N _"],
-        k: Keys,
+        k: Keys | None,
         v: Values | None,
         reading: Reading,
         /,
@@ -167,24 +175,26 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         return Spec(sizes, axes, scale=0.0) if here else None
 
     def gain(heads: int, axis: str) -> Spec | None:
-        if c.qk_norm is None:
+        if c.qk_norm is None or not c.qk_norm.gain:
             return None
         alike = c.qk_norm_over == "head"
         sizes, axes = ((H,), ("head",)) if alike else ((heads, H), (axis, "head"))
         return Spec(sizes, axes, mean=1.0 - c.qk_norm.offset, scale=0.0)
 
     N, K, H = c.num_heads, c.num_kv_heads, c.head_size
+    keys, values = not c.borrows, not c.borrows and not c.keys_as_values
+    made = Spec((D, K, H), ("model", "kv_heads", "head"))
     return Attention(
         q=Spec((D, N, H), ("model", "heads", "head")),
-        k=Spec((D, K, H), ("model", "kv_heads", "head")),
-        v=Spec((D, K, H), ("model", "kv_heads", "head")),
+        k=made if keys else None,
+        v=made if values else None,
         o=Spec((N, H, D), ("heads", "head", "model"), scale=0.02 / (2 * depth) ** 0.5),
         q_bias=optional(c.bias, N, H, axes=("heads", "head")),
-        k_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
-        v_bias=optional(c.bias, K, H, axes=("kv_heads", "head")),
+        k_bias=optional(c.bias and keys, K, H, axes=("kv_heads", "head")),
+        v_bias=optional(c.bias and values, K, H, axes=("kv_heads", "head")),
         o_bias=optional(c.output_bias, D, axes=("model",)),
         q_norm=gain(N, "heads"),
-        k_norm=gain(K, "kv_heads"),
+        k_norm=gain(K, "kv_heads") if keys else None,
         sinks=optional(c.sinks, N, axes=("heads",)),
         gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
         gate_bias=optional(c.gated and c.bias, N, H, axes=("heads", "head")),
@@ -211,10 +221,14 @@ def mix_heads(
         return turned(normed(x, gain, c))
 
     q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), turn)
-    k = heads(biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias), w.k_norm)
-    v = biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
+    k = v = None
+    if w.k is not None:
+        k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
+        v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
+        k, v = heads(k, w.k_norm), v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
     scale = c.head_size**-0.5 if c.scale is None else c.scale
-    state, out = attend(state, i, q, k, v, Reading(scale, c.window, c.softcap, w.sinks))
+    reading = Reading(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
+    state, out = attend(state, i - c.borrows, q, k, v, reading)
     if w.gate is not None:
         out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
@@ -258,19 +272,24 @@ def attention(
 
 @dataclass(frozen=True)
 class Causal:
-    """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it."""
+    """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it.
+    Its state are the keys and values of the layers so far, by their numbers."""
 
     def __call__(
         self,
         state: Any,
         layer: int,
         q: Float[Array, "B T N _"],
-        k: Keys,
+        k: Keys | None,
         v: Values | None,
         reading: Reading,
     ) -> tuple[Any, Float[Array, "B T N U"]]:
         at = jnp.arange(q.shape[1], dtype=jnp.int32)
         seen = reading.sees(at[None, :, None], at[None, None, :])
+        if k is None:
+            k, v = state[layer]
+        assert k is not None
+        state = {**(state or {}), layer: (k, v)}
         if reading.selection is not None:
             assert v is not None
             seen = reading.selection.chosen(v[:, :, 0], jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from .inputs.kinds import LayerInput
 from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
 from .rope import Rope
 
@@ -15,12 +16,13 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu
 @dataclass(frozen=True)
 class NormKind:
     """Root-mean-square or layer normalisation; a gain's stored numbers stand for `offset` more. Only the
-    latter may have a `bias`."""
+    latter may have a `bias`. Some have no `gain`."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     offset: float = 0.0
     bias: bool = False
+    gain: bool = True
 
 
 LATENT_NORM = NormKind(eps=1e-6)
@@ -37,6 +39,7 @@ class GroupedQuery:
     rotary_size: int | None = None  # dimensions of a head that are turned; None is all
     scale: float | None = None  # of scores; None is head_size ** -0.5
     window: int | None = None  # keys that a query sees, itself included; None is all before it
+    chunked: bool = False  # of the window only those behind the last multiple of its size (Llama 4)
     softcap: float | None = None  # scores are softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118)
     bias: bool = False  # of queries, keys and values
     output_bias: bool = False
@@ -47,8 +50,12 @@ class GroupedQuery:
     norm_turned: bool = False  # queries and keys are normed after they are turned
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
     gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
+    value_norm: NormKind | None = None  # of values, without gains
+    keys_as_values: bool = False  # values are made of what the projection of keys is, before norm and turn
+    # Keys and values are those of the layer so many before it, which it reads alike; 0 is its own
+    # (cross-layer attention, Brandon et al., arXiv 2405.12981).
+    borrows: int = 0
 
-    cached_by: ClassVar[str] = "k"
     state: ClassVar[None] = None
     can_share: ClassVar[bool] = True
 
@@ -68,9 +75,16 @@ class GroupedQuery:
         return self.head_size if self.rotary_size is None else self.rotary_size
 
     @property
-    def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    def cached(self) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """Heads and size of the keys and of the values that a token leaves in the cache."""
-        return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
+        row = None if self.borrows else (self.num_kv_heads, self.head_size)
+        return row, row
+
+    @property
+    def cached_by(self) -> str | None:
+        """The weight [D,K,H] whose heads are those of the cache, and are split over devices together with
+        it."""
+        return None if self.borrows else "k"
 
     @property
     def key_heads(self) -> int:
@@ -196,6 +210,10 @@ class Experts:
     group_score: Literal["best", "top2"] = "best"
     shared: int = 0  # F of the expert that every token goes to; 0 is none
     shared_gate: bool = False  # an output gate of that expert
+    scales: bool = False  # learned ones of the experts' weights
+    weighs_inputs: bool = False  # what experts are given is weighted, not what they make (Llama 4)
+    # router, experts and shared expert norm the layer's input, and the latter two what they make (Gemma 4)
+    norms: NormKind | None = None
     clamp: float | None = None  # of clamped_silu
 
     @property
@@ -288,6 +306,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    layer_scales: bool = False  # a learned one of each layer's output
+    layer_input: LayerInput | None = None
 
     @classmethod
     def uniform(
@@ -351,7 +371,7 @@ class ModelConfig:
             if isinstance(mixer, Latent) and mixer.indexer and (mixer.indexer.keys or 0) >= length:
                 return replace(kind, mixer=replace(mixer, indexer=replace(mixer.indexer, keys=None)))
             if isinstance(mixer, GroupedQuery) and mixer.window is not None and mixer.window >= length:
-                return replace(kind, mixer=replace(mixer, window=None))
+                return replace(kind, mixer=replace(mixer, window=None, chunked=False))
             return kind
 
         return replace(self, layers=tuple(map(layer, self.layers)))

@@ -14,14 +14,14 @@ from .tree import Spec, pytree
 
 @pytree
 class Norm:
-    """A normalisation's gain, and its bias where it has one."""
+    """A normalisation's gain, and its bias, where it has them."""
 
     gain: Any  # [D]
     bias: Any = None  # [D]
 
 
 def norm_spec(kind: NormKind, size: int) -> Norm:
-    gain = Spec((size,), ("model",), mean=1.0 - kind.offset, scale=0.0)
+    gain = Spec((size,), ("model",), mean=1.0 - kind.offset, scale=0.0) if kind.gain else None
     return Norm(gain, Spec((size,), ("model",), scale=0.0) if kind.bias else None)
 
 
@@ -125,6 +125,8 @@ def normalise(
     if kind.kind == "layer":
         x32 = x32 - jnp.mean(x32, axis=axes, keepdims=True)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + kind.eps)
+    if w.gain is None:
+        return normed.astype(x.dtype)
     gain = jnp.expand_dims(w.gain, range(x.ndim - w.gain.ndim))
     if kind.offset:
         normed = (normed * (kind.offset + gain.astype(jnp.float32))).astype(x.dtype)

@@ -19,11 +19,11 @@ class Rope:
     the middle; `yarn` (Peng et al., arXiv 2309.00071) blends between the dimensions that turn `beta_fast` and
     `beta_slow` times; `longrope` (Ding et al., arXiv 2402.13753) divides each frequency by a factor of its
     own, one of `long_factors` where the sequence is longer than `original_max_position`, else one of
-    `short_factors`.
+    `short_factors`; `proportional` (Gemma 4) turns the first `share` of the pairs only.
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -34,9 +34,12 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     scale: float = 1.0  # of cosine and sine: yarn's and longrope's attention factor
+    share: float = 1.0  # of the pairs, rounded down
     interleaved: bool = False  # a pair is two neighbours, not two halves
-    # queries grow by this times the logarithm of how often their position exceeds the length of the training
+    # queries grow by this times the logarithm of how often their position, and `growth_from`, exceeds the
+    # length of the training
     query_growth: float = 0.0
+    growth_from: int = 0
 
     @property
     def boundary(self) -> int | None:
@@ -50,6 +53,9 @@ class Rope:
             return plain
         if self.kind == "longrope":
             return (plain / np.array(self.long_factors if long else self.short_factors)).astype(np.float32)
+        if self.kind == "proportional":
+            turned = np.arange(H // 2) < int(self.share * H // 2)
+            return np.where(turned, plain / np.float32(self.factor), 0).astype(np.float32)
         keep = self._llama3(plain) if self.kind == "llama3" else self._yarn(H) if self.kind == "yarn" else 0.0
         return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
 
@@ -76,7 +82,8 @@ Angles = Float32[Array, "B T 1 pairs"]  # of every position, for each pair of di
 
 
 class Turn(NamedTuple):
-    """How far positions turn their queries and keys, and what their queries are multiplied by."""
+    """How far positions turn their queries and keys, and what their queries are multiplied by. Nothing is
+    turned where there are no pairs."""
 
     cos: Angles
     sin: Angles
@@ -90,17 +97,20 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
         stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
         frequencies = jnp.where(long[:, None, None, None], stretched, frequencies)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    grown = growth(positions, rope) if rope.query_growth else None
+    if not H:
+        return Turn(angles, angles, grown)
     cos, sin = jax.lax.platform_dependent(
         angles,
         cpu=partial(computed_once, scale=rope.scale),
         default=partial(cosine_and_sine, scale=rope.scale),
     )
-    return Turn(cos, sin, growth(positions, rope) if rope.query_growth else None)
+    return Turn(cos, sin, grown)
 
 
 def growth(positions: Int[Array, "B T"], rope: Rope) -> Float32[Array, "B T 1 1"]:
     """Of queries (Llama 4, and Ministral 3 after it)."""
-    times = (positions // rope.original_max_position).astype(jnp.float32)
+    times = ((positions + rope.growth_from) // rope.original_max_position).astype(jnp.float32)
     return 1 + rope.query_growth * jnp.log1p(times)[..., None, None]
 
 
@@ -123,6 +133,8 @@ def rotate(
     """
     cos, sin = turn.cos, turn.sin
     size = 2 * cos.shape[-1]
+    if not size:
+        return x
     turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
     if interleaved:
         left, right = turned[..., 0::2], turned[..., 1::2]

@@ -10,6 +10,7 @@ from .attention import Attend, Attention, attention_spec, mix_heads
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
+from .inputs.layer import Input, Inputs, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
@@ -43,6 +44,8 @@ class Layer:
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
     recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
+    input: Input | None = None
+    scale: Any = None  # [1], of what comes out
 
     def of(self, mixer: Mixer) -> Any:
         """A mixer's parameters."""
@@ -65,6 +68,7 @@ class Decoder:
     head: Any = None  # [V,D]
     positions: Any = None  # [max_position,D], where they are learned
     head_bias: Any = None  # [V]
+    inputs: Inputs | None = None
 
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
@@ -74,9 +78,11 @@ def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
     keys, state = own.get(True), own.get(False)
     if kind.ffn is None:
         return Layer(pre, keys, None, None, post, None, state)
-    second = None if c.parallel == "one norm" else pre
+    is_normed = isinstance(kind.ffn, Experts) and kind.ffn.norms is not None
+    second = None if c.parallel == "one norm" or is_normed else pre
+    scale = Spec((1,), ("one",), mean=1.0, scale=0.0) if c.layer_scales else None
     ffn = SUBLAYERS[type(kind.ffn)][0](kind.ffn, D, depth)
-    return Layer(pre, keys, second, ffn, post, post, state)
+    return Layer(pre, keys, second, ffn, post, post, state, input_spec(c), scale)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
@@ -89,6 +95,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
         head=None if c.tied_embeddings else Spec((V, D), ("vocab", "model")),
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,
         head_bias=Spec((V,), ("vocab",), scale=0.0) if c.head_bias else None,
+        inputs=inputs_spec(c),
     )
 
 
@@ -123,8 +130,9 @@ def layer(
     attend: Attend,
     state: Any,
     i: int,
+    own: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x and attend's state after layer i."""
+    """x and attend's state after layer i; `own` is the layer's own input, where it has one."""
 
     def normed(y: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
         return y if norm is None else normalise(y, norm, c.norm)
@@ -132,7 +140,8 @@ def layer(
     def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + scaled(normed(y, post), c.residual_scale)
 
-    state, mixed = mix(w, kind, normed(x, w.attention_norm), turn, attend, state, i)
+    inner = normed(x, w.attention_norm)
+    state, mixed = mix(w, kind, inner, turn, attend, state, i)
     outer = added(x, mixed, w.attention_post_norm)
     if kind.ffn is None:
         return outer, state
@@ -141,7 +150,10 @@ def layer(
     elif w.ffn_norm is not None:
         inner = normed(x, w.ffn_norm)
     think = SUBLAYERS[type(kind.ffn)][1]
-    return added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm), state
+    out = added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm)
+    if w.input is not None:
+        out = with_input(w.input, c, out, own)
+    return out if w.scale is None else out * w.scale[None, None], state
 
 
 def mix(
@@ -173,7 +185,8 @@ def forward(
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
     x = embed(params, config, tokens, positions)
-    x, state = through(params.layers, config, x, positions, lengths, attend, state)
+    own = inputs_of(params.inputs, config, tokens, x)
+    x, state = through(params.layers, config, x, positions, lengths, attend, state, own)
     return normalise(x, params.norm, config.norm), state
 
 
@@ -185,10 +198,13 @@ def through(
     lengths: Int[Array, " B"],
     attend: Attend,
     state: Any,
+    inputs: Sequence[Float[Array, "B T P"] | None] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x and attend's state after consecutive layers, which are all that `config` has."""
+    """x and attend's state after consecutive layers, which are all that `config` has; `inputs` are their
+    own."""
+    inputs = [None] * len(layers) if inputs is None else inputs
     for i, turn in enumerate(turns(config, positions, lengths)):
-        x, state = layer(layers[i], config.layers[i], config, x, turn, attend, state, i)
+        x, state = layer(layers[i], config.layers[i], config, x, turn, attend, state, i, inputs[i])
     return x, state
 
 

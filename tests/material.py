@@ -26,6 +26,7 @@ from duetto.checkpoints.dialects import calls_of, marks_of
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
+from duetto.model.inputs.layer import inputs_of
 from duetto.model.layers import normalise
 from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
 from duetto.serve.commands.convert import convert
@@ -45,14 +46,16 @@ NAMES = [
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
 RECENT = [  # of families in use in 2026
-    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "glm4", "glm4_moe",
-    "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron",
-    "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b",
-    "starcoder2",
+    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma3",
+    "gemma4_26b_a4b", "gemma4_31b", "gemma4_e2b", "glm4", "glm4_moe", "gpt_neox", "granite", "granitemoe",
+    "granitemoehybrid", "hunyuan_v1_dense", "kimi_linear", "lfm2", "llama4", "mamba2", "minimax_m2",
+    "ministral3", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
 ]  # fmt: skip
 # Those whose layers differ from the others' in what engines and layouts see.
 UNLIKE = [
-    "cohere2", "deepseek_v32", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b",
+    "cohere2", "deepseek_v32", "gemma4_26b_a4b", "gemma4_31b", "gemma4_e2b", "hunyuan_v1_dense", "llama4",
+    "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b",
 ]  # fmt: skip
 TWO = "--xla_force_host_platform_device_count=2"
 ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
@@ -96,9 +99,10 @@ def run(params: Decoder, config: ModelConfig, tokens: jax.Array) -> tuple[jax.Ar
     """Logits [T,V], and hidden values [1,T,D] of the embedding and after each layer, the last one normed."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, tokens[None], positions, causal)
-    states = [embed(params, config, tokens[None], positions)]
+    states, kept = [embed(params, config, tokens[None], positions)], None
+    own = inputs_of(params.inputs, config, tokens[None], states[0])
     for i, turn in enumerate(turns(config, positions, jnp.array([LENGTH]))):
-        x, _ = layer(params.layers[i], config.layers[i], config, states[-1], turn, causal, None, i)
+        x, kept = layer(params.layers[i], config.layers[i], config, states[-1], turn, causal, kept, i, own[i])
         states.append(x)
     states[-1] = normalise(states[-1], params.norm, config.norm)
     return unembed(params, config, hidden)[0], states

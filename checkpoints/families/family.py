@@ -15,11 +15,11 @@ class Family:
     stored.
 
     names: path of our parameter, `{}` for the layer's number -> tensor in the file, for every parameter that
-    it may have. ignored: patterns of tensors that a file may hold beside them and that change nothing; a
-    group `beyond` must be the
-        number of a layer after the last.
-    prefix: the first part of all names but the head's, which some of the family's files leave out. also:
-        names under which other files of the family store some of the parameters.
+    it may have.
+    ignored: patterns of tensors that a file may hold beside them and that change nothing; a group `beyond`
+    must be the number of a layer after the last, a group `borrows` that of one that reads another's keys.
+    prefix: the first part of all names but the head's, which some of the family's files leave out.
+    also: names under which other files of the family store some of the parameters.
     """
 
     config: Callable[[Mapping[str, Any]], ModelConfig]

@@ -1,11 +1,14 @@
 """A layer of experts."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from ..config import Experts
-from .mixture import Held, MoE, add_all, route
+from ..layers import Norm, normalise, scaled
+from .mixture import Held, MoE, add_all, route, shared_output
 from .parts import add_parts
 
 TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
@@ -14,7 +17,29 @@ TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and fo
 def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """The chosen experts' outputs, weighted and added in order of their scores, and the shared one's."""
     flat = x.reshape(-1, x.shape[-1])
-    weights, chosen = route(w, c, flat)
     tile = TILE if x.shape[1] == 1 else LARGE_TILE
-    add = add_all if w.parts is None else partial(add_parts, w.parts)
-    return add(Held(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
+    if w.norms is not None:
+        return apart(w, c, flat, tile).reshape(x.shape)
+    weights, chosen = route(w, c, flat)
+    return adding(w)(Held(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
+
+
+def adding(w: MoE) -> Callable[..., Any]:
+    return add_all if w.parts is None else partial(add_parts, w.parts)
+
+
+def apart(w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int) -> Float[Array, "tokens D"]:
+    """The same where experts and shared expert have norms of their own: each sum is whole before it is
+    normed."""
+
+    def normed(x: Float[Array, "tokens D"], norm: Norm) -> Float[Array, "tokens D"]:
+        assert c.norms is not None
+        return normalise(x, norm, c.norms)
+
+    weights, chosen = route(w, c, scaled(normed(x, w.norms.router), x.shape[-1] ** -0.5))
+    experts = adding(w)(Held(w.experts, None), normed(x, w.norms.experts), weights, chosen, c, tile)
+    mixed = normed(experts, w.norms.experts_post)
+    if w.shared is None:
+        return mixed
+    shared = shared_output(w.shared, c, normed(x, w.norms.shared))
+    return mixed + normed(shared, w.norms.shared_post)

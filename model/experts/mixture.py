@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..config import Experts
 from ..ffn import FFN, activate, feed_forward, ffn_spec
 from ..grouped import can_multiply
-from ..layers import Weight, biased, einsum, ragged_product
+from ..layers import Norm, Weight, biased, einsum, norm_spec, ragged_product
 from ..scatter import apart
 from ..tree import Spec, is_spec, pytree, static
 
@@ -33,7 +33,20 @@ class MoE:
     router_bias: Any = None  # [E]
     correction: Any = None  # [E]
     shared: FFN | None = None
+    scales: Any = None  # [E]
+    norms: Any = None  # Norms, where the layer's input comes as it is
     parts: Any = static(None)  # a `Parts` where devices share the layer
+
+
+@pytree
+class Norms:
+    """Norms of what the router, the experts and the shared one are given, and of what the latter two make."""
+
+    router: Norm
+    experts: Norm
+    shared: Norm
+    experts_post: Norm
+    shared_post: Norm
 
 
 def experts_spec(c: Experts, D: int, depth: int) -> MoE:
@@ -50,6 +63,8 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
         router_bias=Spec((E,), ("scores",), scale=0.0) if c.router_bias else None,
         correction=Spec((E,), ("scores",), scale=0.0, dtype=jnp.float32) if c.correction else None,
         shared=ffn_spec(c.everyone, D, depth) if c.shared else None,
+        scales=Spec((E,), ("scores",), mean=1.0, scale=0.0) if c.scales else None,
+        norms=Norms(*[norm_spec(c.norms, D)] * 5) if c.norms else None,
     )
 
 
@@ -69,7 +84,7 @@ def add_all(
     tile: int,
 ) -> Float[Array, "tokens D"]:
     """The weighted sum of each token's experts, all of which are here, and the shared one's output."""
-    mixed = weighted(each_expert(held.experts, c, x, chosen, tile), weights, x.dtype)
+    mixed = weighted(*weighed_experts(held.experts, c, x, weights, chosen, tile), x.dtype)
     return mixed if held.shared is None else mixed + shared_output(held.shared, c, x)
 
 
@@ -82,6 +97,23 @@ def weighted(
 
 def shared_output(w: FFN, c: Experts, x: Float[Array, "tokens D"]) -> Float[Array, "tokens D"]:
     return feed_forward(w, c.everyone, x)
+
+
+def weighed_experts(
+    experts: FFN,
+    c: Experts,
+    x: Float[Array, "tokens D"],
+    weights: Float[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    tile: int,
+) -> tuple[Float[Array, "tokens A D"], Float[Array, "tokens A"]]:
+    """What each token's experts make, and the weights of that, which are ones where inputs are weighted: then
+    each choice is a token of its own."""
+    if not c.weighs_inputs:
+        return each_expert(experts, c, x, chosen, tile), weights
+    inputs = (x[:, None].astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+    outputs = each_expert(experts, c, inputs.reshape(-1, x.shape[-1]), chosen.reshape(-1, 1), tile)
+    return outputs.reshape(inputs.shape), jnp.ones_like(weights)
 
 
 def each_expert(
@@ -119,13 +151,16 @@ def route(
     logits = einsum("td,de->te", x.astype(jnp.float32), w.router.astype(jnp.float32))
     logits = biased(logits, None if w.router_bias is None else w.router_bias.astype(jnp.float32))
     scores = jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
-    wanted = biased(scores, w.correction)
+    # scores near one are rounded to it, and would no longer tell experts apart
+    wanted = logits if c.weighs_inputs else biased(scores, w.correction)
     if c.groups > 1:
         wanted = jnp.where(in_best_groups(c, wanted), wanted, -jnp.inf)
     _, chosen = jax.lax.top_k(wanted, c.active)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if c.normalised:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    if w.scales is not None:
+        weights = weights * w.scales.astype(jnp.float32)[chosen]
     return weights * c.factor, chosen.astype(jnp.int32)
 
 

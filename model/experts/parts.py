@@ -16,7 +16,7 @@ from ..ffn import FFN
 from ..layers import Weight
 from ..sharding import automatic_axes, axes_of
 from ..tree import unwrapped
-from .mixture import Held, MoE, count_of, each_expert, shared_output, weighted
+from .mixture import Held, MoE, count_of, shared_output, weighed_experts, weighted
 
 
 class Parts(NamedTuple):
@@ -125,7 +125,7 @@ def add_own(
     tokens, weights, chosen = of_all(shards, x, weights, chosen) if shards else (x, weights, chosen)
     mine = chosen - jax.lax.axis_index(numbers).astype(jnp.int32) * count if numbers else chosen
     here = (mine >= 0) & (mine < count)
-    outputs = each_expert(f, c, tokens, jnp.where(here, mine, count), tile)
+    outputs, weights = weighed_experts(f, c, tokens, weights, jnp.where(here, mine, count), tile)
     total = weighted(jnp.where(here[..., None], outputs, 0), weights, x.dtype)
     if shards:
         total = added_at_home(total, shards)

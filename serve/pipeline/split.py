@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ...model.config import ModelConfig
+from ...model.config import GroupedQuery, LayerKind, ModelConfig
 from ...model.transformer import decoder_spec
 from ...model.tree import is_spec
 
@@ -18,8 +18,14 @@ def split(config: ModelConfig, stages: int) -> list[range]:
     """The layers of each stage, by the numbers that a step reads: those of the layers, and the head's in the
     last stage. The embedding costs no product, a step reads few of its rows.
 
-    Raises ValueError for more stages than layers.
+    Raises ValueError for more stages than layers, and for layers that read more than what comes from the one
+    before.
     """
+    if stages > 1 and (config.layer_input or any(borrowed(kind) for kind in config.layers)):
+        what = "inputs of their own" if config.layer_input else "the keys of others"
+        raise ValueError(
+            f"pipeline_parallel_size {stages} is not allowed for a model whose layers read {what}: 1"
+        )
     if not 1 <= stages <= config.num_layers:
         raise ValueError(
             f"pipeline_parallel_size {stages} is not allowed for {config.num_layers} layers: "
@@ -28,6 +34,11 @@ def split(config: ModelConfig, stages: int) -> list[range]:
     spec = decoder_spec(config)
     layers = [numbers(layer) for layer in spec.layers]
     return balanced(layers, stages, behind=config.vocab_size * config.hidden_size)
+
+
+def borrowed(kind: LayerKind) -> bool:
+    """Whether the keys of a layer are another's."""
+    return isinstance(kind.mixer, GroupedQuery) and kind.mixer.borrows > 0
 
 
 def numbers(spec: Any) -> int:

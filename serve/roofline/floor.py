@@ -20,7 +20,7 @@ from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
 from ...kvcache.quantised import Kept, head_bytes, kept_as
 from ...kvcache.states import state_bytes
-from ...model.config import LayerKind, ModelConfig
+from ...model.config import GroupedQuery, LayerKind, Mixer, ModelConfig
 from ...model.latent import chooser_of
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.recurrent.kinds import STATE
@@ -119,23 +119,22 @@ def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: in
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 
-    def pool(window: int | None, buffer: Any, arrays: int) -> Pool:
+    def pool(mixer: Mixer, buffer: Any, arrays: int) -> Pool:
         _, pages, width, *_ = buffer.sharding.shard_shape(buffer.shape)
         own = device_bytes(buffer)
-        if window == STATE:
+        if mixer.window == STATE:
             return Pool(own, own * min(shape.sequences, pages) // pages, 0, arrays)
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
-        live = min((sequences * seen(window, context) + rows * tokens) / (pages * width), 1)
-        first = 0 if window is None else np.maximum(start - window + 1, 0) // BLOCK
+        live = min((sequences * seen(mixer, context) + rows * tokens) / (pages * width), 1)
+        first = 0 if mixer.window is None else np.maximum(first_seen(mixer, start), 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
         return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
 
     found = []
     for kind, keys, values, states in zip(layers, cache.k, cache.v, cache.states, strict=True):
-        kept = {mixer.window: (states if mixer.state else (keys, values)) for mixer in kind.mixers}
-        for window, buffers in kept.items():
-            own = jax.tree.leaves(buffers)
-            found += [pool(window, buffer, len(own)) for buffer in own]
+        for mixer in kind.mixers:
+            own = jax.tree.leaves(states if mixer.state else (keys, values))
+            found += [pool(mixer, buffer, len(own)) for buffer in own]
     return tuple(found)
 
 
@@ -181,13 +180,15 @@ def inner_bytes(config: ModelConfig, params: Decoder, tokens: int, shards: int =
 def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float:
     """The share of a parameter, or of a part of one, that `tokens` tokens of each shard read in one."""
     place, *rest = path.split(".")
-    if place in ("embed", "head", "positions"):
+    if place in ("embed", "head", "positions") or path == "inputs.embed":
         return 0.0
     if rest[1:3] == ["attention", "indexer"] and chooser_of(config.layers[int(rest[0])]) is None:
         return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
-    return config.layers[int(rest[0])].ffn.met(shards * tokens) / shards
+    ffn = config.layers[int(rest[0])].ffn
+    assert ffn is not None
+    return ffn.met(shards * tokens) / shards
 
 
 def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
@@ -199,19 +200,12 @@ def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
     return read_bytes(kind, context, tokens, kept) + 2 * tokens * row_bytes(kind, kept) + states
 
 
-def seen(window: int | None, keys: float) -> float:
-    """How many of the keys before it a query sees, or of a layer's states."""
-    if window == STATE:
-        return 1
-    return keys if window is None else min(keys, window)
-
-
 def mixing_flops(kind: LayerKind, keys: float) -> float:
     """Operations of a layer's mixers for a query with so many keys before it, scores that choose among them
     included."""
     chooser = chooser_of(kind)
     if chooser is None:
-        return sum(mixer.pair_flops * seen(mixer.window, keys) for mixer in kind.mixers)
+        return sum(mixer.pair_flops * seen(mixer, keys) for mixer in kind.mixers)
     scoring = 2 * chooser.num_heads * (chooser.head_size + 1)
     return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + scoring * keys
 
@@ -221,10 +215,30 @@ def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> floa
     each query reads others, but all read what keys are chosen by."""
     chooser = chooser_of(kind)
     if chooser is None:
-        return seen(kind.mixer.window, context) * row_bytes(kind, kept)
+        return seen(kind.mixer, context) * row_bytes(kind, kept)
     index = head_bytes(chooser.head_size, kept)
     own = min(context, tokens * (chooser.keys or 0)) * (row_bytes(kind, kept) - index)
     return own + context * index
+
+
+def seen(mixer: Mixer, keys: float) -> float:
+    """How many of the keys before it a query sees, of those of a chunk on average, or of a layer's states."""
+    if mixer.window == STATE:
+        return 1
+    if mixer.window is None or keys <= mixer.window:
+        return keys
+    return (mixer.window + 1) / 2 if in_chunks(mixer) else mixer.window
+
+
+def first_seen(mixer: Mixer, start: np.ndarray) -> np.ndarray:
+    """The first key that queries at positions see, in a layer with a window."""
+    window = mixer.window
+    assert window is not None
+    return start // window * window if in_chunks(mixer) else start - window + 1
+
+
+def in_chunks(mixer: Mixer) -> bool:
+    return isinstance(mixer, GroupedQuery) and mixer.chunked
 
 
 def row_size(kind: LayerKind) -> int:

@@ -33,6 +33,7 @@ BASE = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
+NEAR_ONE = r"(norm|norm_\d|norms\.\d+|ln_\w)\.weight|layer_scalar|router\.(per_expert_)?scale"
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
 CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | recurrent.CASES
 
@@ -46,8 +47,9 @@ def hub_config(name: str) -> dict[str, Any]:
 def weights(name: str, shape: tuple[int, ...], seed: int, kind: str) -> np.ndarray:
     """One tensor's numbers, wide of what is neutral; the stream of RandomState is frozen for ever."""
     noise = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode())).standard_normal(shape)
-    if re.search(r"(norm|norms\.\d+|ln_\w)\.weight", name):
-        noise = 0.2 * noise + (0.0 if kind.startswith(("gemma", "nemotron")) else 1.0)
+    if re.search(NEAR_ONE, name):
+        around_zero = kind.startswith(("gemma", "nemotron")) and not kind.startswith("gemma4")
+        noise = 0.2 * noise + (0.0 if around_zero else 1.0)
     elif len(shape) == 1 or "bias" in name:
         noise *= 0.3
     elif "embed" in name or re.search(r"w[tp]e", name):
