@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from ..model.attention import Attend, Keys, Reading, Values
 from ..model.tree import pytree
-from .kernels import attend_with
+from .kernels.attention import attend_with
+from .kernels.tiles import Pages
 from .pages import (
     BLOCK,
     Batch,
@@ -31,7 +32,6 @@ from .pages import (
     with_layer,
 )
 from .quantised import read_back
-from .tiles import Pages
 
 
 @pytree

@@ -8,8 +8,6 @@ neither on its neighbours' lengths nor on the page size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,18 +18,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from ..model.attention import UNSEEN, Keys, LatentRows, Made, Reading, Values, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
-from ..model.recurrent.kinds import STATE, Leaves
-from ..model.recurrent.states import Inputs, Recurrence
+from ..model.recurrent.kinds import STATE
 from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
 from .choosing import Chosen, Index, choose
 from .groups import by_length
-from .kernels import attend_with
 from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
-from .states import Rows, StatePool, empty_states, state_bytes, taken_on
-from .tiles import Pages
+from .states import StatePool, empty_states, state_bytes
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
 ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
@@ -308,55 +303,6 @@ def stored(
         assert values is not None
         values = write(values, page, pos % W, v)
     return keys, values
-
-
-@dataclass(frozen=True)
-class Paged:
-    """`attend` over a KVCache: writes the rows' new keys and values into their pages, and reads these; takes
-    states on from page to page."""
-
-    batch: Batch
-    windows: tuple[int | None, ...]
-
-    def __call__(
-        self,
-        cache: KVCache,
-        layer: int,
-        q: Float[Array, "B T N _"],
-        k: Keys | None,
-        v: Values | None,
-        reading: Reading,
-    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
-        batch, table = self.batch, self._table(reading.window)
-        pools = cache.k[layer], cache.v[layer]
-        keys, values = pools = pools if k is None else stored(pools, batch, table, k, v)
-
-        def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
-            index = partial(read_values, pools, table, q.dtype)
-            chosen = choice(reading, batch, table, keys.shape[2], index)
-            read = partial(read_keys, pools, table, reading, q.dtype)
-            return running_softmax(q, batch, read, reading, chosen)
-
-        def pages() -> Pages:
-            return Pages(*pools, table, batch.start, batch.count)
-
-        out = attend_with(q, pools, reading, pages, by_blocks)
-        own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
-        return replace(cache, **own), out
-
-    def recur(
-        self, cache: KVCache, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
-    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
-        pool, out = taken_on(cache.states[layer], self.rows, recurrence, new)
-        return replace(cache, states=with_layer(cache.states, layer, pool)), out
-
-    @property
-    def rows(self) -> Rows:
-        """Where the rows' states are."""
-        return Rows(self.batch.start, self.batch.count, self._table(STATE))
-
-    def _table(self, window: int | None) -> Int[Array, "B M"]:
-        return self.batch.page_tables[self.windows.index(window)]
 
 
 def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from ..model.recurrent.linear import Terms, apart, step
 from ..model.recurrent.states import Inputs, Recurrence, State, newest
 from ..model.scatter import apart as unique
 from ..model.tree import pytree, static
-from .state_kernel import MemoryPool, Place, step_pages, steps_in_place
+from .kernels.memory import MemoryPool, Place, step_pages, steps_in_place
 
 
 @pytree

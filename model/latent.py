@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .attention import Attend, LatentRows, Made, Reading, Selection
-from .config import Indexer, Latent, LayerKind, NormKind
+from .config import Latent, LayerKind, NormKind
+from .kinds.attention import Indexer
 from .layers import biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Turn, rotate
 from .tree import Spec, pytree

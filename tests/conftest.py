@@ -35,16 +35,8 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
-from duetto.model.config import (
-    Dense,
-    Experts,
-    GroupedQuery,
-    Indexer,
-    Latent,
-    LayerKind,
-    ModelConfig,
-    NormKind,
-)
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from duetto.model.kinds.attention import Indexer
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
-from duetto.kvcache.kernels import Pages, attend_pages
+from duetto.kvcache.kernels.attention import Pages, attend_pages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.model.attention import Reading
 from duetto.serve.commands.bench import median_seconds

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.gpu.attention import attention_inputs, by_blocks, by_kernels
 from benchmarks.gpu.run import Row, Run
 from duetto import LLM, SamplingParams
-from duetto.kvcache import kernels
+from duetto.kvcache.kernels import attention as kernels
 from duetto.serve.programs import kept
 
 

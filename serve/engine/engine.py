@@ -60,10 +60,10 @@ class Engine:
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         self.meter, self._compilations, self.sleeper = Meter(), Compilations(), Sleep()
-        sizes, alive = self.sizes, weakref.proxy(self)  # no cycle keeps the cache on its device
-        self.tables = tables_of(self.config.windows, sizes, limits)
+        alive = weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = tables_of(self.config.windows, self.sizes, limits)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
-        kinds = jax.tree.map(lambda x: x.dtype, state.params), sizes.kv_cache_dtype
+        kinds = jax.tree.map(lambda x: x.dtype, state.params), self.sizes.kv_cache_dtype
         salt = str(self.config), *map(str, kinds)
         self.scheduler = Scheduler(
             limits,
@@ -249,8 +249,8 @@ class Engine:
         self.classes, age = classes, self.programs.age
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
-        row = round_up(least_row(classes.prefill), self.config.block)
-        self.scheduler.limits = self._limits._replace(row=row, decode_steps=steps)
+        self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
+        self.scheduler.limits = self._limits._replace(decode_steps=steps)
         self.scheduler.recompute_outputs = classes.same_bits
 
     # ------------------------------------------------------------ a step

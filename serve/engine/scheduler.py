@@ -47,8 +47,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
-        self.scores = PageScores(self.page_size)
-        self.tiers = Untiered(tables)
+        self.scores, self.tiers = PageScores(self.page_size), Untiered(tables)
         self.group = 0  # of seats, whose turn it is
         self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
 

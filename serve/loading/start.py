@@ -33,7 +33,7 @@ from ..programs.compile import Programs
 from ..programs.shapes import Canonical, can_share, least_row, table
 from ..programs.sizing import choose_sizes
 from ..programs.warmup import Aim, Warmup, first_shapes
-from ..speculation.beside import read_beside
+from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
 from ..tiers.opening import check, mover_of
@@ -69,6 +69,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     options.check_stages(count)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
+    check_states(pair, options.speculation, count)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
     shapes = table(options, sizes, can_share(pair.layers), device.platform)

@@ -340,11 +340,6 @@ class EngineOptions:
         return 0 if self.speculation.tree is None else self.speculation.tree.nodes
 
     @property
-    def most_in_turn(self) -> int:
-        """Tokens of one sequence that a step computes one by one at most."""
-        return max(self.decode_steps, self.guesses + 1)
-
-    @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that a step computes at most."""
         return most_tokens(self.prefill_tokens, self.decode_steps, self.guesses)

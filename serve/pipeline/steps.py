@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ...kvcache.pages import Batch, KVCache, Paged, positions
+from ...kvcache.paged import Paged
+from ...kvcache.pages import Batch, KVCache, positions
 from ...kvcache.stages import config_of
 from ...model.config import ModelConfig
 from ...model.layers import normalise

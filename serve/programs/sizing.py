@@ -237,7 +237,7 @@ def group_pages(
             return pages
         if window == STATE:
             work = round_up(options.most_tokens, STATE_BLOCK)
-            one = min(state_pages(work, options.most_in_turn, W, stride), whole)
+            one = min(state_pages(work, max(options.decode_steps, options.guesses + 1), W, stride), whole)
             return one * options.shard_seats + pages // stride
         one = min(window_pages(window, options.most_tokens, W), whole)
         return max(one, min(pages, one * options.shard_seats))

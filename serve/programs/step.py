@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ...kvcache.pages import ON_DEVICE, Batch, KVCache, Paged, positions
+from ...kvcache.paged import Paged
+from ...kvcache.pages import ON_DEVICE, Batch, KVCache, positions
 from ...kvcache.states import Guessed, Guessing
 from ...model.attention import Attend
 from ...model.config import ModelConfig

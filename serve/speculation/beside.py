@@ -12,6 +12,7 @@ from ...kvcache.placement import everywhere
 from ...model.config import ModelConfig
 from ...model.heads import Head
 from ...model.pair import Pair, PairConfig, Params
+from ...model.recurrent.kinds import STATE
 from ...model.sharding import place_at
 from ...model.transformer import Decoder
 from ..options.speculation import SpeculativeConfig
@@ -21,6 +22,21 @@ from .guessers import DraftModel, HeadGuesser
 from .tree import TreePhases
 
 SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
+
+
+def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> None:
+    """Raise ValueError where guesses would need a state of a recurrent layer that nobody keeps."""
+    if not chosen.guesses or STATE not in config.windows:
+        return
+    why = None
+    if config.draft is not None and STATE in config.draft.windows:
+        why = f"a draft model with recurrent layers ({chosen.model!r}): it cannot take guesses back"
+    elif chosen.tree is not None:
+        why = "a tree of guesses: recurrent layers take one chain at a time"
+    elif stages > 1:
+        why = f"recurrent layers in {stages} pipeline stages"
+    if why:
+        raise ValueError(f"speculative_config is not allowed with {why}")
 
 
 class Beside(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from conftest import RANDOM
 
 from duetto.kvcache.choosing import choose
-from duetto.kvcache.kernels import supported
+from duetto.kvcache.kernels.attention import supported
 from duetto.kvcache.pages import BLOCK
 from duetto.model.attention import Reading, Selection
 from duetto.model.config import Latent

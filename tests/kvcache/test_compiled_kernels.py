@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from duetto.kvcache.pages import Batch, KVCache, Paged
+from duetto.kvcache.paged import Paged
+from duetto.kvcache.pages import Batch, KVCache
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import Reading
 from duetto.model.sharding import device_bytes

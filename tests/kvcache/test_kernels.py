@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from duetto.kvcache import kernels
-from duetto.kvcache.kernels import attend_pages, supported
+from duetto.kvcache.kernels import attention as kernels
+from duetto.kvcache.kernels.attention import attend_pages, supported
+from duetto.kvcache.kernels.tiles import Pages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.kvcache.quantised import SCHEMES, decoded, empty_pool, encoded, kept_as
-from duetto.kvcache.tiles import Pages
 from duetto.model.attention import Reading
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import RANDOM
 
-from duetto.kvcache.pages import Batch, KVCache, Paged, empty_cache, page_bytes, read_block, write
+from duetto.kvcache.paged import Paged
+from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, read_block, write
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, empty_pool, encoded, kept_as, read_back
 from duetto.model.attention import Reading, causal
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from duetto.kvcache.pages import row_bytes
-from duetto.model.config import Dense, Indexer, Latent, LayerKind, ModelConfig
+from duetto.model.config import Dense, Latent, LayerKind, ModelConfig
+from duetto.model.kinds.attention import Indexer
 from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape

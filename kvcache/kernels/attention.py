@@ -6,7 +6,6 @@ a key head are rows of one product. A single query's keys are split into parts t
 that work follows the rows' lengths (as in Stream-K, Osama et al., arXiv 2301.03598). Several queries go in
 tiles of their own. Tiles of keys begin at multiples of their size and a row's parts follow from its own
 length, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk.
-
 The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pages` alone.
 """
 
@@ -23,11 +22,11 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from ..model.attention import Reading
-from ..model.gpus import compiles_for_gpus
-from ..model.sharding import automatic_axes, axes_of, in_shards
-from .quantised import SCALE, QuantisedPool
-from .shards import head_axes
+from ...model.attention import Reading
+from ...model.gpus import compiles_for_gpus
+from ...model.sharding import automatic_axes, axes_of, in_shards
+from ..quantised import SCALE, QuantisedPool
+from ..shards import head_axes
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values

@@ -15,9 +15,9 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ..model.gpus import compiles_for_gpus
-from ..model.recurrent.linear import Terms
-from ..model.sharding import automatic_axes, axes_of, in_shards
+from ...model.gpus import compiles_for_gpus
+from ...model.recurrent.linear import Terms
+from ...model.sharding import automatic_axes, axes_of, in_shards
 
 SIZES = (16, 32, 64, 128, 256)  # of keys and values
 MOST = 8192  # numbers of a memory that a block of threads holds at once

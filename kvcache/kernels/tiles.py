@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ..model.attention import UNSEEN, Reading
-from ..model.layers import einsum
-from .quantised import QuantisedPool, decoded
+from ...model.attention import UNSEEN, Reading
+from ...model.layers import einsum
+from ..quantised import QuantisedPool, decoded
 
 TILE = 64  # keys of one product
 LATENT_TILE = 32  # of latent rows, which are wide

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, which read pages where they lie."""

@@ -1,0 +1,63 @@
+"""`attend` over pages: the seam between the model and the cache."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from jaxtyping import Array, Float, Int
+
+from ..model.attention import Keys, Reading, Values
+from ..model.recurrent.kinds import STATE, Leaves
+from ..model.recurrent.states import Inputs, Recurrence
+from .kernels.attention import attend_with
+from .kernels.tiles import Pages
+from .pages import Batch, KVCache, choice, read_keys, read_values, running_softmax, stored, with_layer
+from .states import Rows, taken_on
+
+
+@dataclass(frozen=True)
+class Paged:
+    """`attend` over a KVCache: writes the rows' new keys and values into their pages, and reads these; takes
+    states on from page to page."""
+
+    batch: Batch
+    windows: tuple[int | None, ...]
+
+    def __call__(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys | None,
+        v: Values | None,
+        reading: Reading,
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
+        batch, table = self.batch, self._table(reading.window)
+        pools = cache.k[layer], cache.v[layer]
+        keys, values = pools = pools if k is None else stored(pools, batch, table, k, v)
+
+        def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
+            index = partial(read_values, pools, table, q.dtype)
+            chosen = choice(reading, batch, table, keys.shape[2], index)
+            read = partial(read_keys, pools, table, reading, q.dtype)
+            return running_softmax(q, batch, read, reading, chosen)
+
+        def pages() -> Pages:
+            return Pages(*pools, table, batch.start, batch.count)
+
+        out = attend_with(q, pools, reading, pages, by_blocks)
+        own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
+        return replace(cache, **own), out
+
+    def recur(
+        self, cache: KVCache, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
+        pool, out = taken_on(cache.states[layer], self.rows, recurrence, new)
+        return replace(cache, states=with_layer(cache.states, layer, pool)), out
+
+    @property
+    def rows(self) -> Rows:
+        """Where the rows' states are."""
+        return Rows(self.batch.start, self.batch.count, self._table(STATE))
+
+    def _table(self, window: int | None) -> Int[Array, "B M"]:
+        return self.batch.page_tables[self.windows.index(window)]
