@@ -110,8 +110,9 @@ def empty_cache(
     count = dict(zip(windows_of(layers), pages, strict=True))
 
     def pool(kind: LayerKind, i: int) -> Pool | None:
-        row = kind.keys and kind.keys.cached[i]
-        return row and empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
+        if kind.keys is None or (row := kind.keys.cached[i]) is None:
+            return None
+        return empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
 
     def states(kind: LayerKind) -> StatePool | None:
         return kind.state and empty_states(kind.state, count[STATE], page_size)

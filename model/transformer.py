@@ -132,7 +132,8 @@ def layer(
     def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
         return x + scaled(normed(y, post), c.residual_scale)
 
-    state, mixed = mix(w, kind, normed(x, w.attention_norm), turn, attend, state, i)
+    inner = normed(x, w.attention_norm)
+    state, mixed = mix(w, kind, inner, turn, attend, state, i)
     outer = added(x, mixed, w.attention_post_norm)
     if kind.ffn is None:
         return outer, state

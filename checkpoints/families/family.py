@@ -32,4 +32,6 @@ class Family:
         """The family with those of its names that a folder's tensors have."""
         others = {path: own for path, own in self.also.items() if own.name != self.names[path].name}
         first = (own.name.replace("{}", "0") for own in others.values())
-        return replace(self, names=self.names | others) if any(name in tensors for name in first) else self
+        return (
+            replace(self, names={**self.names, **others}) if any(name in tensors for name in first) else self
+        )

@@ -128,7 +128,7 @@ class Mamba:
     step_limits: tuple[float, float] = (0.0, float("inf"))
     norm: Literal["of gated", "then gated"] | None = "of gated"  # of the outputs of a key head's value heads
     eps: float = 1e-5
-    scales: tuple[float, float, float, float, float] = (1.0,) * 5  # of gates, values, keys, queries, steps
+    scales: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries, steps
 
     window: ClassVar[int] = STATE
     rope: ClassVar[None] = None

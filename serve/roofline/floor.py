@@ -185,7 +185,9 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
         return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
-    return config.layers[int(rest[0])].ffn.met(shards * tokens) / shards
+    ffn = config.layers[int(rest[0])].ffn
+    assert ffn is not None
+    return ffn.met(shards * tokens) / shards
 
 
 def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
