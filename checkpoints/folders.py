@@ -14,8 +14,9 @@ from .tensors import CheckpointError
 
 DESCRIBING = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "LICENSE*", "NOTICE*", "1_Pooling/config.json", "modules.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tiktoken.model",
+    "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*",
+    "1_Pooling/config.json", "modules.json",
 )  # fmt: skip
 
 

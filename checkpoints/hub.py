@@ -15,7 +15,7 @@ from .kinds import named, near
 from .tensors import CheckpointError
 
 ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-WORDS = (*DESCRIBING, "*.tiktoken", "tiktoken.model", "vocab.txt", "adapter_config.json")
+WORDS = (*DESCRIBING, "vocab.txt", "adapter_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 LEFT_OUT = ("[!1]*/*", "consolidated*")  # folders such as original/, not 1_Pooling/; copies of the weights
 LOG_IN = "give hf_token, set HF_TOKEN, or run `hf auth login`"

@@ -7,16 +7,29 @@ its tree; when one path is accepted its keys are written once, and the rest need
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import Attend, Keys, Reading
+from ..model.attention import Attend, Keys, Reading, Values
 from ..model.tree import pytree
 from .kernels import attend_with
-from .pages import BLOCK, Batch, Block, KVCache, Pool, read_block, running_softmax, stored, with_layer
+from .pages import (
+    BLOCK,
+    Batch,
+    Block,
+    KVCache,
+    Pool,
+    choice,
+    made_of,
+    read_block,
+    running_softmax,
+    stored,
+    with_layer,
+)
 from .quantised import read_back
 from .tiles import Pages
 
@@ -85,7 +98,7 @@ def branching(
         layer: int,
         q: Float[Array, "B T N _"],
         k: Keys,
-        v: Float[Array, "B T K H"] | None,
+        v: Values | None,
         reading: Reading,
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
@@ -105,19 +118,22 @@ def branching(
         ) -> Float[Array, "K rows S H"]:
             return nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
 
+        def read_values(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Float[Array, "K rows S values"]:
+            assert pools[1] is not None
+            return laid_over(pools[1], tails[1], rows, j)
+
         def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
             keys = laid_over(pools[0], tails[0], rows, j)
-            if v is not None:
-                assert pools[1] is not None
-                return keys, laid_over(pools[1], tails[1], rows, j)
-            assert reading.expand is not None
-            made = reading.expand(keys.transpose(1, 2, 0, 3))
-            return made[0].transpose(2, 0, 1, 3), made[1].transpose(2, 0, 1, 3)
+            if reading.expand is None:
+                return keys, read_values(rows, j)
+            return made_of(keys, reading.expand)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
-        out = attend_with(q, pools, reading, pages, lambda q: running_softmax(q, batch, read, reading))
+        chosen = choice(reading, batch, table, pools[0].shape[2], read_values)
+        by_blocks = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
+        out = attend_with(q, pools, reading, pages, by_blocks)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     return attend

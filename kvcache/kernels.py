@@ -49,7 +49,8 @@ Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `par
 def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: Reading) -> bool:
     """Whether the kernels read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
-    readable = all(pool is None or keeps_numbers(pool, q.dtype) for pool in (k, v))
+    chosen, pools = reading.selection is not None, (k, v)
+    readable = not chosen and all(pool is None or keeps_numbers(pool, q.dtype) for pool in pools)
     same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, Keys, Reading, grouped
+from ..model.attention import UNSEEN, Keys, LatentRows, Made, Reading, Values, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.recurrent.kinds import STATE, Leaves
@@ -25,9 +25,10 @@ from ..model.recurrent.states import Inputs, Recurrence
 from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
+from .choosing import Chosen, Index, choose
 from .groups import by_length
 from .kernels import attend_with
-from .quantised import Kept, Pool, as_dtype, decoded, empty_pool, encoded, head_bytes
+from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
 from .states import Rows, StatePool, empty_states, state_bytes, taken_on
 from .tiles import Pages
@@ -37,7 +38,8 @@ ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesse
 FEW = 16  # queries of a row that share a key head
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
-Pools = tuple[Pool, Pool | None]  # a layer's keys and values; a latent layer has keys only
+# a layer's keys and values; a latent layer has keys only, and what these are chosen by where they are
+Pools = tuple[Pool, Shaped[Array, "K P W values"] | QuantisedPool | None]
 # of a block of some rows; the heads of a latent layer are more than its pool has
 Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
 
@@ -47,8 +49,9 @@ class KVCache:
     """A pool of pages per layer, head-major; position p of a row is slot p % W of its page p // W.
 
     Layers of one window have pools of the same number of pages and share a page table. A latent layer has
-    keys only, a recurrent one a pool of states, in place of keys or beside them. Every array of a pool has
-    the heads as its first axis and the pages as its second.
+    keys only, and what these are chosen by in the place of values, if they are; a recurrent one a pool of
+    states, in place of keys or beside them. Every array of a pool has the heads as its first axis and the
+    pages as its second.
     """
 
     k: tuple[Any, ...]  # L of [K,P,W,H] or None
@@ -179,13 +182,24 @@ def read_keys(
     j: Int[Array, " rows"],
 ) -> Block:
     """Keys and values of block j of some rows; a latent layer's are made here."""
-    table = page_table[rows]
-    keys = read_block(pools[0], table, j, dtype)
-    if pools[1] is not None:
-        return keys, read_block(pools[1], table, j, dtype)
-    assert reading.expand is not None
-    k, v = reading.expand(keys.transpose(1, 2, 0, 3))
+    keys = read_block(pools[0], page_table[rows], j, dtype)
+    if reading.expand is None:
+        return keys, read_values(pools, page_table, dtype, rows, j)
+    return made_of(keys, reading.expand)
+
+
+def made_of(rows: Float[Array, "1 rows S H"], expand: Callable[[LatentRows], Made]) -> Block:
+    """Every head's keys and values of a block of cached rows."""
+    k, v = expand(rows.transpose(1, 2, 0, 3))
     return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
+
+
+def read_values(
+    pools: Pools, page_table: Int[Array, "B M"], dtype: Any, rows: Int[Array, " rows"], j: Int[Array, " rows"]
+) -> Float[Array, "K rows S values"]:
+    """Values of block j of some rows, or what a latent layer's keys are chosen by."""
+    assert pools[1] is not None
+    return read_block(pools[1], page_table[rows], j, dtype)
 
 
 def running_softmax(
@@ -193,6 +207,7 @@ def running_softmax(
     batch: Batch,
     read: Callable[[Int[Array, " rows"], Int[Array, " rows"]], Block],
     reading: Reading,
+    chosen: Chosen | None = None,
 ) -> Float[Array, "B T N U"]:
     """Attention over the rows' keys, of which `read(rows, j)` returns block j of some rows.
 
@@ -218,7 +233,10 @@ def running_softmax(
         written = (at >= low[rows, None]) & (at < end[rows, None])
         v = jnp.where(written[None, ..., None], v, 0)
         scores = reading.scores(products(groups.own(q, group), k))
-        scores = jnp.where(reading.sees(pos[rows, :, None], at[:, None])[None], scores, UNSEEN)
+        sees = reading.sees(pos[rows, :, None], at[:, None])
+        if chosen is not None:
+            sees &= jnp.repeat(chosen.sees(rows, j, BLOCK), G, axis=1)
+        scores = jnp.where(sees[None], scores, UNSEEN)
         top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
         fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
@@ -230,6 +248,14 @@ def running_softmax(
     _, total, out = jax.lax.fori_loop(0, groups.until[-1], block, sums)
     out = groups.unsorted(out / jnp.maximum(total, 1e-30)[..., None])
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
+
+
+def choice(reading: Reading, batch: Batch, table: Int[Array, "B M"], W: int, index: Index) -> Chosen | None:
+    """Which keys the rows' queries see, by what `index` reads of their pages; None where they see all."""
+    if reading.selection is None:
+        return None
+    end = jnp.where(batch.count > 0, batch.start + batch.count, 0)
+    return choose(reading.selection, positions(batch), end, table.shape[1] * W, index)
 
 
 def products(q: Float[Array, "K B queries H"], k: Float[Array, "K B S H"]) -> Float32[Array, "K B queries S"]:
@@ -270,8 +296,8 @@ def stored(
     pools: Pools,
     batch: Batch,
     table: Int[Array, "B M"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"] | None,
+    k: Keys,
+    v: Values | None,
 ) -> Pools:
     """A layer's pools with the rows' new keys and values in their pages."""
     (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
@@ -298,21 +324,24 @@ class Paged:
         layer: int,
         q: Float[Array, "B T N _"],
         k: Keys,
-        v: Float[Array, "B T K H"] | None,
+        v: Values | None,
         reading: Reading,
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         batch, table = self.batch, self._table(reading.window)
         keys, values = pools = stored((cache.k[layer], cache.v[layer]), batch, table, k, v)
 
         def by_blocks(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
-            return running_softmax(q, batch, partial(read_keys, pools, table, reading, q.dtype), reading)
+            index = partial(read_values, pools, table, q.dtype)
+            chosen = choice(reading, batch, table, keys.shape[2], index)
+            read = partial(read_keys, pools, table, reading, q.dtype)
+            return running_softmax(q, batch, read, reading, chosen)
 
         def pages() -> Pages:
             return Pages(*pools, table, batch.start, batch.count)
 
         out = attend_with(q, pools, reading, pages, by_blocks)
-        k, v = with_layer(cache.k, layer, keys), with_layer(cache.v, layer, values)
-        return replace(cache, k=k, v=v), out
+        own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
+        return replace(cache, **own), out
 
     def recur(
         self, cache: KVCache, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs

@@ -62,8 +62,9 @@ class PageTables:
         self.windows, self.page_size, self.stride = windows, page_size, stride
         self.pools = [PagePool(n) for n in pages]
         states = state_pages(work, in_turn, page_size, stride)
-        most = {None: None, STATE: states}
-        self.most = [most[w] if w in most else window_pages(w, work, page_size) for w in windows]
+        self.most = [
+            None if w is None else states if w == STATE else window_pages(w, work, page_size) for w in windows
+        ]
         self.passed = -(-work // page_size) + 1  # pages that a step leaves behind at most
         self.reserved = [0] * len(pages)
         self.lent = self.claimed = 0  # pages of each group for what is no sequence

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery
 from .layers import Norm, biased, einsum, normalise, softcapped
@@ -17,7 +17,10 @@ from .tree import Spec, pytree
 
 UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
+Values = Float[Array, "B T K H"] | Float[Array, "B T 1 size"]  # or what a latent layer's keys are chosen by
 LatentRows = Float[Array, "B S 1 row"]  # of a latent layer's cache
+Holds = Callable[[UInt32[Array, "B T S"], UInt32[Array, "1 1 S"]], Bool[Array, "B T S"]]  # of order and place
+Count = Callable[[Holds], Int[Array, "B T"]]
 Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
 
 
@@ -41,11 +44,81 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Each query sees the `keys` of the keys before it that score highest, of equal ones the first.
+
+    A key's score is the sum over heads of `weights` times its product with `q` where that is above 0 (the
+    lightning indexer of DeepSeek-V3.2, arXiv 2512.02556).
+    """
+
+    q: Float[Array, "B T heads size"]
+    weights: Float32[Array, "B T heads"]
+    keys: int
+
+    def order(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
+        """Whole numbers above 0 that are ordered as the scores are, and equal where they are."""
+        products = jax.nn.relu(einsum("bthi,bsi->bths", self.q, k, jnp.float32))
+        scores = (products * self.weights[..., None]).sum(2)
+        bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
+        return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def bounds(self, places: int, count: Count) -> "Bounds":
+        """Those of the best keys at so many places; `count` says of how many keys of each query something
+        holds. A key that is not seen is of order 0."""
+
+        def is_reached(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
+            return count(lambda order, at: order >= x[..., None]) >= self.keys
+
+        least = largest(32, self.q.shape[:2], is_reached)
+        room = self.keys - count(lambda order, at: order > least[..., None])
+
+        def is_early(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
+            return count(lambda order, at: (order == least[..., None]) & (at < x[..., None])) < room
+
+        return Bounds(least, largest(places.bit_length(), self.q.shape[:2], is_early))
+
+    def chosen(self, k: Float[Array, "B S size"], seen: Bool[Array, "B T S"]) -> Bool[Array, "B T S"]:
+        """Which keys the queries see, of those that are seen otherwise."""
+        order, at = jnp.where(seen, self.order(k), jnp.uint32(0)), places_of(k.shape[1])
+        bounds = self.bounds(k.shape[1], lambda holds: holds(order, at).sum(-1, dtype=jnp.int32))
+        return seen & bounds.hold(order, at)
+
+
+class Bounds(NamedTuple):
+    """Of the best keys: their least order, and the last place where a key of that order is one of them."""
+
+    least: Any  # uint32 [B,T]
+    last: Any  # uint32 [B,T]
+
+    def hold(self, order: UInt32[Array, "B T S"], at: UInt32[Array, "1 1 S"]) -> Bool[Array, "B T S"]:
+        least, last = self.least[..., None], self.last[..., None]
+        return (order > least) | ((order == least) & (at <= last))
+
+
+def places_of(S: int, first: Any = 0) -> UInt32[Array, "1 1 S"]:
+    return (first + jnp.arange(S, dtype=jnp.int32))[None, None].astype(jnp.uint32)
+
+
+def largest(
+    bits: int, shape: tuple[int, ...], holds: Callable[[UInt32[Array, "B T"]], Bool[Array, "B T"]]
+) -> UInt32[Array, "B T"]:
+    """The largest numbers of so many bits for which something holds that holds for 0, and from some number on
+    does not."""
+
+    def bit(i: Int[Array, ""], found: UInt32[Array, "B T"]) -> UInt32[Array, "B T"]:
+        more = found | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
+        return jnp.where(holds(more), more, found)
+
+    return jax.lax.fori_loop(0, bits, bit, jnp.zeros(shape, jnp.uint32))
+
+
+@dataclass(frozen=True)
 class Reading:
     """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
 
     `sinks` are scores of seeing nothing. `expand` makes keys and values where a layer caches one kind of row
-    only; `rank` says that they are the rows as they are, and their first so many numbers.
+    only; `rank` says that they are the rows as they are, and their first so many numbers. `selection` leaves
+    some of the keys out.
     """
 
     scale: float
@@ -54,6 +127,7 @@ class Reading:
     sinks: Float[Array, " N"] | None = None
     expand: Callable[[LatentRows], Made] | None = None
     rank: int | None = None
+    selection: Selection | None = None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""
@@ -70,7 +144,8 @@ class Attend(Protocol):
     """How keys are kept and read, the seam between the model and every cache.
 
     Takes the state, the layer's number, queries, new keys and values and how they are read; returns the
-    new state and what was read. A latent layer has no values.
+    new state and what was read. A latent layer has no values; where they are chosen, its keys' own are in
+    their place.
     """
 
     def __call__(
@@ -79,7 +154,7 @@ class Attend(Protocol):
         layer: int,
         q: Float[Array, "B T N _"],
         k: Keys,
-        v: Float[Array, "B T K H"] | None,
+        v: Values | None,
         reading: Reading,
         /,
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...
@@ -191,14 +266,18 @@ class Causal:
         layer: int,
         q: Float[Array, "B T N _"],
         k: Keys,
-        v: Float[Array, "B T K H"] | None,
+        v: Values | None,
         reading: Reading,
     ) -> tuple[Any, Float[Array, "B T N U"]]:
         at = jnp.arange(q.shape[1], dtype=jnp.int32)
-        if v is None:
-            assert reading.expand is not None
+        seen = reading.sees(at[None, :, None], at[None, None, :])
+        if reading.selection is not None:
+            assert v is not None
+            seen = reading.selection.chosen(v[:, :, 0], jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
+        if reading.expand is not None:
             k, v = reading.expand(k)
-        return state, attention(q, k, v, reading.sees(at[None, :, None], at[None, None, :]), reading)
+        assert v is not None
+        return state, attention(q, k, v, seen, reading)
 
     def recur(
         self, state: Any, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs

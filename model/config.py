@@ -89,6 +89,15 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """What chooses the keys that a query of a latent layer sees (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    num_heads: int
+    head_size: int  # of its queries, and of the one key that a token leaves for it in the cache
+    keys: int | None  # how many; None is all
+
+
+@dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads read one row of `rank +
     rope_size` numbers."""
@@ -103,6 +112,7 @@ class Latent:
     scale: float | None = None  # of scores; None is (nope_size + rope_size) ** -0.5
     bias: bool = False
     norm: NormKind = LATENT_NORM  # of the latents, whatever the model's own
+    indexer: Indexer | None = None
 
     window: ClassVar[None] = None
     cached_by: ClassVar[None] = None  # the row that all heads share is whole on every device
@@ -119,8 +129,9 @@ class Latent:
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
-        """One row for all heads; values are made from the keys."""
-        return (1, self.rank + self.rope_size), None
+        """One row for all heads, of which values are made too; in their place lie the indexer's keys."""
+        index = (1, self.indexer.head_size) if self.indexer and self.indexer.keys else None
+        return (1, self.rank + self.rope_size), index
 
     @property
     def key_heads(self) -> int:
@@ -332,10 +343,13 @@ class ModelConfig:
         return min(found, default=None)
 
     def within(self, length: int) -> "ModelConfig":
-        """The same decoder for sequences of at most `length` tokens: windows that are as long say nothing."""
+        """The same decoder for sequences of at most `length` tokens: windows and choices that are as long say
+        nothing."""
 
         def layer(kind: LayerKind) -> LayerKind:
             mixer = kind.mixer
+            if isinstance(mixer, Latent) and mixer.indexer and (mixer.indexer.keys or 0) >= length:
+                return replace(kind, mixer=replace(mixer, indexer=replace(mixer.indexer, keys=None)))
             if isinstance(mixer, GroupedQuery) and mixer.window is not None and mixer.window >= length:
                 return replace(kind, mixer=replace(mixer, window=None))
             return kind

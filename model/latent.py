@@ -11,15 +11,26 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .attention import Attend, LatentRows, Made, Reading
-from .config import Latent
-from .layers import biased, einsum, rms_norm
+from .attention import Attend, LatentRows, Made, Reading, Selection
+from .config import Indexer, Latent, LayerKind, NormKind
+from .layers import biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Turn, rotate
 from .tree import Spec, pytree
 
 # Making keys and values pays from some 100 queries on. Chunks of a prompt are all on one side, so that their
 # bits agree.
 MANY = 32
+INDEX_NORM = NormKind("layer", 1e-6, bias=True)  # of an indexer's keys
+
+
+@pytree
+class IndexerWeights:
+    """Projections of what chooses keys."""
+
+    q_up: Any  # [query_rank,heads,size]
+    k_down: Any  # [D,size]
+    k_norm: Any  # Norm of [size]
+    weigh: Any  # [D,heads]
 
 
 @pytree
@@ -41,6 +52,7 @@ class LatentAttention:
     q_down_bias: Any = None  # [query_rank]
     kv_down_bias: Any = None  # [row]
     o_bias: Any = None  # [D]
+    indexer: IndexerWeights | None = None
 
 
 def latent_spec(c: Latent, D: int, depth: int) -> LatentAttention:
@@ -61,14 +73,51 @@ def latent_spec(c: Latent, D: int, depth: int) -> LatentAttention:
         q_down_bias=None if plain or not c.bias else Spec((own,), ("query_rank",), scale=0.0),
         kv_down_bias=Spec((row,), ("rank",), scale=0.0) if c.bias else None,
         o_bias=Spec((D,), ("model",), scale=0.0) if c.bias else None,
+        indexer=None if c.indexer is None else indexer_spec(c, c.indexer, D),
     )
+
+
+def indexer_spec(c: Latent, own: Indexer, D: int) -> IndexerWeights:
+    """Raises ValueError where it has nothing to make queries of, or less in a head than is turned."""
+    if c.query_rank is None or own.head_size < c.rope_size:
+        raise ValueError(f"an indexer needs a query_rank, and heads of rope_size {c.rope_size} or more")
+    return IndexerWeights(
+        q_up=Spec((c.query_rank, own.num_heads, own.head_size), ("query_rank", "index_heads", "index_head")),
+        k_down=Spec((D, own.head_size), ("model", "index_head")),
+        k_norm=norm_spec(INDEX_NORM, own.head_size),
+        weigh=Spec((D, own.num_heads), ("model", "index_heads")),
+    )
+
+
+def chooser_of(kind: LayerKind) -> Indexer | None:
+    """What chooses the keys that a layer's queries see, where something does."""
+    indexer = kind.mixer.indexer if isinstance(kind.mixer, Latent) else None
+    return indexer if indexer and indexer.keys else None
+
+
+def query_latent(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Array, "B T query_rank"]:
+    return rms_norm(biased(einsum("btd,dq->btq", x, w.q_down), w.q_down_bias), w.q_norm, c.norm)
 
 
 def queries(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
     if w.q is not None:
         return einsum("btd,dnh->btnh", x, w.q)
-    latent = rms_norm(biased(einsum("btd,dq->btq", x, w.q_down), w.q_down_bias), w.q_norm, c.norm)
-    return einsum("btq,qnh->btnh", latent, w.q_up)
+    return einsum("btq,qnh->btnh", query_latent(w, c, x), w.q_up)
+
+
+def choice(
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn
+) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
+    """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
+    seen."""
+    own, indexer = w.indexer, c.indexer
+    if own is None or indexer is None or indexer.keys is None:
+        return None, None
+    q = einsum("btq,qni->btni", query_latent(w, c, x), own.q_up)
+    key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, INDEX_NORM)[:, :, None]
+    weights = einsum("btd,dn->btn", x, own.weigh, jnp.float32)
+    weights = weights * (indexer.num_heads * indexer.head_size) ** -0.5
+    return rotate(key, turn), Selection(rotate(q, turn), weights, indexer.keys)
 
 
 def turned(c: Latent, x: Float[Array, "B T heads size"], turn: Turn | None) -> Float[Array, "B T heads size"]:
@@ -95,16 +144,17 @@ def mix_latent(
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """Attention of layer i over normed x, and attend's new state."""
     q, row = queries(w, c, x), cached_row(w, c, x, turn)
+    key, selection = choice(w, c, x, turn)
     nope, rest = q[..., : c.nope_size], turned(c, q[..., c.nope_size :], turn)
     scale = (c.nope_size + c.rope_size) ** -0.5 if c.scale is None else c.scale
     # a latent wider than half of a head's key and value makes reading it dearer than making them
     if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank:
         q, expand = jnp.concatenate([nope, rest], axis=-1), expanded(w, c)
-        state, out = attend(state, i, q, row, None, Reading(scale, expand=expand))
+        state, out = attend(state, i, q, row, key, Reading(scale, expand=expand, selection=selection))
     else:
         q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
-        read = Reading(scale, expand=lambda rows: (rows, rows[..., : c.rank]), rank=c.rank)
-        state, out = attend(state, i, q, row, None, read)
+        parts = {"expand": lambda rows: (rows, rows[..., : c.rank]), "rank": c.rank}
+        state, out = attend(state, i, q, row, key, Reading(scale, **parts, selection=selection))
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)
 

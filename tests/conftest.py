@@ -35,7 +35,16 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
-from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from duetto.model.config import (
+    Dense,
+    Experts,
+    GroupedQuery,
+    Indexer,
+    Latent,
+    LayerKind,
+    ModelConfig,
+    NormKind,
+)
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.rope import Rope
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
@@ -98,7 +107,13 @@ RANDOM = {
         post_norms=True,
         logit_softcap=10.0,
     ),
-    "latent": replace(TINY, layers=(LayerKind(LATENT, Dense(96)), LayerKind(LATENT, EXPERTS))),
+    "latent": replace(
+        TINY,
+        layers=(
+            LayerKind(replace(LATENT, indexer=Indexer(3, 12, keys=20)), Dense(96)),
+            LayerKind(LATENT, EXPERTS),
+        ),
+    ),
     "parallel": replace(
         TINY,
         layers=(

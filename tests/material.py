@@ -22,6 +22,7 @@ from cases.compare import log_softmax, same_tensors
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
+from duetto.checkpoints.dialects import calls_of, marks_of
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
@@ -44,15 +45,18 @@ NAMES = [
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
 RECENT = [  # of families in use in 2026
-    "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "glm4", "glm4_moe", "gpt_neox", "granite",
-    "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmo2", "olmo3", "phi",
-    "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "glm4", "glm4_moe",
+    "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron",
+    "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "stablelm_12b",
+    "starcoder2",
 ]  # fmt: skip
 RECURRENT = [  # some layers keep a state in place of keys
     "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
 ]  # fmt: skip
 # Those whose layers differ from the others' in what engines and layouts see.
-UNLIKE = ["cohere2", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b"]
+UNLIKE = [
+    "cohere2", "deepseek_v32", "hunyuan_v1_dense", "ministral3", "olmo3", "phi", "qwen2_moe", "stablelm_12b",
+]  # fmt: skip
 TWO = "--xla_force_host_platform_device_count=2"
 ON_TWO = TWO in os.environ.get("XLA_FLAGS", "")
 LAYOUTS = {
@@ -63,8 +67,8 @@ LAYOUTS = {
 MIXTURES = ["qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 SERVED = {
     "parts": [*ALL, *UNLIKE],
-    "experts": [*MIXTURES, "qwen2_moe"],
-    "stages": [*ALL, "olmo3", "phi"],
+    "experts": [*MIXTURES, "deepseek_v32", "qwen2_moe"],
+    "stages": [*ALL, "deepseek_v32", "olmo3", "phi"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)
 
@@ -269,3 +273,21 @@ def test_real_chat_templates_are_rendered_as_transformers_renders_them():
         except ChatTemplateError as error:
             text = {"error": str(error).removeprefix("the chat template failed: ")}
         assert text == expected, name
+
+
+@pytest.mark.parametrize(
+    ("model", "calls", "begin"),
+    [
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", "hermes", None),
+        ("Qwen-Qwen2.5-7B-Instruct", "hermes", None),
+        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3", "<think>"),
+        ("google-gemma-2-2b-it", None, None),
+        ("meta-llama-Llama-3.1-8B-Instruct", "llama3_json", None),
+        ("meta-llama-Llama-3.2-3B-Instruct", "llama3_json", None),
+        ("microsoft-Phi-3.5-mini-instruct", None, None),
+    ],
+)
+def test_marks_of_real_chat_templates(model, calls, begin):
+    template = (DATA / "chat_templates" / f"{model}.jinja").read_text()
+    found, marks = calls_of(template), marks_of(template)
+    assert (found and found.name, marks and marks.begin) == (calls, begin)

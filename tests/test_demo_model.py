@@ -82,8 +82,8 @@ def test_the_draft_is_a_tenth_and_shares_the_tokenizer():
 
 def test_what_ships_is_complete(folder: Path):
     config, params = load(folder)
-    (keys, _), _ = config.layers[0].mixer.cached
-    assert config.max_position >= 1024 and config.layers[0].mixer.num_heads > keys and config.tied_embeddings
+    mixer = config.layers[0].mixer
+    assert config.max_position >= 1024 and mixer.num_heads > mixer.key_heads and config.tied_embeddings
     assert params.embed.dtype == jnp.bfloat16
     assert (folder / "loss.svg").stat().st_size < 60_000
     card = (folder / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from duetto.kvcache.pages import empty_cache
 from duetto.kvcache.tables import GONE, PageTables
-from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.config import Dense, GroupedQuery, Indexer, Latent, LayerKind, ModelConfig
 from duetto.model.tree import nbytes
 
 PAGE, CHUNK = 64, 512
@@ -20,6 +20,7 @@ PAGE, CHUNK = 64, 512
 LATENTS = {
     "DeepSeek-V2-Lite": (27, Latent(16, rank=512, nope_size=128, rope_size=64, value_size=128)),
     "DeepSeek-V3": (61, Latent(128, 512, nope_size=128, rope_size=64, value_size=128, query_rank=1536)),
+    "DeepSeek-V3.2": (61, Latent(128, 512, 128, 64, 128, 1536, indexer=Indexer(64, 128, keys=2048))),
 }
 # layers, the windows of a period of layers, KV heads and head size
 WINDOWED = {

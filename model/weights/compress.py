@@ -30,7 +30,7 @@ FORMS: tuple[str | None, ...] = (None, *SCHEMES, WHOLE)
 # Axes over which the product with a weight sums, counted from the last, so that experts may come first.
 CONTRACTED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k", "v", "q_up", "k_up", "v_up"), (-3,)),
-    **dict.fromkeys(("q_down", "kv_down", "gate", "up", "down"), (-2,)),
+    **dict.fromkeys(("q_down", "kv_down", "k_down", "gate", "up", "down"), (-2,)),
     "o": (-3, -2),
     "head": (-1,),
 }

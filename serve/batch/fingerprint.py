@@ -20,7 +20,7 @@ from ..programs import kept
 from ..speculation.beside import find
 from .source import file_hash
 
-MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt")
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
 # Whose versions decide which tokens a prompt has, and the bits of what is computed of them.
 PACKAGES = ("jax", "jaxlib", "tokenizers", "sentencepiece", "jinja2")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")

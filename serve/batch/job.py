@@ -16,7 +16,7 @@ from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
 from ..openai.replies import usage
-from ..openai.tasks import RequestError, Task, encodable, prompt_ids
+from ..openai.tasks import RequestError, Task, encodable, params_for, prompt_ids
 from ..outputs import RequestOutput
 from ..text.chat import ChatTemplateError
 from ..text.tokenizer import Tokenizer
@@ -231,7 +231,7 @@ class Job:
     def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
             prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
-            engine.add_request(prompt, task.params, str(line.index))
+            engine.add_request(prompt, params_for(task, engine.tokenizer), str(line.index))
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error)) from None
         except (ValueError, TypeError) as error:

@@ -81,6 +81,7 @@ class Events:
     created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0  # generated so far
     _begun: dict[int, Reasoning | None] = field(default_factory=dict)  # choices
+    _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:
         """What comes before all that is generated: the prompts, where they are wanted."""
@@ -140,11 +141,15 @@ class Events:
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
             if out.index not in self._begun:
-                self._begun[out.index] = self.replies.reasoning(self.task, self.prompt_ids)
+                self._begun[out.index] = self.replies.reasoning(self.prompt_ids)
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])
             if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
                 yield choice
         else:
-            yield self.replies.completion_choice(out, self.task)
+            offset = self._told.get(out.index, 0)
+            choice = self.replies.completion_choice(out, self.task, offset)
+            if choice["logprobs"] is not None:
+                self._told[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
+            yield choice

@@ -11,10 +11,11 @@ from ..openai.reply_types import ErrorReply
 from ..openai.schemas import Body, Schemas
 
 JSON, EVENTS = "application/json", "text/event-stream"
-READ_ERRORS = (400, 408, 413, 500)  # errors of whoever reads a body
+READ_ERRORS = (400, 403, 408, 413, 500)  # errors of whoever reads a body
 ERRORS = {
     400: "the request is not allowed; the message says why",
     401: "the API key is missing or unknown",
+    403: "a page of another origin may not ask",
     404: "there is no such model",
     408: "the body comes too slowly",
     409: "a profile is recorded already, or none is",

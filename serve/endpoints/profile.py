@@ -18,8 +18,12 @@ class Profile:
     def __init__(self, service: Service, folder: str):
         self._llm, self._folder = service.llm, str(Folder(folder).absolute())
         self.paths = [
-            Path("/start_profile", self.start, "record a profile", media=None, errors=[409], changes=True),
-            Path("/stop_profile", self.stop, "write the profile", media=None, errors=[409], changes=True),
+            Path(
+                "/start_profile", self.start, "record a profile", media=None, errors=[403, 409], changes=True
+            ),
+            Path(
+                "/stop_profile", self.stop, "write the profile", media=None, errors=[403, 409], changes=True
+            ),
         ]
 
     async def start(self, request: Request) -> Response:

@@ -41,7 +41,7 @@ class ResponseEvents:
     def __init__(self, replies: Replies, id: str, asked: Asked, prompt_ids: Sequence[int]):
         (task,) = asked.tasks
         self._response = Response(id, int(time.time()), replies.named(task), task, asked.told)
-        self._reasoning = replies.reasoning(task, prompt_ids)
+        self._reasoning = replies.reasoning(prompt_ids)
         self._items: list[Item] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0

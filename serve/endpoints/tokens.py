@@ -1,7 +1,7 @@
 """/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -20,7 +20,7 @@ from ..text.tokenizer import Tokenizer
 from .body import read_body
 from .paths import READ_ERRORS, Path
 
-MOST = 1 << 17  # tokens of a text: encoding holds the interpreter
+MOST = 1 << 17  # tokens of a text
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,15 @@ class Tokens:
         ]  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        body = object_of(await read_body(request, self.service.options), "body")
-        return json_response(await asyncio.to_thread(self._tokenized, body))
+        return await self._answer(self._tokenized, request)
 
     async def detokenize(self, request: Request) -> Response:
-        body = object_of(await read_body(request, self.service.options), "body")
-        return json_response(await asyncio.to_thread(self._detokenized, body))
+        return await self._answer(self._detokenized, request)
+
+    async def _answer(self, reply: Callable[[dict[str, Any]], dict[str, Any]], request: Request) -> Response:
+        """Bodies and replies may be long: another thread reads and writes them."""
+        body = await read_body(request, self.service.options)
+        return await asyncio.to_thread(lambda: json_response(reply(object_of(body, "body"))))
 
     async def info(self, request: Request) -> Response:
         own = self._tokenizer
@@ -123,7 +126,10 @@ class Tokens:
 
     def _ids(self, body: dict[str, Any]) -> list[int]:
         try:
-            return self._encoded(body)
+            ids = self._encoded(body)
+            if len(ids) > MOST:
+                raise ValueError(f"the text has {len(ids)} tokens, at most {MOST} are allowed")
+            return ids
         except RequestError:
             raise
         except ValueError as error:

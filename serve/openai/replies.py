@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ...checkpoints.dialects import Marks
 from ...sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
-from ..text.reasoning import Marks, Reasoning, is_begun, marks_of
+from ..text.reasoning import Reasoning, marks_of
 from ..text.tokenizer import Tokenizer
 from .tasks import Task
 
@@ -31,7 +32,7 @@ class Replies:
         """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
         chat, ids = task.form == "chat", output.prompt_token_ids
         choices = [
-            self.chat_choice(o, task, self.reasoning(task, ids)) if chat else self.completion_choice(o, task)
+            self.chat_choice(o, task, self.reasoning(ids)) if chat else self.completion_choice(o, task)
             for o in output.outputs
         ]
         return {
@@ -53,10 +54,11 @@ class Replies:
         textless = self.tokenizer is None or not task.params.detokenize
         return {**ending, "token_ids": output.token_ids} if textless else ending
 
-    def completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
+        """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task))
+            logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
         return {
             "index": output.index,
             "text": output.text,
@@ -68,19 +70,11 @@ class Replies:
     def _marks(self) -> Marks | None:
         return marks_of(self.tokenizer)
 
-    @cached_property
-    def _are_special(self) -> bool:
-        special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
-        return self._marks is not None and self._marks.end in special
-
-    def reasoning(self, task: Task, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """What tells the reasoning of a reply to a prompt from its answer, where the model may reason and its
-        text has the marks of it."""
+    def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning | None:
+        """What tells the reasoning of a reply to a prompt from its answer, where the model may reason."""
         if self.tokenizer is None or self._marks is None:
             return None
-        if self._are_special and task.params.skip_special_tokens:
-            return None
-        return Reasoning(self._marks, is_begun(self.tokenizer, self._marks, prompt_ids) or None)
+        return Reasoning.after(self.tokenizer, self._marks, prompt_ids)
 
     def chat_choice(
         self, output: CompletionOutput, task: Task, reasoning: Reasoning | None = None
@@ -108,12 +102,12 @@ class Replies:
         return {"logprobs": logprobs, **self.ending(output, task)}
 
     def completion_logprobs(
-        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float
+        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
     ) -> dict[str, Any]:
         """Of the first token of a prompt nothing is known."""
         pairs = list(zip(output.token_ids, scores, strict=True))
         tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
-        offsets = [0, *itertools.accumulate(len(t) for t in tokens)]
+        offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
         return {
             "tokens": tokens,
             "token_logprobs": [found and finite(found[i]) for i, found in pairs],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -11,6 +12,7 @@ from ...model.pooling import PoolingParams
 from ...refusals import among, nearest
 from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
+from ..text.reasoning import are_special, marks_of
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatFields, CompletionFields, names
 from .neutral import HARMLESS, NEUTRAL
@@ -96,6 +98,15 @@ def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime
     return tokenizer.encode(task.prompt, most=most)
 
 
+def params_for(task: Task, tokenizer: Tokenizer | None) -> SamplingParams:
+    """A task's sampling parameters. The text of a chat keeps special tokens where marks of reasoning are
+    among them, so that it can be told from the answer."""
+    marks = marks_of(tokenizer) if task.form == "chat" else None
+    if tokenizer is None or marks is None or not are_special(tokenizer, marks):
+        return task.params
+    return replace(task.params, skip_special_tokens=False)
+
+
 def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
     left out.
@@ -150,9 +161,15 @@ def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int |
     try:
         params = SamplingParams.from_dict(merged)
     except (TypeError, ValueError) as error:
-        raise RequestError("invalid_request", str(error)[:500]) from None
+        raise RequestError("invalid_request", str(error)[:500], blamed(error)) from None
     require(params.n <= MAX_CHOICES, "n", params.n, f"1 to {MAX_CHOICES}")
     return params
+
+
+def blamed(error: Exception) -> str | None:
+    """The sampling parameter that the message of an error begins with."""
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
+    return name if name in SAMPLING else None
 
 
 def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:

@@ -1,10 +1,14 @@
 """How a server is reached, and what it lets its clients ask for."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...fields import knob
 from ...refusals import shown
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
+ENDPOINT = re.compile(r"https?://[^/]")
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,11 @@ class ServerOptions:
     )
     api_key_file: str | None = knob(
         None, "file with a key on each line, one of which clients have to send; default: none is asked for"
+    )
+    allowed_origins: Sequence[str] | None = knob(
+        None,
+        "origin of pages elsewhere that may ask from a browser, as https://chat.example, or *; repeatable; "
+        "default: none",
     )
     max_queued: int = knob(
         256, "completions that may wait for their first token; more are answered with 429 and Retry-After"
@@ -46,6 +55,18 @@ class ServerOptions:
         for name in ("max_queued", "max_wait", "max_body", "receive_timeout", "max_unread", "ping"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} {shown(getattr(self, name))} is not allowed: more than 0")
+        if not self.host:
+            raise ValueError("host '' is not allowed: an address or a name; 0.0.0.0 is every one")
+        if not all(self.served_model_name or ["demo"]):
+            raise ValueError("served_model_name '' is not allowed: a name")
+        for origin in self.allowed_origins or ():
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins {shown(origin)} is not allowed: scheme://host[:port], or *"
+                )
+        if self.otlp_traces_endpoint and not ENDPOINT.match(self.otlp_traces_endpoint):
+            endpoint = shown(self.otlp_traces_endpoint)
+            raise ValueError(f"otlp_traces_endpoint {endpoint} is not allowed: http:// or https://")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port {self.port} is not allowed: 0 to {(1 << 16) - 1}")
         if self.ssl_keyfile and not self.ssl_certfile:

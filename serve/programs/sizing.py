@@ -17,6 +17,7 @@ from ...kvcache.quantised import Kept, kept_as
 from ...kvcache.stages import devices, params_of, stages
 from ...kvcache.tables import state_pages, state_stride, window_pages
 from ...model.config import Experts, LayerKind, windows_of
+from ...model.latent import chooser_of
 from ...model.pair import PairConfig, Params, target_of
 from ...model.recurrent.kinds import BLOCK as STATE_BLOCK
 from ...model.recurrent.kinds import STATE
@@ -42,10 +43,21 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     mixers = [mixer for kind in config.layers for mixer in kind.mixers]
     heads = max(mixer.num_heads * sum(mixer.head_sizes) for mixer in mixers)
     attention = 8 * rows * (heads + BLOCK * max(mixer.num_heads for mixer in mixers))
+    attention += max(chosen_bytes(kind, config, options) for kind in config.layers)
     sampled = max(options.shard_seats, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
     return activations * size + attention + 16 * (sampled * V + reported)
+
+
+def chosen_bytes(kind: LayerKind, config: PairConfig, options: EngineOptions) -> int:
+    """What choosing keys takes beside attention: the scores of all keys, and those of a block in each
+    head."""
+    chooser, longest = chooser_of(kind), options.max_model_len or config.target.max_position
+    if chooser is None or (chooser.keys or 0) >= longest:
+        return 0
+    queries = max(options.prefill_tokens, options.shard_seats)
+    return 4 * queries * (longest + 2 * BLOCK * chooser.num_heads)
 
 
 def widened_bytes(params: Params, dtype: Any) -> int:

@@ -18,9 +18,10 @@ import numpy as np
 
 from ...kvcache.groups import group_size
 from ...kvcache.pages import BLOCK, KVCache, row_bytes
-from ...kvcache.quantised import Kept, kept_as
+from ...kvcache.quantised import Kept, head_bytes, kept_as
 from ...kvcache.states import state_bytes
 from ...model.config import LayerKind, ModelConfig
+from ...model.latent import chooser_of
 from ...model.pair import Pair, PairConfig, Params, target_of
 from ...model.recurrent.kinds import STATE
 from ...model.sharding import device_bytes
@@ -154,8 +155,7 @@ def step_demand(
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
-    mixers = [mixer for kind in config.layers for mixer in kind.mixers]
-    flops += sum(m.pair_flops * seen(m.window, context + (tokens + 1) / 2) for m in mixers) * queries
+    flops += queries * sum(mixing_flops(kind, context + (tokens + 1) / 2) for kind in config.layers)
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
     inner = inner_bytes(config, params, queries, shards)
@@ -183,6 +183,8 @@ def share(config: ModelConfig, path: str, tokens: int, shards: int = 1) -> float
     place, *rest = path.split(".")
     if place in ("embed", "head", "positions"):
         return 0.0
+    if rest[1:3] == ["attention", "indexer"] and chooser_of(config.layers[int(rest[0])]) is None:
+        return 0.0
     if rest[1:3] != ["ffn", "experts"]:
         return 1.0
     ffn = config.layers[int(rest[0])].ffn
@@ -196,7 +198,7 @@ def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
     states = 2 * state_bytes(kind.state) if kind.state else 0
     if kind.keys is None:
         return states
-    return (seen(kind.keys.window, context) + 2 * tokens) * row_bytes(kind, kept) + states
+    return read_bytes(kind, context, tokens, kept) + 2 * tokens * row_bytes(kind, kept) + states
 
 
 def seen(window: int | None, keys: float) -> float:
@@ -204,6 +206,27 @@ def seen(window: int | None, keys: float) -> float:
     if window == STATE:
         return 1
     return keys if window is None else min(keys, window)
+
+
+def mixing_flops(kind: LayerKind, keys: float) -> float:
+    """Operations of a layer's mixers for a query with so many keys before it, scores that choose among them
+    included."""
+    chooser = chooser_of(kind)
+    if chooser is None:
+        return sum(mixer.pair_flops * seen(mixer.window, keys) for mixer in kind.mixers)
+    scoring = 2 * chooser.num_heads * (chooser.head_size + 1)
+    return kind.mixer.pair_flops * min(keys, chooser.keys or 0) + scoring * keys
+
+
+def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> float:
+    """Bytes of a row's keys and values that its queries read in a layer, at the least: where they are chosen
+    each query reads others, but all read what keys are chosen by."""
+    chooser = chooser_of(kind)
+    if chooser is None:
+        return seen(kind.mixer.window, context) * row_bytes(kind, kept)
+    index = head_bytes(chooser.head_size, kept)
+    own = min(context, tokens * (chooser.keys or 0)) * (row_bytes(kind, kept) - index)
+    return own + context * index
 
 
 def row_size(kind: LayerKind) -> int:

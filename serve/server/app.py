@@ -12,6 +12,7 @@ from ..endpoints.tokens import Tokens
 from ..service.errors import HANDLERS
 from ..service.service import Service
 from .keys import Keys
+from .origins import origins
 from .tracing import Traced, Tracing
 
 
@@ -22,7 +23,8 @@ def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette
     if service.options.profile_dir is not None:
         paths += Profile(service, service.options.profile_dir).paths
     paths += Page(paths, has_keys=bool(keys)).paths
-    middleware = [Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open])]
+    middleware = origins(service.options.allowed_origins or ())
+    middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))
     if tracing is not None:
         middleware.append(Middleware(Traced, tracing=tracing))
     routes = [path.route for path in paths]

@@ -12,8 +12,13 @@ from ..service.errors import HttpError
 
 
 def keys_in(path: str) -> list[str]:
-    """The keys in a file, one on each line. Raises OSError, and ValueError where there is none."""
-    lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    """The keys in a file, one on each line. Raises OSError, and ValueError where there is none, or no
+    text."""
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"api_key_file {path} is not allowed: {error}") from None
+    lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"api_key_file {path} is not allowed: it has no key")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
@@ -126,6 +127,8 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
     place = f"{', '.join(service.names)} at {own_url}/v1, to try on {own_url}/docs"
     server = Server(config, partial(loop.call_soon_threadsafe, service.drain), place)
     ending = asyncio.create_task(end(service, server))
+    if not front.keys and not is_of_this_machine(front.own):
+        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
     reuse(front.own, True)  # connections that outlive the server have this of it, and do not bar the next one
     await server.serve(sockets=[front.own])
     ending.cancel()
@@ -140,6 +143,11 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
 def url(options: ServerOptions, own: socket.socket) -> str:
     host, port = own.getsockname()[:2]
     return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_of_this_machine(own: socket.socket) -> bool:
+    """Whether nobody elsewhere reaches its address."""
+    return ip_address(own.getsockname()[0].partition("%")[0]).is_loopback
 
 
 async def end(service: Service, server: uvicorn.Server) -> None:

@@ -9,9 +9,14 @@ from starlette.responses import Response
 
 from ..openai.tasks import RequestError, encodable
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 LONGEST = 1000  # characters of a message
-UNREAD = (401, 408, 413)  # answered before the body was read: the connection has no use any more
+UNREAD = (401, 403, 408, 413)  # answered before the body was read: the connection has no use any more
 LEFT = 499  # is never sent: nobody is there
 RETRY = "1"  # seconds after which a client may try again
 
@@ -42,6 +47,8 @@ class HttpError(Exception):
         headers = {"retry-after": RETRY} if self.status in (429, 503) else {}
         if self.status in UNREAD:
             headers["connection"] = "close"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return json_response(self.body, self.status, headers)
 
 

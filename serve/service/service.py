@@ -10,7 +10,7 @@ from typing import Any
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.replies import Replies
-from ..openai.tasks import RequestError, Task, prompt_ids
+from ..openai.tasks import RequestError, Task, blamed, params_for, prompt_ids
 from ..options.server import ServerOptions
 from ..outputs import RequestOutput
 from ..text.chat import ChatTemplateError
@@ -178,11 +178,11 @@ class Service:
     def _prepared(self, task: Task) -> Flow:
         try:
             prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
-            return self._driver.flow(prompt, task.pooling or task.params)
+            return self._driver.flow(prompt, task.pooling or params_for(task, self.llm.tokenizer))
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:
-            raise RequestError("invalid_request", str(error)) from None
+            raise RequestError("invalid_request", str(error), blamed(error)) from None
 
     # ------------------------------------------------------------ pieces, from the engine's thread
 

@@ -35,16 +35,16 @@ def apply_chat(
 def render_for(
     tokenizer: "Tokenizer", messages: list[Message], *, chat_template: str | None = None, **options: Any
 ) -> str:
-    """`render_chat` with a tokenizer's special tokens, and its template unless one is given.
+    """`render_chat` with a tokenizer's special tokens, and its template unless one is given, itself or by its
+    name.
 
     Raises ChatTemplateError if there is no template.
     """
-    template = tokenizer.chat_template if chat_template is None else chat_template
+    template = tokenizer.template_for(chat_template, options.get("tools") is not None)
     if template is None:
         raise ChatTemplateError("the model has no chat template; give a prompt instead of messages")
-    return render_chat(
-        template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **options
-    )
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    return render_chat(template, messages, **{name: getattr(tokenizer, name) for name in names} | options)
 
 
 def render_chat(
@@ -56,12 +56,13 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, Any]] | None = None,
     now: datetime | None = None,
     **kwargs: Any,
 ) -> str:
     """The prompt text of a conversation. `now` is the time that a template may write down (default: the
-    clock's); further keywords are variables of the template. With `continue_final_message` it ends in the
-    last message.
+    clock's); further keywords are variables of the template, special tokens that are None excepted. With
+    `continue_final_message` it ends in the last message.
 
     Raises ChatTemplateError for malformed messages and for whatever goes wrong in the template.
     """
@@ -70,17 +71,38 @@ def render_chat(
             "continue_final_message needs add_generation_prompt=False: a reply is begun, or continued"
         )
     checked = check_messages(messages)
-    variables = {**kwargs, "messages": marked(checked) if continue_final_message else checked, "tools": tools}
+    tokens = {"bos_token": bos_token, "eos_token": eos_token}
+    variables = {k: v for k, v in (tokens | kwargs).items() if v is not None or not k.endswith("_token")}
+    variables["messages"] = marked(checked) if continue_final_message else checked
+    variables |= {"tools": tools, "documents": documents, "strftime_now": _strftime(now)}
     variables["add_generation_prompt"] = add_generation_prompt
-    for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
-        if token is not None:
-            variables[name] = token
-    variables["strftime_now"] = _strftime(now)
     try:
-        text = _compile(template).render(**variables)
+        text = rendered(_compile(template), variables)
     except Exception as error:  # a template is a program of others: it may raise anything
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
     return up_to_mark(text) if continue_final_message else text
+
+
+def rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
+    """A template's text. DeepSeek's join the arguments of a call to text, and fail where they are objects."""
+    try:
+        return template.render(**variables)
+    except TypeError:
+        messages = [spelled(message) for message in variables["messages"]]
+        if messages == variables["messages"]:
+            raise
+        return template.render(**variables | {"messages": messages})
+
+
+def spelled(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON text."""
+    calls = [
+        {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+        if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), dict)
+        else call
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def marked(messages: list[Message]) -> list[Message]:
@@ -104,7 +126,7 @@ def up_to_mark(text: str) -> str:
 
 def check_messages(messages: Any) -> list[Message]:
     """Messages as templates expect them: content a string (text parts joined by newlines), tool arguments as
-    objects.
+    objects, fields without a value left out, and reasoning under all names that templates have for it.
 
     Raises ChatTemplateError with the place of what is wrong.
     """
@@ -118,8 +140,8 @@ def _check_message(where: str, message: Any) -> Message:
         raise ChatTemplateError(f"{where} must be an object with role and content, not {_kind(message)}")
     if not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"{where}.role must be a string, not {_kind(message.get('role'))}")
-    checked = {**message}
-    if message.get("tool_calls") is not None:
+    checked = reasoned({name: value for name, value in message.items() if value is not None})
+    if "tool_calls" in checked:
         checked["tool_calls"] = _check_calls(f"{where}.tool_calls", message["tool_calls"])
     content = message.get("content")
     if isinstance(content, list):
@@ -129,6 +151,13 @@ def _check_message(where: str, message: Any) -> Message:
             f"{where}.content must be a string or a list of text parts, not {_kind(content)}"
         )
     return checked
+
+
+def reasoned(message: Message) -> Message:
+    """A message whose reasoning has the names `reasoning_content` and, for gpt-oss, `thinking`, as
+    Transformers passes it on."""
+    found = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
 
 def _join_parts(where: str, parts: list[Any]) -> str:

@@ -1,5 +1,7 @@
-"""Where a model's folder keeps its chat template."""
+"""Where a model's folder keeps its chat templates, and Mistral's instruct format, whose folders may have
+none."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,95 @@ class NamedTemplate(msgspec.Struct):
     template: str
 
 
-def chat_template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The folder's template: its own file, or in the configuration, there alone or as the one named
-    "default".
+def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The folder's templates by name, of which "default" is the one for most conversations: that of a file
+    of its own, else those of the configuration, else that of the `chat_template.json` which folders of models
+    that see images have.
 
     Raises ValueError for one that is no text.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
+        return {"default": text_of(file)}
+    given = checked(folder / "tokenizer_config.json", config.get("chat_template"))
+    file = folder / "chat_template.json"
+    if not given and file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-    template = config.get("chat_template")
+            given = checked(file, json.loads(text_of(file))["chat_template"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no JSON object with a chat_template: {error!r}") from error
+    return given
+
+
+def text_of(file: Path) -> str:
     try:
-        named = msgspec.convert(template, str | list[NamedTemplate] | None)
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def checked(file: Path, template: Any) -> dict[str, str]:
+    """One template, or a list of named ones, as a file gives them."""
+    try:
+        given = msgspec.convert(template, str | list[NamedTemplate] | None)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}, "
+            f"{file}: chat_template is {template!r:.80}, "
             f"expected a template, or a list of objects with name and template: {error}"
         ) from error
-    return {t.name: t.template for t in named}.get("default") if isinstance(named, list) else named
+    if isinstance(given, str):
+        return {"default": given}
+    return {one.name: one.template for one in given or ()}
+
+
+# ---------------------------------------------------------------- Mistral's instruct format
+
+_CHECKS = """
+{%- if tools %}{{ raise_exception('calls of tools need a chat template in the folder') }}{% endif %}
+{%- set turns = messages | rejectattr('role', 'equalto', 'system') | list %}
+{%- for turn in turns %}
+    {%- if turn.role != ('user' if loop.index0 is even else 'assistant') %}
+        {{- raise_exception('messages of user and assistant must alternate') }}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}"""
+
+# The text of the system comes with the last of the user's messages.
+_INLINE = (
+    _CHECKS
+    + """
+{%- set system = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | list %}
+{%- set last = (turns | length - 1) // 2 * 2 %}
+{%- for turn in turns %}
+    {%- if turn.role == 'user' %}
+        {{- '[INST]' ~ ((system if loop.index0 == last else []) + [turn.content]) | join('\\n\\n') }}
+        {{- '[/INST]' }}
+    {%- else %}
+        {{- turn.content ~ eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+)
+_MARKED = (
+    _CHECKS
+    + """
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {{- '[SYSTEM_PROMPT]' ~ message.content ~ '[/SYSTEM_PROMPT]' }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST]' ~ message.content ~ '[/INST]' }}
+    {%- else %}
+        THOUGHT{{- message.content ~ eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+)
+_THOUGHT = (
+    "{%- if message.reasoning_content %}{{- '[THINK]' ~ message.reasoning_content ~ '[/THINK]' }}{% endif %}"
+)
+
+# By the version that a `tekken.json` states. Calls of tools are written in other ways by each of them.
+INSTRUCT = {
+    "v3": _INLINE,
+    "v7": _MARKED.replace("THOUGHT", ""),
+    "v11": _MARKED.replace("THOUGHT", ""),
+    "v13": _MARKED.replace("THOUGHT", _THOUGHT),
+}

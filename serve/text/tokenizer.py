@@ -1,7 +1,7 @@
 """A model's tokenizer: text to token ids and back, under the names that Transformers has for it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...refusals import Table, check_neutral
+from .added import content
 from .lengths import Measure, measure_of
 from .stream import (
     ByteLevelStream,
@@ -19,12 +20,13 @@ from .stream import (
     piece_rules,
     token_bytes,
 )
-from .templates import chat_template_of
-from .vocabularies import content, find_vocabulary
+from .templates import chat_templates_of
+from .vocabularies import find_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
 
+HELD = 4096  # characters of a text for which the interpreter may be held
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
 # Keywords of Transformers' tokenizers that are taken where they ask for nothing.
 NEUTRAL: Table = {
@@ -63,10 +65,11 @@ class Tokenizer:
         self,
         backend: "tokenizers.Tokenizer",
         config: Mapping[str, Any],
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         encode: Callable[[str, bool], list[int]] | None = None,
     ):
-        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
+        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names,
+        `chat_templates` have names, of which "default" is `chat_template`.
 
         `encode` makes ids of a text, and of whether special tokens are added, where the backend only has the
         tokens.
@@ -75,8 +78,9 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._encodes_elsewhere = encode is not None
-        self._encode = encode or (lambda text, special: backend.encode(text, add_special_tokens=special).ids)
-        self.chat_template = chat_template
+        self._encode = encode or partial(encoded, backend)
+        self._templates = dict(chat_templates or {})
+        self.chat_template = self._templates.get("default")
         self.bos_token, self.bos_token_id = self._named(config, "bos_token")
         self.eos_token, self.eos_token_id = self._named(config, "eos_token")
         self.unk_token, self.pad_token = (content(config.get(name)) for name in ("unk_token", "pad_token"))
@@ -92,7 +96,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer | None":
         """The tokenizer of a folder: its `tokenizer.json`, or its SentencePiece `tokenizer.model`, or
-        `vocab.json` with `merges.txt`; None if it has none of them.
+        `vocab.json` with `merges.txt`, or tiktoken's or Mistral's ranks; None if it has none of them.
 
         Raises ValueError, naming the file, if a file is there but cannot be read or is not supported.
         """
@@ -100,7 +104,7 @@ class Tokenizer:
         found = find_vocabulary(folder)
         if found is None:
             return None
-        return cls(found.backend, found.config, chat_template_of(folder, found.config), found.encode)
+        return cls(found.backend, found.config, chat_templates_of(folder, found.config), found.encode)
 
     # ------------------------------------------------------------ the vocabulary
 
@@ -193,6 +197,14 @@ class Tokenizer:
     @cached_property
     def _measure(self) -> Measure | None:
         return None if self._encodes_elsewhere else measure_of(self._backend)
+
+    def template_for(self, name: str | None = None, with_tools: bool = False) -> str | None:
+        """The chat template of a name, or the one given in its place; else the tokenizer's, of several named
+        ones that for tools where there are some."""
+        if name is not None:
+            return self._templates.get(name, name)
+        is_own = self.chat_template == self._templates.get("default")
+        return self._templates.get("tool_use" if with_tools and is_own else "", self.chat_template)
 
     def apply_chat_template(
         self,
@@ -314,6 +326,14 @@ def refuse_all(options: Mapping[str, Any]) -> None:
     others = refuse(options)
     if others:
         raise TypeError(f"unknown argument {next(iter(others))!r}")
+
+
+def encoded(backend: "tokenizers.Tokenizer", text: str, special: bool) -> list[int]:
+    """Token ids of a text. Other threads run while a long one is encoded: with `encode` they would wait."""
+    if len(text) <= HELD:
+        return backend.encode(text, add_special_tokens=special).ids
+    (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
+    return found.ids
 
 
 def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:

@@ -1,5 +1,5 @@
-"""From a folder's tokenizer files to one that encodes: `tokenizer.json`, a SentencePiece model, or GPT-2's
-two files.
+"""From a folder's tokenizer files to one that encodes: `tokenizer.json`, a SentencePiece model, GPT-2's two
+files, or a vocabulary of tiktoken's or Mistral's.
 
 `tokenizers` keeps every vocabulary and decodes, so that streamed text has one way. It encodes too, except for
 SentencePiece (Kudo and Richardson, arXiv 1808.06226): there the library of that name does, because its
@@ -7,54 +7,29 @@ normalisation and its ties between equally good pieces are not those of a conver
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from ...checkpoints.folders import read_json
+from ...checkpoints.dialects import WORDS
+from .added import Vocabulary, add_tokens, added_beside, content, named, read_tokens
+from .ranks import from_tekken, from_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
 
-EXPECTED = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+EXPECTED = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model, or tekken.json"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in SentencePiece's pieces
 UNKNOWN = " \N{DOUBLE QUESTION MARK} "  # the text that SentencePiece gives an unknown character
-NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
-
-
 TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # how its files begin: bytes in base 64, and a rank
+TIKTOKENS = ("tiktoken.model", "*.tiktoken")
 OTHERS = (
-    (("tekken.json",), "a tekken vocabulary"),
-    (("tiktoken.model", "*.tiktoken"), "a tiktoken vocabulary"),
+    (TIKTOKENS, f"a tiktoken vocabulary of an unknown tokenizer_class (known: {', '.join(WORDS)})"),
     (("vocab.txt",), "a WordPiece vocabulary"),
     (("*.spm", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*"), "a vocabulary"),
     (("tokenization_*.py",), "the model's own code"),
 )
-
-
-class Described(msgspec.Struct):
-    """A special token with what else is known of it."""
-
-    content: str
-
-
-Token = str | Described
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as its files give it. `backend` has the tokens and decodes; it encodes too, unless `encode`
-    is there, which makes ids of a text and of whether special tokens are added. `config` is completed by what
-    the files imply.
-    """
-
-    backend: "tokenizers.Tokenizer"
-    config: Mapping[str, Any]
-    encode: Callable[[str, bool], list[int]] | None = None
 
 
 def find_vocabulary(folder: Path) -> Vocabulary | None:
@@ -70,6 +45,12 @@ def find_vocabulary(folder: Path) -> Vocabulary | None:
         return from_sentencepiece(folder / "tokenizer.model", config)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return from_merges(folder, {"eos_token": "<|endoftext|>"} | config)
+    words = WORDS.get(config.get("tokenizer_class", ""))
+    for file in sorted(file for pattern in TIKTOKENS for file in folder.glob(pattern)):
+        if words is not None:
+            return from_tiktoken(file, words, config)
+    if (folder / "tekken.json").is_file():
+        return from_tekken(folder / "tekken.json", config)
     return None
 
 
@@ -206,67 +187,3 @@ def pieces_backend(sp: Any, folder: Path, config: Mapping[str, Any]) -> "tokeniz
     backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
     add_tokens(backend, folder, added)
     return backend
-
-
-# ---------------------------------------------------------------- tokens that other files add
-
-
-def named(config: Mapping[str, Any]) -> list[Any]:
-    """The special tokens that a configuration names, each as a string or as an object."""
-    return [config[name] for name in NAMED if config.get(name)] + list(
-        config.get("additional_special_tokens") or ()
-    )
-
-
-def content(token: Any) -> str | None:
-    """A token's text; files give it alone, or in an object with what else is known of it."""
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
-def added_beside(
-    folder: Path, config: Mapping[str, Any], known: Mapping[int, str]
-) -> dict[int, "tokenizers.AddedToken"]:
-    """Added tokens by id: those known from the model itself are special, those of `added_tokens.json` and of
-    `added_tokens_decoder` as these and the names of special tokens say. Raises ValueError for an id that is
-    no number."""
-    from tokenizers import AddedToken
-
-    special = {content(token) for token in named(config)}
-    found = {i: AddedToken(token, special=True, normalized=False) for i, token in known.items()}
-    try:
-        file = folder / "added_tokens.json"
-        for token, i in (read_json(file) if file.exists() else {}).items():
-            found[int(i)] = AddedToken(token, special=token in special, normalized=False)
-        for i, entry in config.get("added_tokens_decoder", {}).items():
-            flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "special")}
-            flags["special"] |= entry["content"] in special
-            found[int(i)] = AddedToken(entry["content"], normalized=False, **flags)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{folder}: added_tokens.json or added_tokens_decoder is malformed: {error!r}"
-        ) from error
-    return dict(sorted(found.items()))
-
-
-def add_tokens(
-    backend: "tokenizers.Tokenizer", folder: Path, added: Mapping[int, "tokenizers.AddedToken"]
-) -> None:
-    """Add tokens under their ids. Raises ValueError where one cannot have its id."""
-    for i, token in added.items():
-        backend.add_tokens([token])
-        got = backend.token_to_id(token.content)
-        if got != i:
-            raise ValueError(f"{folder}: added token {token.content!r} has id {i}, but would become {got}")
-
-
-def read_tokens(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that names special tokens. Raises ValueError for a token or a list of them
-    that is none."""
-    config = read_json(file) if file.exists() else {}
-    expected = dict.fromkeys(NAMED, Token | None) | {"additional_special_tokens": list[Token] | None}
-    for name, kind in expected.items():
-        try:
-            msgspec.convert(config.get(name), kind)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{file}: {name} is {config[name]!r:.80}, which is no token: {error}") from error
-    return config

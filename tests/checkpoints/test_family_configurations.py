@@ -57,6 +57,7 @@ def test_mixtures_by_layer():
     assert mixed("deepseek_v2", first_k_dense_replace="absent") == [True] * 3
     assert mixed("deepseek_v3", first_k_dense_replace=0, moe_layer_freq=2) == [True, False, True]
     assert mixed("deepseek_v3", first_k_dense_replace="absent") == [False] * 3
+    assert mixed("deepseek_v32", mlp_layer_types=["sparse", "dense", "dense"]) == [True, False, False]
     assert mixed("glm4_moe", first_k_dense_replace="absent") == [False, True, True]
     assert mixed("ernie4_5_moe") == [False, True, False, False, False]
     assert mixed("ernie4_5_moe", moe_layer_end_index="absent") == [False, True, False, True, False]
@@ -232,6 +233,16 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is null"),
+        ("deepseek_v32", {"index_head_dim": 8}, "index_head_dim is 8, expected qk_rope_head_dim 10"),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk is 0"),
+        ("deepseek_v32", {"rope_interleave": False}, "rope_interleave is False"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types is 'full_attention'"),
+        (
+            "deepseek_v32",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types is ['dense'], expected a list of 3",
+        ),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("kimi_k2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),

@@ -20,6 +20,7 @@ SAME = {  # rows that say "the same, ..." and of which others
     "qwen3": ["qwen2"],
     "gemma3_text": ["gemma2"],
     "deepseek_v3": ["deepseek_v2"],
+    "deepseek_v32": ["deepseek_v3", "deepseek_v2"],
     "kimi_k2": ["deepseek_v3", "deepseek_v2"],
     "glm4": ["glm"],
     "dots1": ["glm4_moe"],

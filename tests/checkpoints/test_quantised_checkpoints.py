@@ -71,8 +71,17 @@ EVEN = {
     "head_dim": 16,
 }  # fmt: skip
 PHI = {"hidden_size": 80, "intermediate_size": 96}
+
+
+def indexed(name: str) -> bool:
+    """What folders of DeepSeek-V3.2 store in FP8."""
+    projected = projection(name) or ".wq_b" in name or ".wk." in name
+    return projected and "weights_proj" not in name
+
+
 TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callable[[str], bool]]] = {
     "deepseek": ("deepseek_v3", {}, FP8 | {"weight_block_size": [16, 24]}, fp8_blocks(16, 24), projection),
+    "indexed": ("deepseek_v32", {}, FP8 | {"weight_block_size": [16, 24]}, fp8_blocks(16, 24), indexed),
     "awq": ("llama", EVEN, AWQ | {"group_size": 32}, awq(32), projection),
     "gptq": ("llama", EVEN, GPTQ | {"group_size": 32}, gptq(32, symmetric=False), projection),
     "phi3": ("phi3 plain", PHI, AWQ | {"group_size": 16}, awq(16), projection),

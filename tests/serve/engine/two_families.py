@@ -18,6 +18,7 @@ from duetto.kvcache.stages import stages
 from duetto.model.attention import causal
 from duetto.model.config import Experts, Latent, LayerKind, ModelConfig
 from duetto.model.experts import MoE
+from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.sharding import device_bytes
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, is_spec, nbytes
@@ -88,6 +89,8 @@ def even(config: ModelConfig) -> ModelConfig:
         mixer, ffn = kind.mixer, kind.ffn
         if isinstance(mixer, Latent):
             mixer = replace(mixer, num_heads=4)
+        elif isinstance(mixer, DeltaNet):
+            mixer = replace(mixer, key_heads=2, value_heads=4)
         else:
             mixer = replace(mixer, num_heads=4, num_kv_heads=4 if mixer.num_kv_heads > 1 else 1)
         if isinstance(ffn, Experts):

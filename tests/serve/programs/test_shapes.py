@@ -104,7 +104,7 @@ def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
     memory = int(85_000_000_000 * MEMORY_FRACTION)
     options = EngineOptions().on(memory)
     sizes = choose_sizes(PairConfig(config), options, abstract_params(config, jnp.bfloat16, here()), memory)
-    (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0])
+    (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0], sizes.stride)
     (page,) = page_bytes(config.layers, sizes.page_size, jnp.bfloat16)
     assert sizes.max_num_seqs == 256 and pages * page >= 50 * GIB
 

@@ -28,7 +28,9 @@ def arranged(model) -> tuple[Transfers, KVCache]:
     return Transfers(config, like), cache
 
 
-@pytest.mark.parametrize("model", ["tiny", "windows", "latent", "bfloat16"], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    "model", ["tiny", "windows", "latent", "recurrent", "bfloat16"], indirect=True, scope="session"
+)
 def test_pages_go_out_and_come_back_elsewhere(model):
     """Of each window, in each number of pages, through bytes; no other page changes."""
     transfers, cache = arranged(model)
@@ -44,11 +46,11 @@ def test_pages_go_out_and_come_back_elsewhere(model):
             assert {len(content) for content in found} == {transfers.page_bytes[window]}
             put = transfers.put(window, filled(transfers.leaves(window, count_for(count)), found))
             cache = transfers.scatter(cache, window, put, back)
-            for i, pool in pools_of(transfers.config, before, window).items():
-                for side, numbers in enumerate(pool):
-                    for source, place in zip(out, back, strict=True) if numbers is not None else ():
-                        if place is not None:
-                            numbers[:, place] = np.array((before.k, before.v)[side][i])[:, source]
+            for numbers in jax.tree.leaves(pools_of(transfers.config, before, window)):
+                was = numbers.copy()
+                for source, place in zip(out, back, strict=True):
+                    if place is not None:
+                        numbers[:, place] = was[:, source]
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, cache), before)
     assert sum(transfers.page_bytes) == sum(x.nbytes // x.shape[1] for x in jax.tree.leaves(before))
 

@@ -92,6 +92,7 @@ def test_log_probabilities_are_the_same_in_a_stream(client):
     parts = [one.logprobs for chunk in parts for one in chunk.choices if one.logprobs]
     assert [x for part in parts for x in part.token_logprobs] == text.token_logprobs
     assert [x for part in parts for x in part.top_logprobs] == text.top_logprobs
+    assert [x for part in parts for x in part.text_offset] == text.text_offset
 
 
 def test_several_prompts_have_choices_in_their_order(client, llm):

@@ -27,7 +27,7 @@ COMPLETIONS = [
     ({"prompt": ""}, 400, "the prompt is empty", None),
     ({"prompt": [70000]}, 400, "outside the vocabulary", None),
     ({"prompt": "x " * 400}, 400, "at most 255 are allowed", None),
-    ({"prompt": "x", "temperature": -1}, 400, "temperature=-1", None),
+    ({"prompt": "x", "temperature": -1}, 400, "temperature=-1", "temperature"),
     ({"prompt": "x", "tempreature": 1}, 400, "did you mean temperature", None),
     ({"prompt": "x", "stream": 1}, 400, "stream=1 is not allowed: true or false", "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "only with stream", "stream_options"),
@@ -137,6 +137,8 @@ def test_text_and_tokens(server):
             assert http.post("/tokenize", json=body | nothing).json()["tokens"] == known["tokens"]
             reply = http.post("/tokenize", json=body | {"return_token_strs": 1})
             assert refusal(reply)[0] == 400
+        reply = http.post("/v1/completions", json={"prompt": "x", "logprobs": 21})
+        assert refusal(reply)[2] == "logprobs"  # what the engine refuses is named, too
         assert http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
 
 

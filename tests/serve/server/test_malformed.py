@@ -1,4 +1,5 @@
-"""Two thousand requests that are not what they should be: each is told so, and the engine notices nothing."""
+"""Requests that are not what they should be, hundreds in each run and thousands with `-m minutes`: each is
+told so, and the engine notices nothing."""
 
 import io
 import json
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 from cases.waiting import until
 
-BODIES, CONNECTIONS, CLIENTS = 1500, 500, 8
+CLIENTS = 8
+SIZES = [pytest.param(0, id="hundreds"), pytest.param(1, id="thousands", marks=pytest.mark.minutes)]
+BODIES, CONNECTIONS = (320, 2400), (120, 800)  # of each size
+REFUSED = (200, 2000), (60, 400)  # at least so many of them; the others are right by chance, or cut short
 PATHS = [
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
 ]  # fmt: skip
@@ -67,9 +71,9 @@ def good(path: str) -> dict[str, Any]:
     return INPUT if path in ("/v1/responses", "/v1/embeddings") else GOOD
 
 
-def bodies(chance: random.Random) -> Iterator[tuple[str, bytes]]:
+def bodies(chance: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
     """Cut, changed, of fields that hold anything, or no JSON at all."""
-    for case in range(BODIES):
+    for case in range(count):
         path = chance.choice(PATHS)
         body = bytearray(json.dumps(good(path)).encode())
         match case % 4:
@@ -87,9 +91,9 @@ def bodies(chance: random.Random) -> Iterator[tuple[str, bytes]]:
         yield path, bytes(body)
 
 
-def connections(chance: random.Random) -> Iterator[tuple[bytes, bool]]:
+def connections(chance: random.Random, count: int) -> Iterator[tuple[bytes, bool]]:
     """What a client writes, and whether it leaves before it has read."""
-    for _ in range(CONNECTIONS):
+    for _ in range(count):
         sent = b""
         for _ in range(chance.choice([1, 1, 1, 3, 8])):
             path = chance.choice(PATHS)
@@ -200,24 +204,29 @@ def unmoved(server):
     ]
 
 
-def test_bodies(server, unmoved):
+@pytest.mark.parametrize("size", SIZES)
+def test_bodies(server, unmoved, size):
     with server.http() as http, ThreadPoolExecutor(CLIENTS) as clients:
 
-        def post(path: str, body: bytes) -> None:
+        def post(path: str, body: bytes) -> int:
             reply = http.post(path, content=body)
             check(reply.status_code, b"" if reply.is_success else reply.content, body)
+            return reply.status_code
 
-        for done in [clients.submit(post, *case) for case in bodies(random.Random(0))]:
-            done.result()
+        cases = bodies(random.Random(size), BODIES[size])
+        found = [done.result() for done in [clients.submit(post, *case) for case in cases]]
+    assert sum(status >= 400 for status in found) >= REFUSED[0][size]
 
 
-def test_connections(server, unmoved):
+@pytest.mark.parametrize("size", SIZES)
+def test_connections(server, unmoved, size):
     with ThreadPoolExecutor(CLIENTS) as clients:
-        cases = list(connections(random.Random(1)))
+        cases = list(connections(random.Random(10 + size), CONNECTIONS[size]))
         heard = clients.map(lambda case: talk(server.socket(), *case), cases)
         found = [
             (*answer, sent) for (sent, _), data in zip(cases, heard, strict=True) for answer in answers(data)
         ]
     for status, body, sent in found:
         check(status, body, sent)
-    assert {200, 400, 404, 405} <= {status for status, _, _ in found}
+    assert {400, 404, 405} <= {status for status, _, _ in found}
+    assert sum(status >= 400 for status, _, _ in found) >= REFUSED[1][size]

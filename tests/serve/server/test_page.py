@@ -101,3 +101,13 @@ def test_errors_and_keys(page):
     page.reload()  # the key is kept
     ask(page, "/v1/completions", {"prompt": "x", "tempreature": 1})
     says(page, "#answer", "did you mean temperature?")
+
+
+def test_a_page_elsewhere_may_send_nothing(browser, server):
+    """Though a browser sends it without asking, as it does forms."""
+    own, url = browser.new_page(), f"{server.url}/v1/completions"
+    send = "([url, body]) => fetch(url, {method: 'POST', mode: 'no-cors', body}).then(() => 'sent')"
+    with own.expect_response(url, timeout=WAIT) as found:
+        assert own.evaluate(send, [url, json.dumps({"prompt": "x"})]) == "sent"
+    assert found.value.status == 403
+    own.close()

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases.text.letters import letters
+from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.serve.api.driver import Piece
@@ -37,6 +40,7 @@ class Driver:
         self.begin, self.leave = self.begun.append, self.left.append
 
     def flow(self, prompt: Any, params: Any) -> Flow:
+        self.params = params
         return Flow()
 
     def stop(self) -> None:
@@ -177,3 +181,15 @@ def test_a_request_of_several_parts_is_admitted_once(monkeypatch):
         assert service.ended.is_set() and len(driver.begun) == 4
 
     run(test, monkeypatch, max_queued=2)
+
+
+def test_the_text_of_a_chat_keeps_special_tokens_that_mark_reasoning(monkeypatch):
+    marks = [AddedToken(name, special=True) for name in ("[THINK]", "[/THINK]")]
+    monkeypatch.setattr(LLM, "tokenizer", letters("[THINK][/THINK]", *marks))
+
+    async def test(service: Service, driver: Driver) -> None:
+        for form, skipped in (("chat", False), ("completion", True)):
+            async with service.call([replace(task(), form=form)], ""):
+                assert driver.params.skip_special_tokens is skipped
+
+    run(test, monkeypatch)

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from cases.chat import FILE, by_transformers, renderings
+from cases.text.chat import FILE, by_transformers, renderings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
@@ -149,8 +149,59 @@ def test_ids_have_one_bos_though_both_template_and_tokenizer_write_it(folder):
 def test_where_a_template_is_found(folder):
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         apply_chat(tokenizer_with(folder), USER)
+    (folder / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert tokenizer_with(folder).chat_template == "J"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     assert tokenizer_with(folder, chat_template=named).chat_template == "D"
     assert tokenizer_with(folder, chat_template="S").chat_template == "S"
     (folder / "chat_template.jinja").write_text("F\n")
     assert tokenizer_with(folder, chat_template="S").chat_template == "F\n"
+
+
+def test_of_several_templates_one_is_for_tools_and_any_is_found_by_its_name(folder):
+    named = [{"name": name, "template": name} for name in ("tool_use", "default", "rag")]
+    tokenizer = tokenizer_with(folder, chat_template=named)
+
+    def text(**options) -> str:
+        return tokenizer.apply_chat_template(USER, tokenize=False, **options)
+
+    assert (text(), text(tools=[]), text(chat_template="rag")) == ("default", "tool_use", "rag")
+    assert text(chat_template="{{ messages[0].role }}") == "user"
+    tokenizer.chat_template = "own"
+    assert text(tools=[]) == "own"
+    assert tokenizer_with(folder, chat_template="S").template_for(with_tools=True) == "S"
+
+
+@pytest.mark.parametrize("holds", ["[]", "{", '{"template": "x"}', '{"chat_template": 5}'])
+def test_a_broken_chat_template_json_is_named(folder, holds):
+    (folder / "chat_template.json").write_text(holds)
+    with pytest.raises(ValueError, match=r"chat_template\.json(:| is no JSON object) "):
+        tokenizer_with(folder)
+
+
+def test_fields_without_a_value_are_left_out_and_reasoning_has_the_names_of_all_templates():
+    sent = {"role": "assistant", "content": "a", "reasoning": "b", "tool_calls": None, "name": None}
+    (found,) = check_messages([sent])
+    assert found == {
+        "role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b", "thinking": "b",
+    }  # fmt: skip
+    assert check_messages([{**sent, "thinking": "c"}])[0]["reasoning_content"] == "c"
+
+
+def test_a_template_sees_all_special_tokens_that_are_named_and_documents(folder):
+    tokenizer = tokenizer_with(folder, unk_token="</s>")
+    template = "{{ unk_token }} {{ pad_token is defined }} {{ documents is none }}"
+    assert tokenizer.apply_chat_template(USER, chat_template=template, tokenize=False) == "</s> False True"
+    shown = render(template, unk_token="u", pad_token=None, documents=[{"text": "x"}])
+    assert shown == "u False False"
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
+    called = [*USER, {"role": "assistant", "tool_calls": [CALL]}]
+    joined = "{{ 'f ' + messages[1].tool_calls[0].function.arguments }}"
+    assert render(joined, called) == 'f {"x": 1}'
+    assert render(joined.replace("arguments", "arguments.x | string"), called) == "f 1"
+    with pytest.raises(ChatTemplateError, match="TypeError"):
+        render("{{ 'f ' + messages }}", called)
+    with pytest.raises(ChatTemplateError, match="TypeError"):
+        render("{{ 'f ' + messages }}")

@@ -1,6 +1,8 @@
 """The tokenizer under Transformers' names: what scripts call, with its results."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from duetto.serve.loading.folder import DEMO
 from duetto.serve.text.chat import ChatTemplateError
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.text.tokenizer import HELD, Tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "cat", "sat", "user", "assistant", "."]
 TEMPLATE = (
@@ -125,3 +128,25 @@ def test_without_names_there_are_none(tmp_path: Path):
         [],
     )
     assert plain.convert_tokens_to_ids("nobody") is None
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_long_texts_have_the_tokens_of_short_ones(special):
+    """Those are encoded in another way."""
+    tokenizer = Tokenizer.from_folder(DEMO)
+    text = "def naïve(a, b):\n    return '東京 🤗' * 3  # <|endoftext|>\n" * 200
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    assert len(text) > HELD and ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode(text + "\ud800")
+
+
+def test_threads_run_while_a_long_text_is_encoded():
+    """A server's event loop is one: of a text of one word nothing could be awaited otherwise."""
+    tokenizer, looks = Tokenizer.from_folder(DEMO), 0
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(tokenizer.encode, "x" * 500_000)
+        while not done.done():
+            time.sleep(0.001)
+            looks += 1
+    assert looks > 20

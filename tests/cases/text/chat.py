@@ -1,7 +1,7 @@
 """Chat templates in the manner of those that models bring, written for these tests, and conversations to
 render.
 
-`chat.json` holds what Transformers makes of them. `python tests/cases/chat.py` makes it anew; it needs
+`chat.json` holds what Transformers makes of them. `python tests/cases/text/chat.py` makes it anew; it needs
 `transformers`.
 """
 

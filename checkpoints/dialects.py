@@ -1,0 +1,153 @@
+"""What families write around the text of a chat, and how their vocabularies split one: facts that a folder
+leaves to the code that its publisher serves it with.
+
+A chat template that knows how a model reasons and calls tools writes the marks of both. So it says which row
+of a table a model follows: the first of which it has all signs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands before and after reasoning, and around the answer behind it where that has marks of its
+    own: one of `opens`, and `closes`."""
+
+    signs: tuple[str, ...]
+    begin: str
+    end: str
+    opens: tuple[str, ...] = ()
+    closes: str = ""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of tools stand between `begin` and `end`, which is "" where they end with the message; `name` is
+    that of vLLM's `--tool-call-parser` for the notation between them."""
+
+    signs: tuple[str, ...]
+    name: str
+    begin: str
+    end: str = ""
+
+
+REASONING = (
+    Marks(  # gpt-oss: channels of the harmony format
+        ("<|channel|>analysis",),
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+    ),
+    Marks(("<channel|>",), "<|channel>thought\n", "<channel|>"),  # Gemma 4
+    Marks(  # Command A and R7B
+        ("<|END_THINKING|>",),
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_RESPONSE|>",),
+        "<|END_RESPONSE|>",
+    ),
+    Marks(("</seed:think>",), "<seed:think>", "</seed:think>"),  # Seed-OSS
+    Marks(("[/THINK]",), "[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    Marks(  # Granite 3.2
+        ("Here is my thought process:",), "Here is my thought process:", "Here is my response:"
+    ),
+    # Granite 3.3, ERNIE 4.5
+    Marks(("think>", "<response>"), "<think>", "</think>", ("<response>",), "</response>"),
+    Marks(("think>", "<answer>"), "<think>", "</think>", ("<answer>",), "</answer>"),  # Hunyuan
+    # Qwen 3 and 3.5, GLM 4.5, Kimi K2, MiniMax M2, DeepSeek, EXAONE 4, SmolLM3; OLMo 3 writes the first only
+    Marks(("</think>",), "<think>", "</think>"),
+    Marks(("<think>",), "<think>", "</think>"),
+)
+
+CALLS = (
+    Calls(("<|channel|>commentary",), "openai", "<|channel|>commentary to=", "<|call|>"),  # gpt-oss
+    Calls(("<|tool_call>",), "gemma4", "<|tool_call>", "<tool_call|>"),
+    Calls(
+        ("<|tool_calls_section_begin|>",),
+        "kimi_k2",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    Calls(("<|START_ACTION|>",), "cohere_command", "<|START_ACTION|>", "<|END_ACTION|>"),
+    Calls(("<|tool_call_start|>",), "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+    Calls(("<|tool_call|>",), "granite", "<|tool_call|>"),  # Granite 3; the fourth has Hermes' notation
+    Calls(("[TOOL_CALLS]",), "mistral", "[TOOL_CALLS]"),
+    Calls(
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    Calls(("<｜tool▁calls▁begin｜>",), "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    Calls(("<minimax:tool_call>",), "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>"),
+    Calls(("<seed:tool_call>",), "seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
+    Calls(("<function_calls>",), "olmo3", "<function_calls>", "</function_calls>"),
+    Calls(("<tool_calls>",), "hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
+    Calls(("<arg_key>",), "glm45", "<tool_call>", "</tool_call>"),
+    Calls(("<function=",), "qwen3_coder", "<tool_call>", "</tool_call>"),  # Qwen3-Coder, Qwen 3.5
+    Calls(("<tool_call>",), "hermes", "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, EXAONE 4, ERNIE 4.5
+    Calls(("<|python_start|>",), "llama4_json", '{"name": '),
+    Calls(("ipython", '"parameters": '), "llama3_json", '{"name": '),
+)
+
+
+class Row(Protocol):
+    @property
+    def signs(self) -> tuple[str, ...]: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+def marks_of(template: str) -> Marks | None:
+    """How a model of this chat template marks its reasoning, if it reasons."""
+    return first(REASONING, template)
+
+
+def calls_of(template: str) -> Calls | None:
+    """How a model of this chat template writes calls of tools, if it calls any."""
+    return first(CALLS, template)
+
+
+def first(rows: Iterable[R], template: str) -> R | None:
+    return next((row for row in rows if all(sign in template for sign in row.signs)), None)
+
+
+# ---------------------------------------------------------------- words of tiktoken vocabularies
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a tiktoken vocabulary does not say of itself: how texts are split into words (`pattern`), whether
+    their characters are composed before (Unicode's NFC), and the special tokens that follow the ranks, in
+    which `{id}` stands for the token's own id."""
+
+    pattern: str
+    composes: bool = False
+    special: tuple[str, ...] = ()
+
+
+_PREFIX, _ENDINGS = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# By the class that `tokenizer_config.json` names.
+WORDS = {
+    # Kimi K2, Moonlight: runs of Chinese characters by themselves
+    "TikTokenTokenizer": Words(
+        rf"[\p{{Han}}]+|{_PREFIX}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_PREFIX}{_UPPER}+{_LOWER}*{_ENDINGS}?"
+        rf"|\p{{N}}{{1,3}}|{_REST}",
+        special=("<|reserved_token_{id}|>",) * 258,
+    ),
+    # the first Qwen
+    "QWenTokenizer": Words(
+        rf"{_ENDINGS}|{_PREFIX}\p{{L}}+|\p{{N}}|{_REST}",
+        composes=True,
+        special=(
+            "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,69 @@
+"""Which keys of their pages the rows' queries see, where a layer chooses: decided before attention reads any.
+
+All keys are scored, block by block; then the bounds of the best are found by halving the range of what a
+score may be, with nothing but comparisons and whole numbers. So a choice depends neither on the width of the
+page table nor on the rows beside it, and where a query may see as many keys as there are nothing is scored.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..model.attention import Bounds, Holds, Selection, places_of
+
+COUNTED = 16  # blocks that are counted at once at most
+Index = Callable[[Int[Array, " rows"], Int[Array, " rows"]], Float[Array, "1 rows S size"]]
+
+
+class Chosen(NamedTuple):
+    """Of the rows' queries: the order of all keys, and the bounds of those that they see."""
+
+    selection: Selection
+    pos: Any  # int32 [B,T]
+    order: Any  # uint32 [B,T,places]
+    bounds: Bounds  # of [B,T]
+
+    def sees(self, rows: Int[Array, " rows"], j: Int[Array, ""], S: int) -> Bool[Array, "rows T S"]:
+        """Whether queries of some rows see the keys of block j, if these lie before them."""
+        order = jax.lax.dynamic_slice_in_dim(self.order, j * S, S, axis=2)[rows]
+        bounds = Bounds(self.bounds.least[rows], self.bounds.last[rows])
+        return bounds.hold(order, places_of(S, j * S)) | (self.pos[rows] < self.selection.keys)[..., None]
+
+
+def choose(
+    selection: Selection, pos: Int[Array, "B T"], end: Int[Array, " B"], places: int, index: Index
+) -> Chosen:
+    """The choice of queries at positions `pos` of rows that end at `end`, among so many places at most;
+    `index(rows, j)` reads the indexer's keys of block j of some rows."""
+    rows = jnp.arange(len(end), dtype=jnp.int32)
+    S = jax.eval_shape(index, rows, rows).shape[2]
+    size = S * min(COUNTED, -(-places // S))
+    places, last = -(-places // size) * size, jnp.max(end)
+    nothing = jnp.zeros((*pos.shape, places), jnp.uint32)
+
+    def scored(j: Int[Array, ""], order: Any) -> Any:
+        new = selection.order(index(rows, jnp.broadcast_to(j, rows.shape))[0])
+        seen = places_of(S, j * S) <= pos[..., None].astype(jnp.uint32)
+        new = jnp.where(seen, new, jnp.uint32(0))
+        return jax.lax.dynamic_update_slice_in_dim(order, new, j * S, axis=2)
+
+    def bounded() -> tuple[Any, Bounds]:
+        order = jax.lax.fori_loop(0, (last + S - 1) // S, scored, nothing)
+
+        def count(holds: Holds) -> Int[Array, "B T"]:
+            def part(i: Int[Array, ""], total: Any) -> Any:
+                own = jax.lax.dynamic_slice_in_dim(order, i * size, size, axis=2)
+                return total + holds(own, places_of(size, i * size)).sum(-1, dtype=jnp.int32)
+
+            return jax.lax.fori_loop(0, (last + size - 1) // size, part, jnp.zeros(pos.shape, jnp.int32))
+
+        return order, selection.bounds(places, count)
+
+    def unbounded() -> tuple[Any, Bounds]:
+        zero = jnp.zeros(pos.shape, jnp.uint32)
+        return nothing, Bounds(zero, zero)
+
+    return Chosen(selection, pos, *jax.lax.cond(last > selection.keys, bounded, unbounded))
