@@ -106,13 +106,14 @@ def queries(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Ar
 
 
 def choice(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn | None
 ) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
     """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
     seen."""
     own, indexer = w.indexer, c.indexer
     if own is None or indexer is None or indexer.keys is None:
         return None, None
+    assert turn is not None, "an indexer turns its keys"
     q = einsum("btq,qni->btni", query_latent(w, c, x), own.q_up)
     key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, INDEX_NORM)[:, :, None]
     weights = einsum("btd,dn->btn", x, own.weigh, jnp.float32)

@@ -16,7 +16,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.kvcache.stages import stages
 from duetto.model.attention import causal
-from duetto.model.config import Experts, Latent, LayerKind, ModelConfig
+from duetto.model.config import Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.experts import MoE
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.sharding import device_bytes
@@ -91,7 +91,7 @@ def even(config: ModelConfig) -> ModelConfig:
             mixer = replace(mixer, num_heads=4)
         elif isinstance(mixer, DeltaNet):
             mixer = replace(mixer, key_heads=2, value_heads=4)
-        else:
+        elif isinstance(mixer, GroupedQuery):
             mixer = replace(mixer, num_heads=4, num_kv_heads=4 if mixer.num_kv_heads > 1 else 1)
         if isinstance(ffn, Experts):
             groups = 2 if ffn.groups > 1 else 1
