@@ -114,7 +114,7 @@ def choice(
     own, indexer = w.indexer, c.indexer
     if own is None or indexer is None or indexer.keys is None:
         return None, None
-    assert turn is not None
+    assert turn is not None, "an indexer turns its keys"
     q = einsum("btq,qni->btni", query_latent(w, c, x), own.q_up)
     key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, INDEX_NORM)[:, :, None]
     weights = einsum("btd,dn->btn", x, own.weigh, jnp.float32)

@@ -163,7 +163,8 @@ def mix(
     made = []
     for mixer, (given, own) in zip(kind.mixers, kind.scales, strict=False):
         mixing = SUBLAYERS[type(mixer)][1]
-        state, out = mixing(w.of(mixer), mixer, scaled(x, given), turn, attend, state, i)
+        own_turn = turn if mixer.rope else None
+        state, out = mixing(w.of(mixer), mixer, scaled(x, given), own_turn, attend, state, i)
         made.append(scaled(out, own))
     return state, sum(made[1:], made[0])
 

@@ -1,7 +1,6 @@
 """Mamba-2 (Dao and Gu, arXiv 2405.21060), as Codestral Mamba: state spaces without attention, and without
 feed-forward layers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ...model.config import LayerKind, ModelConfig, NormKind
@@ -110,12 +109,11 @@ def mixer_sizes(raw: fields.Raw, width: int, heads: int, groups: int, size: int)
 
 def step_limits(raw: fields.Raw) -> tuple[float, float]:
     """`time_step_limit`, the smallest and the largest step; the latter may be infinite."""
-    found = fields.value(raw, "time_step_limit", [0.0, float("inf")])
+    found: Any = fields.value(raw, "time_step_limit", [0.0, float("inf")])
     if isinstance(found, list) and len(found) == 2:
-        limits = [float("inf") if isinstance(x, Mapping) and x == INFINITE else x for x in found]
-        low, high = (float(x) if isinstance(x, int | float) and type(x) is not bool else -1.0 for x in limits)
-        if 0 <= low <= high and low < float("inf"):
-            return low, high
+        low, high = (float("inf") if x == INFINITE else x for x in found)
+        if all(type(x) in (int, float) for x in (low, high)) and 0 <= low <= high and low < float("inf"):
+            return float(low), float(high)
     raise ValueError(
         f"time_step_limit is {shown(found)}, expected two numbers, the first 0 or more and at most the second"
     )

@@ -25,5 +25,5 @@ def config(raw: fields.Raw) -> ModelConfig:
     return qwen3_next.decoder(raw, ffns)
 
 
-NAMES = qwen3_next.OTHERS | qwen3_5_text.PROJECTIONS | qwen3_next.EXPERTS | TOGETHER
+NAMES = qwen3_next.OTHERS | qwen3_5_text.PROJECTIONS | qwen2_moe.SHARED | qwen3_next.EXPERTS | TOGETHER
 FAMILY = Family(config, NAMES, qwen3_next.IGNORED, also=qwen3_next.EXPERTS)

@@ -39,9 +39,9 @@ PROJECTIONS = {
     "layers.{}.recurrent.rate": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
     "layers.{}.recurrent.decay": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
 }
-OTHERS = parts.OUTSIDE | parts.NORMS | ATTENTION | RECURRENT | qwen2_moe.SHARED
+OTHERS = parts.OUTSIDE | parts.NORMS | ATTENTION | RECURRENT
 EXPERTS = parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
-NAMES = OTHERS | PROJECTIONS | parts.FFN | EXPERTS
+NAMES = OTHERS | PROJECTIONS | parts.FFN | EXPERTS | qwen2_moe.SHARED
 IGNORED = (*parts.IGNORED, r"mtp\..*")
 DEFAULTS = {
     "num_experts": 512,

@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {
         "head_dim": 8,
         "full_attention_interval": 2,
-        "tie_word_embeddings": True,
+        "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
     },
     "kimi_linear": {
