@@ -65,11 +65,11 @@ class Tokenizer:
         self,
         backend: "tokenizers.Tokenizer",
         config: Mapping[str, Any],
-        chat_templates: Mapping[str, str] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         encode: Callable[[str, bool], list[int]] | None = None,
     ):
-        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names,
-        `chat_templates` have names, of which "default" is `chat_template`.
+        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
+        Several chat templates come by their names; the attribute is the one called "default".
 
         `encode` makes ids of a text, and of whether special tokens are added, where the backend only has the
         tokens.
@@ -79,7 +79,8 @@ class Tokenizer:
         self._backend = backend
         self._encodes_elsewhere = encode is not None
         self._encode = encode or partial(encoded, backend)
-        self._templates = dict(chat_templates or {})
+        several = {"default": chat_template} if isinstance(chat_template, str) else chat_template
+        self._templates: Mapping[str, str] = several or {}
         self.chat_template = self._templates.get("default")
         self.bos_token, self.bos_token_id = self._named(config, "bos_token")
         self.eos_token, self.eos_token_id = self._named(config, "eos_token")

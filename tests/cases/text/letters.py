@@ -13,4 +13,4 @@ def letters(template: str | None = None, *added: AddedToken) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     backend.add_tokens(list(added))
-    return Tokenizer(backend, {}, {} if template is None else {"default": template})
+    return Tokenizer(backend, {}, template)
