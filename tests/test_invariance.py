@@ -31,6 +31,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": CHUNKS,
     "parallel": TIGHT,
+    "borrowed": TIGHT,
 }
 MORE = {  # of a small model: the demo model has optimised programs in engines enough
     "pages of 256 tokens, whole prompts, two seats, no prefix caching, shorter model length": {
@@ -306,7 +307,7 @@ def guessing(serve, model):
 
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows", "latent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
+    ["tiny", "windows", "latent", "borrowed", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
     indirect=True,
     scope="session",
 )
