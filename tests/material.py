@@ -65,7 +65,7 @@ LAYOUTS = {
 MIXTURES = ["qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 SERVED = {
     "parts": [*ALL, *UNLIKE],
-    "experts": [*MIXTURES, "qwen2_moe"],
+    "experts": [*MIXTURES, "gemma4_26b_a4b", "llama4", "qwen2_moe"],
     "stages": [*ALL, "olmo3", "phi"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)

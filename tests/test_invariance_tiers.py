@@ -117,8 +117,12 @@ def guessing(serve, model, monkeypatch):
     return begin
 
 
-@pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
-@pytest.mark.parametrize("guesser", GUESSERS)
+@pytest.mark.parametrize(
+    "model, guesser",
+    [*(("tiny", name) for name in GUESSERS), ("borrowed", ITSELF), ("borrowed", "a tree of heads")],
+    indirect=["model"],
+    scope="session",
+)
 def test_guesses_of_the_device_on_fetched_pages_change_no_token(model, guessing, oracle, tmp_path, guesser):
     """A draft model's keys come back with the target's: one that drafts for itself stays always right."""
     report = assert_tokens_on_fetched_pages(model, partial(guessing, guesser), oracle, tmp_path)
