@@ -36,6 +36,7 @@ from duetto.checkpoints.huggingface import load
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
+from duetto.model.inputs.kinds import LayerInput
 from duetto.model.kinds.attention import Indexer
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.rope import Rope
@@ -87,6 +88,13 @@ TINY = ModelConfig.uniform(
 ATTENTION = GroupedQuery(6, 2, 8, qk_norm=NormKind(), softcap=8.0, sinks=True, bias=True)
 LATENT = Latent(4, rank=16, nope_size=12, rope_size=8, value_size=10, query_rank=24)
 EXPERTS = Experts(8, 2, 24, groups=4, active_groups=2, shared=24, correction=True, scoring="sigmoid")
+PLAIN = NormKind(gain=False)
+CHUNKED = GroupedQuery(
+    6, 2, 8, Rope(kind="proportional", share=0.5), scale=1.0, window=24, chunked=True, qk_norm=PLAIN,
+    norm_turned=True, value_norm=PLAIN,
+)  # fmt: skip
+GROWING = Rope(original_max_position=40, query_growth=0.3, growth_from=1)
+WHOLE = GroupedQuery(6, 1, 16, GROWING, rotary_size=0, keys_as_values=True)
 RANDOM = {
     "tiny": TINY,
     "windows": replace(
@@ -131,6 +139,16 @@ RANDOM = {
             LayerKind(DeltaNet(3, 3, 8, 16, gate="sigmoid", gate_rank=6, decay_rank=5), Experts(4, 2, 24)),
             LayerKind(GroupedQuery(6, 2, 8, rotary_size=4, gated=True), Dense(96)),
         ),
+    ),
+    "borrowed": replace(  # the first layers' keys by the last
+        TINY,
+        layers=(
+            LayerKind(CHUNKED, Experts(4, 2, 24, scoring="sigmoid", normalised=False, weighs_inputs=True)),
+            LayerKind(WHOLE, Dense(96)),
+            LayerKind(replace(CHUNKED, borrows=2), Experts(4, 2, 24, shared=32, scales=True, norms=NormKind())),
+            LayerKind(replace(WHOLE, borrows=2), Dense(48)),
+        ),
+        post_norms=True, layer_scales=True, layer_input=LayerInput(12, 300),
     ),
     "longrope": ModelConfig.uniform(
         300, 48, 96, 2, 6, 2, 8, 512,

@@ -70,7 +70,7 @@ LAYOUTS = {
 MIXTURES = ["qwen3_moe", "mixtral", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 SERVED = {
     "parts": [*ALL, *UNLIKE],
-    "experts": [*MIXTURES, "deepseek_v32", "qwen2_moe"],
+    "experts": [*MIXTURES, "deepseek_v32", "gemma4_26b_a4b", "llama4", "qwen2_moe"],
     "stages": [*ALL, "deepseek_v32", "olmo3", "phi"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)

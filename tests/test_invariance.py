@@ -32,6 +32,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "windows, int8 cache": CHUNKS,
     "parallel": TIGHT,
     "recurrent": TIGHT,
+    "borrowed": TIGHT,
 }
 MORE = {  # of a small model: the demo model has optimised programs in engines enough
     "pages of 256 tokens, whole prompts, two seats, no prefix caching, shorter model length": {
@@ -310,7 +311,7 @@ def guessing(serve, model):
 
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows", "latent", "recurrent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
+    ["tiny", "windows", "latent", "borrowed", "recurrent", "bfloat16", "bfloat16, fp8_e4m3 cache", "demo"],
     indirect=True,
     scope="session",
 )

@@ -120,7 +120,11 @@ def guessing(serve, model, monkeypatch):
 
 @pytest.mark.parametrize(
     "model, guesser",
-    [("latent" if guesser == "a tree of heads" else "tiny", guesser) for guesser in GUESSERS],
+    [
+        *(("latent" if name == "a tree of heads" else "tiny", name) for name in GUESSERS),
+        ("borrowed", ITSELF),
+        ("borrowed", "a tree of heads"),
+    ],
     indirect=["model"],
     scope="session",
 )

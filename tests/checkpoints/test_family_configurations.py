@@ -153,6 +153,36 @@ def test_internlm3_has_biases_by_two_flags():
     assert attention("internlm3").rope == attention("internlm3", rope_scaling=None).rope
 
 
+def test_layers_of_gemma4_read_the_keys_of_earlier_ones_and_have_heads_of_two_sizes():
+    config = config_of("gemma4_text")
+    assert [layer.mixer.borrows for layer in config.layers] == [0, 0, 0, 2, 2, 4, 4]
+    assert [layer.ffn.inner for layer in config.layers] == [44] * 3 + [88] * 4
+    plain = config_of("gemma4_text", num_kv_shared_layers="absent", layer_types="absent", num_hidden_layers=8)
+    assert windows(plain) == [5, 5, 5, 5, 5, None, 5, None]
+    stated = {"per_layer_config": {"1": {"head_dim": 14}}, "layer_types": None, "num_kv_shared_layers": 0}
+    sizes = [layer.mixer.head_size for layer in config_of("gemma4_text", **stated).layers]
+    assert sizes == [6, 14, 6, 6, 6, 6, 6]
+    keys = config_of("gemma4_text", attention_k_eq_v=True, num_kv_shared_layers=0, num_key_value_heads=5)
+    assert [layer.mixer.num_kv_heads for layer in keys.layers] == [5] * 7
+    assert [layer.mixer.keys_as_values for layer in keys.layers] == [True, False] * 3 + [True]
+    assert attention("gemma4_text", global_head_dim="absent").head_size == 512
+    assert config_of("gemma4_text", hidden_size_per_layer_input=None).layer_input is None
+    assert config_of("gemma4_text", final_logit_softcapping="absent").logit_softcap is None
+
+
+def test_layers_of_llama4():
+    config = config_of("llama4_text", no_rope_layers=[], no_rope_layer_interval="absent")
+    assert windows(config) == [6, 6, 6, None, 6]
+    assert [layer.mixer.turned for layer in config.layers] == [8, 8, 8, 0, 8]
+    assert [layer.mixer.qk_norm is None for layer in config.layers] == [False, False, False, True, False]
+    assert [isinstance(layer.ffn, Experts) for layer in config.layers] == [False, True, False, True, False]
+    assert windows(config_of("llama4_text", attention_chunk_size="absent"))[0] == 8192
+    assert config_of("llama4_text", attn_temperature_tuning=4) == config_of("llama4_text")
+    assert attention("llama4_text", no_rope_layers=[0] * 5, attn_temperature_tuning=False).rope is None
+    assert ffn("llama4_text", moe_layers=[1]) == Dense(23)
+    assert not any(layer.mixer.chunked for layer in config.within(6).layers)
+
+
 ROPED = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v2", "gpt_oss"),
     *("starcoder2", "arcee", "cohere", "cohere2", "exaone4"),
@@ -210,6 +240,21 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "expected objects for full_attention"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope of full_attention: rope_type is 'ntk'"),
         ("gemma3_text", {"rope_scaling": {"factor": 2}}, "rope_scaling: rope_type is missing"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ("gemma4_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6, expected layers of every"),
+        ("gemma4_text", {"num_kv_shared_layers": 9}, "num_kv_shared_layers is 9, expected layers of every"),
+        ("gemma4_text", {"per_layer_config": {"6": {"head_dim": 8}}}, "layer 6 has other heads than layer 2"),
+        ("gemma4_text", {"per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config holds"),
+        ("gemma4_text", {"per_layer_config": {"7": {}}}, "per_layer_config is {'7': {}}"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 52}, "vocab_size_per_layer_input is 52"),
+        ("gemma4_text", {"rope_parameters": {"rope_theta": 1.0}}, "expected objects for the types of layers"),
+        ("gemma4_text", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling is {"),
+        ("gemma4_text", {"enable_moe_block": True}, "num_experts is missing"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 5}, "layer_types holds 'sliding_attention'"),
+        ("llama4_text", {"attention_chunk_size": None}, "there is no attention_chunk_size"),
+        ("llama4_text", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning is 'yes'"),
+        ("llama4_text", {"moe_layers": 3}, "moe_layers is 3, expected a list"),
+        ("llama4_text", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("phi3", {"rope_scaling": {"factor": 2}}, "rope_scaling: rope_type is missing"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         (

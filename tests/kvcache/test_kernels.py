@@ -32,6 +32,7 @@ class Case:
     M: int = 16
     dtype: Any = jnp.float32
     window: int | None = None
+    chunked: bool = False
     softcap: float | None = None
     sinks: bool = False
     rank: int | None = None
@@ -59,6 +60,8 @@ CASES = {
     "chunk, e5m2": Case((64, 0), (40, 1), T=40, K=1, H=128, dtype=jnp.bfloat16, kept="fp8_e5m2"),
     "chunk": Case((0, 130, 9), (50, 33, 0), T=50, W=8, M=32),
     "chunk, window, cap, sinks": Case((0, 150), (70, 33), T=70, G=1, window=40, softcap=5.0, sinks=True),
+    "token, in chunks": Case((0, 39, 40, 255), (1, 1, 1, 1), window=40, chunked=True),
+    "chunk, in chunks": Case((0, 150), (70, 33), T=70, window=40, chunked=True, sinks=True),
     "chunk, heads of 112": Case((0, 30), (40, 17), T=40, H=112),
     "chunk, heads of 160, window, sinks": Case((0, 90), (20, 7), T=20, G=1, H=160, window=40, sinks=True),
     "chunk, bfloat16": Case((64, 0), (40, 1), T=40, K=1, G=4, H=256, W=64, M=4, dtype=jnp.bfloat16),
@@ -81,7 +84,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
             pool[:, table[row]] = np.where(unwritten[None, ..., None], np.nan, pool[:, table[row]])
     rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
     sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
-    reading = Reading(case.H**-0.5, case.window, case.softcap, sinks)
+    reading = Reading(case.H**-0.5, case.window, case.softcap, sinks, chunked=case.chunked)
     k, v = (kept_in(case, pool) for pool in (k, v))
     if case.rank is not None:
         expand = partial(first_numbers, case.rank)

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import RANDOM
 
 from duetto.serve.pipeline.clock import Clock
 from duetto.serve.pipeline.relay import Stages
-from duetto.serve.pipeline.split import balanced
+from duetto.serve.pipeline.split import balanced, split
 
 TESTS = Path(__file__).parent
 
@@ -73,6 +75,15 @@ def test_stages_work_at_the_same_time():
 
     done = [both.do(1, second, both.do(0, first, step)) for step in range(8)]
     assert [promise.arrived() for promise in done] == list(range(8))
+
+
+def test_layers_that_read_more_than_the_stream_are_not_cut():
+    own, keys = RANDOM["borrowed"], replace(RANDOM["borrowed"], layer_input=None)
+    assert split(own, 1) == [range(4)]
+    with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed .* inputs of their own"):
+        split(own, 2)
+    with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed .* the keys of others"):
+        split(keys, 2)
 
 
 @pytest.mark.parametrize(
