@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from cases.embeddings import embedded, embedded_plainly
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
+from cases.models import RANDOM
 from cases.streams import streamed
-from conftest import RANDOM, Model
+from conftest import Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.weights.fixed import is_fixed

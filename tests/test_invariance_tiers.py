@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import pytest
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
-from conftest import LATENT, TINY, Model
+from cases.models import LATENT, TINY
+from conftest import Model
 from fakes.tiers import always_fetching
 
 from duetto import LLM

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...model.tree import Spec
-from ...model.weights.compress import CONTRACTED
+from ...model.weights.compress import contracted_at
 from ...model.weights.quant import Quantised, Scheme
 from ..joined import Joined
 from ..layout import Group, Parameter
@@ -91,7 +91,7 @@ class Kept:
         first, parameters = self.codes[0], self.group.parameters
         return (
             len({(c.scheme, c.scale_dtype, c.packed) for c in self.codes}) == 1
-            and all(p.path.rpartition(".")[2] in CONTRACTED for p in parameters)
+            and all(contracted_at(p.path) for p in parameters)
             and all(self.axis(p) is None or p.spec.shape[self.axis(p)] % 2 == 0 for p in parameters)
             and (first.packed is None or len(parameters) == 1 or first.packed != parameters[0].stored.joined)
         )

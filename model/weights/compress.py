@@ -75,7 +75,7 @@ def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
 
     def leaf(key: Any, weight: Any) -> Any:
         path = jax.tree_util.keystr(key, simple=True, separator=".")
-        if path.rpartition(".")[2] in CONTRACTED:
+        if contracted_at(path):
             met.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
         return compressed_at(path, weight, plan, donate)
 
@@ -86,10 +86,18 @@ def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
     return done
 
 
+def contracted_at(path: str) -> tuple[int, ...] | None:
+    """Axes over which the product with the weight at a path sums; None of those that are never compressed,
+    among them what recurrent layers multiply with, and gates of attention."""
+    if ".recurrent." in path or path.endswith("attention.gate"):
+        return None
+    return CONTRACTED.get(path.rpartition(".")[2])
+
+
 def compressed_at(path: str, weight: Any, plan: CompressionPlan, donate: bool = False) -> Any:
     """The weight at a path as the plan has it."""
     method = plan.method(path)
-    contracted = CONTRACTED.get(path.rpartition(".")[2])
+    contracted = contracted_at(path)
     return weight if method is None or contracted is None else compressed(weight, contracted, method, donate)
 
 

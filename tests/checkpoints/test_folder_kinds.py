@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, random_model
+from cases.models import TINY
+from conftest import random_model
 from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.huggingface import load, read_config, save

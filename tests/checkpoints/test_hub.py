@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, TINY, random_model
+from cases.models import TINY
+from conftest import ROOT, random_model
 from fakes.hub import Hub, Repository, serve
 from huggingface_hub import constants
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM
+from cases.models import RANDOM
 
 from duetto.kvcache.choosing import choose
 from duetto.kvcache.kernels.attention import supported

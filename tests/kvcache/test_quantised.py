@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RANDOM
+from cases.models import RANDOM
 
 from duetto.kvcache.paged import Paged
 from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, read_block, write

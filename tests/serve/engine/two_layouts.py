@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EXPERTS, TINY, Model, random_model
+from cases.models import EXPERTS, TINY
+from conftest import Model, random_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from duetto import LLM, SamplingParams

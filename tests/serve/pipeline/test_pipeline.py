@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import RANDOM
+from cases.models import RANDOM
 
 from duetto.serve.pipeline.clock import Clock
 from duetto.serve.pipeline.relay import Stages
