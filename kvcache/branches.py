@@ -106,12 +106,9 @@ def branching(
         if k is None:
             k, v = state.k[layer], state.v[layer]
         else:
-            k = k.reshape(-1, n, *k.shape[2:])
-            v = None if v is None else v.reshape(-1, n, *v.shape[2:])
-        tails: Any = tuple(
-            None if new is None else nodes.paths(read_back(pool, new))
-            for pool, new in zip(pools, (k, v), strict=True)
-        )
+            k, v = (None if new is None else new.reshape(-1, n, *new.shape[2:]) for new in (k, v))
+        each = zip(pools, (k, v), strict=True)
+        tails: Any = tuple(new if new is None else nodes.paths(read_back(pool, new)) for pool, new in each)
 
         def laid_over(
             pool: Pool,

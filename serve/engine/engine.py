@@ -73,8 +73,7 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self._flights = Flights(self.scheduler.group_of)
-        self._failures = 0
+        self._flights, self._failures = Flights(self.scheduler.group_of), 0
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.speculation, self.warmup = speculation, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
@@ -305,8 +304,7 @@ class Engine:
 
     def _seat(self, request: Request) -> None:
         request.ticket = None
-        slots = seated(self.programs, self._state.slots, request)
-        self._state = replace(self._state, slots=slots)
+        self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
         self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:

@@ -2,26 +2,15 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 from cases.families.dense import LONG, YARN
-from cases.families.golden import CASES, hub_config
+from cases.families.golden import hub_config
+from cases.families.reading import attention, config_of, ffn, windows
 
-from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.config import Dense, Experts, GroupedQuery
-
-
-def config_of(kind: str, **fields):
-    name = kind if kind in CASES else next(name for name in CASES if name.startswith(kind))
-    raw = {key: value for key, value in (hub_config(name) | fields).items() if value != "absent"}
-    return FAMILIES[kind].config(raw)
-
-
-def windows(config) -> list[int | None]:
-    return [mixer.window for mixer in mixers(config)]
 
 
 def test_windows_by_layer():
@@ -62,14 +51,6 @@ def test_mixtures_by_layer():
     assert mixed("ernie4_5_moe") == [False, True, False, False, False]
     assert mixed("ernie4_5_moe", moe_layer_end_index="absent") == [False, True, False, True, False]
     assert mixed("ernie4_5_moe", moe_layer_end_index=4, moe_layer_interval="absent") == [False] + [True] * 4
-
-
-def attention(kind: str, **fields) -> Any:
-    return config_of(kind, **fields).layers[0].mixer
-
-
-def ffn(kind: str, **fields) -> Any:
-    return config_of(kind, **fields).layers[-1].ffn
 
 
 def test_null_and_absence_differ_where_transformers_says_so():
@@ -151,40 +132,6 @@ def test_internlm3_has_biases_by_two_flags():
     assert attention("internlm3", head_dim=None).head_size == 6
     assert attention("internlm3", num_key_value_heads="absent", num_attention_heads=6).num_kv_heads == 2
     assert attention("internlm3").rope == attention("internlm3", rope_scaling=None).rope
-
-
-def mixers(config: ModelConfig) -> list[Any]:
-    return [layer.mixer for layer in config.layers]
-
-
-def test_layers_of_gemma4_read_the_keys_of_earlier_ones_and_have_heads_of_two_sizes():
-    config = config_of("gemma4_text")
-    assert [mixer.borrows for mixer in mixers(config)] == [0, 0, 0, 2, 2, 4, 4]
-    assert [layer.ffn.inner for layer in config.layers] == [44] * 3 + [88] * 4
-    plain = config_of("gemma4_text", num_kv_shared_layers="absent", layer_types="absent", num_hidden_layers=8)
-    assert windows(plain) == [5, 5, 5, 5, 5, None, 5, None]
-    stated = {"per_layer_config": {"1": {"head_dim": 14}}, "layer_types": None, "num_kv_shared_layers": 0}
-    sizes = [mixer.head_size for mixer in mixers(config_of("gemma4_text", **stated))]
-    assert sizes == [6, 14, 6, 6, 6, 6, 6]
-    keys = config_of("gemma4_text", attention_k_eq_v=True, num_kv_shared_layers=0, num_key_value_heads=5)
-    assert [mixer.num_kv_heads for mixer in mixers(keys)] == [5] * 7
-    assert [mixer.keys_as_values for mixer in mixers(keys)] == [True, False] * 3 + [True]
-    assert attention("gemma4_text", global_head_dim="absent").head_size == 512
-    assert config_of("gemma4_text", hidden_size_per_layer_input=None).layer_input is None
-    assert config_of("gemma4_text", final_logit_softcapping="absent").logit_softcap is None
-
-
-def test_layers_of_llama4():
-    config = config_of("llama4_text", no_rope_layers=[], no_rope_layer_interval="absent")
-    assert windows(config) == [6, 6, 6, None, 6]
-    assert [mixer.turned for mixer in mixers(config)] == [8, 8, 8, 0, 8]
-    assert [mixer.qk_norm is None for mixer in mixers(config)] == [False, False, False, True, False]
-    assert [isinstance(layer.ffn, Experts) for layer in config.layers] == [False, True, False, True, False]
-    assert windows(config_of("llama4_text", attention_chunk_size="absent"))[0] == 8192
-    assert config_of("llama4_text", attn_temperature_tuning=4) == config_of("llama4_text")
-    assert attention("llama4_text", no_rope_layers=[0] * 5, attn_temperature_tuning=False).rope is None
-    assert ffn("llama4_text", moe_layers=[1]) == Dense(23)
-    assert not any(mixer.chunked for mixer in mixers(config.within(6)))
 
 
 ROPED = (
