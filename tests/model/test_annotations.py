@@ -55,7 +55,7 @@ EXCEPTIONS = {  # by function, why there are no letters
         WEIGHTS,
     ),
     "layers.biased": "a bias has the last axes of what it is added to",
-    "kernels.Given": "it stands where shapes are said, in the place of Array",
+    "attention.Given": "it stands where shapes are said, in the place of Array",
 }
 
 
