@@ -39,7 +39,7 @@ def state_stride(state: int, keys: int, page_size: int) -> int:
     has `keys`, if there are some. Prefills begin at multiples of BLOCK tokens, and so must they."""
     least = max(1, BLOCK // page_size)
     wanted = -(-state // keys) if keys else KEYLESS
-    return -(-wanted // least) * least
+    return max(1, -(-wanted // least)) * least
 
 
 class PageTables:
