@@ -128,7 +128,9 @@ RANDOM = {
         layers=(
             LayerKind(CHUNKED, Experts(4, 2, 24, scoring="sigmoid", normalised=False, weighs_inputs=True)),
             LayerKind(WHOLE, Dense(96)),
-            LayerKind(replace(CHUNKED, borrows=2), Experts(4, 2, 24, shared=32, scales=True, norms=NormKind())),
+            LayerKind(
+                replace(CHUNKED, borrows=2), Experts(4, 2, 24, shared=32, scales=True, norms=NormKind())
+            ),
             LayerKind(replace(WHOLE, borrows=2), Dense(48)),
         ),
         post_norms=True, layer_scales=True, layer_input=LayerInput(12, 300),
