@@ -196,6 +196,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def input_size(self) -> int:
+        """Numbers that all layers together are given of a token, beside the stream."""
+        return self.layer_input.size * self.num_layers if self.layer_input else 0
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The layers' different windows, unlimited first: layers of one window keep the same positions."""
         return windows_of(self.layers)

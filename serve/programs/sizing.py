@@ -47,6 +47,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     sampled = max(options.shard_seats, FEWEST_LOGITS, rows // ROW_TOKENS)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
+    activations += 3 * rows * config.target.input_size  # looked up, projected, and added up
     return activations * size + attention + 16 * (sampled * V + reported)
 
 

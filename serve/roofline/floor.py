@@ -158,7 +158,7 @@ def step_demand(
     output = params.embed if params.head is None else params.head
     head_bytes = nbytes(output) if sampled else 0
     inner = inner_bytes(config, params, queries, shards)
-    weights = inner + head_bytes + queries * config.hidden_size * size
+    weights = inner + head_bytes + queries * (config.hidden_size + config.input_size) * size
     # read what is there, write and read what is new
     kept = kept_as(kv_cache_dtype, params.embed.dtype)
     cache = rows * sum(kept_bytes(kind, context, tokens, kept) for kind in config.layers)
@@ -253,4 +253,5 @@ def activation_bytes(config: ModelConfig, queries: int, sampled: int, size: int)
         heads = sum(m.num_heads * sum(m.head_sizes) for m in kind.mixers) + 2 * row_size(kind)
         return 3 * config.hidden_size + 2 * kind.inner + heads
 
-    return 2 * queries * sum(map(layer, config.layers)) * size + 2 * 4 * sampled * config.vocab_size
+    told = 3 * config.input_size  # projected, added up, and a gate of each
+    return 2 * queries * (sum(map(layer, config.layers)) + told) * size + 2 * 4 * sampled * config.vocab_size

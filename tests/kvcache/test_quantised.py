@@ -96,7 +96,7 @@ def test_a_write_leaves_the_pool_in_place(name: str):
 
 def test_a_page_has_the_bytes_that_are_planned():
     """And half of what it has in 16 bits, but for the scales."""
-    for layers in (RANDOM["windows"].layers, RANDOM["latent"].layers):
+    for layers in (RANDOM[name].layers for name in ("windows", "latent", "borrowed")):
         for name in NAMES:
             kept = kept_as(name, jnp.bfloat16)
             windows = {layer.mixer.window for layer in layers}
