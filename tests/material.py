@@ -46,11 +46,10 @@ NAMES = [
 ]  # fmt: skip
 ALL = [*NAMES, "llama3_bf16_sharded"]
 RECENT = [  # of families in use in 2026
-    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma3",
-    "gemma4_26b_a4b", "gemma4_31b", "gemma4_e2b", "glm4", "glm4_moe", "gpt_neox", "granite", "granitemoe",
-    "granitemoehybrid", "hunyuan_v1_dense", "kimi_linear", "lfm2", "llama4", "mamba2", "minimax_m2",
-    "ministral3", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "seed_oss", "smollm3", "stablelm", "stablelm_12b", "starcoder2",
+    "cohere2", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3", "gemma4_26b_a4b",
+    "gemma4_31b", "gemma4_e2b", "glm4", "glm4_moe", "gpt_neox", "granite", "granitemoe", "hunyuan_v1_dense",
+    "llama4", "minimax_m2", "ministral3", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss",
+    "smollm3", "stablelm", "stablelm_12b", "starcoder2",
 ]  # fmt: skip
 RECURRENT = [  # some layers keep a state in place of keys
     "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
