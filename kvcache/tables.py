@@ -37,9 +37,11 @@ def state_pages(work: int, in_turn: int, page_size: int, stride: int) -> int:
 def state_stride(state: int, keys: int, page_size: int) -> int:
     """Behind how many pages a state of `state` bytes is kept: as many as its bytes are keys, of which a page
     has `keys`, if there are some. Prefills begin at multiples of BLOCK tokens, and so must they."""
+    if not state:
+        return 1
     least = max(1, BLOCK // page_size)
     wanted = -(-state // keys) if keys else KEYLESS
-    return max(1, -(-wanted // least)) * least
+    return -(-wanted // least) * least
 
 
 class PageTables:

@@ -96,7 +96,7 @@ class FakePrograms:
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
         self.sizes, self.windows, self.boundary = sizes, windows, boundary
         target = SimpleNamespace(vocab_size=VOCAB)
-        self.config = SimpleNamespace(target=target, windows=windows, boundary=boundary)
+        self.config = SimpleNamespace(target=target, windows=windows, boundary=boundary, block=1)
         self.fail: str | None = None
         self.log: list[tuple[str, int]] = []
         self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
