@@ -27,6 +27,9 @@ class Rounded(Probe):
     def _pools(self, cache: KVCache) -> Iterator[tuple[jax.Array, int]]:
         yield self.pool_, 0
 
+    def _is_state(self, window: int) -> bool:
+        return False
+
     def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
         yield
         return Written(b"other" if text == self.differs and shape != CANONICAL.prefill else b"same", {})
