@@ -82,8 +82,8 @@ def mix_delta(
     rate = jax.nn.sigmoid(einsum("btd,dkg->btkg", x, w.rate, jnp.float32))
     new = Inputs((q, k, v.reshape(*v.shape[:3], -1)), (decays(w, x), rate))
     kernels = w.q_conv, w.k_conv, w.v_conv.reshape(c.key_heads, -1, c.kernel)
-    own = Recurrence(tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
-    state, out = attend.recur(state, i, own, c.state, new)
+    own = Recurrence(c.state, tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
+    state, out = attend.recur(state, i, own, new)
     out = rms_norm(out.reshape(v.shape), w.norm.astype(jnp.float32), NormKind(eps=c.eps)) * gates(w, c, x)
     return state, einsum("btkgu,kgud->btd", out.astype(x.dtype), w.o)
 
