@@ -104,7 +104,7 @@ def mix_mamba(
     decay = -jnp.exp(w.decay_log.astype(jnp.float32))[None, None] * step
     own = Recurrence(c.state, convolutions(w), jax.nn.silu, partial(terms, c, w.skip))
     state, out = attend.recur(state, i, own, Inputs(parts, (decay, step)))
-    out = gated(w, c, out.reshape(parts[0].shape), projected(w.z, w.z_bias, of_z, jnp.float32))
+    out = gated(w, c, out.reshape(parts[0].shape), projected(w.z, w.z_bias, of_z).astype(jnp.float32))
     return state, biased(einsum("btkv,kvd->btd", out.astype(x.dtype), w.o), w.o_bias)
 
 
