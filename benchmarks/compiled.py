@@ -1,5 +1,5 @@
-"""What XLA makes of whole models for a device that need not be here, as a Markdown table: `python -m
-benchmarks.compiled --target h200`.
+"""What XLA makes of whole models for devices that need not be here, as a Markdown table of one device's
+figures: `python -m benchmarks.compiled --target h200`.
 
 A model's layers repeat, so two programs of few layers are compiled and the rest follows: what one more period
 of layers adds. Times are estimates (bytes at the vendor's peak bandwidth), never measurements.
@@ -47,31 +47,47 @@ class Found:
     read_backs: int
 
 
-def plan_of(config: ModelConfig, target: Target, rows: int, context: int) -> EnginePlan:
-    pages = tuple(max(2 * rows * context // 64, 64) for _ in config.windows)
-    sizes = Sizes(4 * context, rows, pages, 64)
-    return EnginePlan("", config, "bfloat16", EngineOptions(), target, sizes, context)
+@dataclass(frozen=True)
+class Where:
+    """Devices, and how a model is spread over them."""
+
+    target: Target
+    options: EngineOptions
+
+    @property
+    def of_shard(self) -> int:
+        """Devices that share a step's rows."""
+        return len(self.target.devices) // self.options.data_parallel_size
 
 
-def compiled(config: ModelConfig, target: Target, shape: Shape, context: int) -> Found:
-    plan = plan_of(config, target, shape.rows, context)
+def plan_of(config: ModelConfig, where: Where, rows: int, context: int) -> EnginePlan:
+    # one more page: a pool is told from a weight by its bytes
+    pages = tuple(max(2 * rows * context // 64, 64) + 1 for _ in config.windows)
+    sizes = Sizes(4 * context, rows, pages, 64, shards=where.options.data_parallel_size)
+    return EnginePlan("", config, "bfloat16", where.options, where.target, sizes, context)
+
+
+def compiled(config: ModelConfig, where: Where, shape: Shape, context: int) -> Found:
+    plan = plan_of(config, where, shape.rows, context)
     facts = make_row(plan, abstract_arguments(plan), shape).facts
     assert facts is not None and facts.thunks is not None, "only GPUs' programs have thunks"
     return Found(facts.bytes, facts.thunks.kernels, facts.thunks.buffers, facts.thunks.read_backs)
 
 
-def row(name: str, target: Target, shape: Shape, context: int) -> str:
+def row(name: str, where: Where, shape: Shape, context: int) -> str:
     """A line of the table: a model's decode, its periods counted out from two small programs."""
+    target, shards = where.target, where.options.data_parallel_size
     config, first, period = MODELS[name]
     small = [
-        compiled(replace(config, layers=config.layers[: first + n * period]), target, shape, context)
+        compiled(replace(config, layers=config.layers[: first + n * period]), where, shape, context)
         for n in (1, 2)
     ]
     more = (len(config.layers) - first) / period - 1
     touched = small[0].touched + more * (small[1].touched - small[0].touched)
     kernels = (small[1].kernels - small[0].kernels) / period
-    whole = plan_of(config, target, shape.rows, context)
-    least = demand(shape, config, "bfloat16", context, target_of(abstract_arguments(whole).params)).bytes
+    whole = plan_of(config, where, shape.rows, context)
+    params = target_of(abstract_arguments(whole).params)
+    least = demand(shape, config, "bfloat16", context, params, shards=shards).bytes / where.of_shard
     assert target.peaks is not None
     times = (x / target.peaks.bandwidth * 1e3 for x in (least, touched))
     cells = (
@@ -87,15 +103,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--data-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     args = parser.parse_args()
-    target = find_target(args.target)
+    options = EngineOptions(
+        data_parallel_size=args.data_parallel_size, enable_expert_parallel=args.enable_expert_parallel
+    )
+    where = Where(find_target(args.target), options)
     heads = (
         f"decode[{args.rows},1]", "kernels a layer", "command buffers", "read-backs", "least, GB",
         "touched, GB", "ratio", "floor, ms", "touched at peak, ms (est.)",
     )  # fmt: skip
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in args.models:
-        print(row(name, target, Shape("decode", args.rows, 1), args.context), flush=True)
+        print(row(name, where, Shape("decode", args.rows, 1), args.context), flush=True)
 
 
 if __name__ == "__main__":

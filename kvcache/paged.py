@@ -6,7 +6,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from ..model.attention import Keys, Reading, Values
-from ..model.recurrent.kinds import STATE, Leaves
+from ..model.recurrent.kinds import STATE
 from ..model.recurrent.states import Inputs, Recurrence
 from .kernels.attention import attend_with
 from .kernels.tiles import Pages
@@ -49,7 +49,7 @@ class Paged:
         return replace(cache, **own), out
 
     def recur(
-        self, cache: KVCache, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+        self, cache: KVCache, layer: int, recurrence: Recurrence, new: Inputs
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         pool, out = taken_on(cache.states[layer], self.rows, recurrence, new)
         return replace(cache, states=with_layer(cache.states, layer, pool)), out

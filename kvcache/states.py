@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.recurrent.kinds import BLOCK, Leaves
-from ..model.recurrent.linear import Terms, apart, step
+from ..model.recurrent.linear import Terms, lone_step, step
 from ..model.recurrent.states import Inputs, Recurrence, State, newest
-from ..model.scatter import apart as unique
+from ..model.scatter import apart
 from ..model.tree import pytree, static
 from .kernels.memory import MemoryPool, Place, step_pages, steps_in_place
 
@@ -87,7 +87,7 @@ class Rows:
     def target(self, pool: StatePool, end: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Int[Array, " B"]:
         """The pages of the states behind `end` tokens, each another beyond the pool where none is written."""
         page = self._page(pool, end)
-        return unique(page, wanted & (page >= 0), pool.pages)
+        return apart(page, wanted & (page >= 0), pool.pages)
 
     def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Whether a state behind `end` tokens is one that is kept: a page ends there, or the row."""
@@ -136,7 +136,7 @@ def stepped(
 
     def by_pages(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
         own = replace(pool, states=State((), memory))
-        found, out = apart(rows.read(own).memory, terms)
+        found, out = lone_step(rows.read(own).memory, terms)
         return rows.write(own, rows.start + 1, State((), found), wanted).states.memory, out
 
     def in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
@@ -210,7 +210,7 @@ class Guessing:
         return Guessed(cache, state.pending), out
 
     def recur(
-        self, state: Guessed, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+        self, state: Guessed, layer: int, recurrence: Recurrence, new: Inputs
     ) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
         before, T = self.rows.read(state.cache.states[layer]), self.row_of_place.shape[1]
         seen = recurrence.seen(before, self._by_place(new.parts))

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery
 from .layers import Norm, biased, einsum, normalise, softcapped
-from .recurrent.kinds import Leaves
 from .recurrent.states import Inputs, Recurrence, empty_state
 from .rope import Turn, rotate
 from .tree import Spec, pytree
@@ -299,11 +298,13 @@ class Causal:
         return state, attention(q, k, v, seen, reading)
 
     def recur(
-        self, state: Any, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs
+        self, state: Any, layer: int, recurrence: Recurrence, new: Inputs
     ) -> tuple[Any, Float[Array, "B T N U"]]:
         B, T = new.parts[0].shape[:2]
         count = jnp.full(B, T, jnp.int32)
-        _, out = recurrence.scan(empty_state(leaves, B), new, count, lambda pools, j, after: pools, None)
+        _, out = recurrence.scan(
+            empty_state(recurrence.leaves, B), new, count, lambda pools, j, after: pools, None
+        )
         return state, out
 
 

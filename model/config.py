@@ -214,7 +214,9 @@ class ModelConfig:
     def boundary(self) -> int | None:
         """Tokens beyond which all keys of a sequence are others than before (longrope), if there is such a
         length."""
-        found = [rope.boundary for layer in self.layers if (rope := layer.mixer.rope) and rope.boundary]
+        found = [
+            rope.boundary for kind in self.layers if (rope := kind.keys and kind.keys.rope) and rope.boundary
+        ]
         return min(found, default=None)
 
     def within(self, length: int) -> "ModelConfig":

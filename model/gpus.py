@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
+DESCRIBED = "NVIDIA H200"  # a GPU that is described has no name, and is a Hopper (serve/roofline/targets.py)
 HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
 
 
@@ -15,7 +16,7 @@ def gpu_name() -> str:
     """The name of the GPU that programs are compiled for, this machine's or one that is described; empty
     elsewhere."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.device_kind if device.platform in ("gpu", "cuda") else ""
+    return device.device_kind or DESCRIBED if device.platform in ("gpu", "cuda") else ""
 
 
 def on_hopper() -> bool:

@@ -145,6 +145,6 @@ def rotate(
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
-def beyond(rope: Rope | None, lengths: Int[Array, " B"]) -> Bool[Array, " B"] | None:
+def beyond(rope: Rope, lengths: Int[Array, " B"]) -> Bool[Array, " B"] | None:
     """Which rows of these lengths are past the rope's boundary; None where it has none."""
-    return None if rope is None or rope.boundary is None else lengths > jnp.int32(rope.boundary)
+    return None if rope.boundary is None else lengths > jnp.int32(rope.boundary)

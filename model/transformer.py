@@ -112,11 +112,12 @@ def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"
     found: dict[Any, Turn | None] = {}
 
     def turn(kind: LayerKind) -> Turn | None:
-        mixer, size = kind.mixer, kind.mixer.turned
-        if (mixer.rope, size) not in found:
-            long = beyond(mixer.rope, lengths)
-            found[mixer.rope, size] = mixer.rope and rotation(positions, mixer.rope, size, long)
-        return found[mixer.rope, size]
+        if kind.keys is None or (rope := kind.keys.rope) is None:
+            return None
+        size = kind.keys.turned
+        if (rope, size) not in found:
+            found[rope, size] = rotation(positions, rope, size, beyond(rope, lengths))
+        return found[rope, size]
 
     return [turn(kind) for kind in c.layers]
 
@@ -163,7 +164,7 @@ def mix(
     made = []
     for mixer, (given, own) in zip(kind.mixers, kind.scales, strict=False):
         mixing = SUBLAYERS[type(mixer)][1]
-        own_turn = turn if mixer.rope else None
+        own_turn = turn if mixer is kind.keys else None
         state, out = mixing(w.of(mixer), mixer, scaled(x, given), own_turn, attend, state, i)
         made.append(scaled(out, own))
     return state, sum(made[1:], made[0])

@@ -72,9 +72,13 @@ def decoder(raw: fields.Raw, ffns: Sequence[Dense | Experts], kv_heads: int = 2)
 
 def delta_net(raw: fields.Raw) -> DeltaNet:
     fields.only(raw, "hidden_act", "silu")
+    keys = fields.integer(raw, "linear_num_key_heads", 16)
+    values = fields.integer(raw, "linear_num_value_heads", 32)
+    if values % keys:
+        raise ValueError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
     return DeltaNet(
-        key_heads=fields.integer(raw, "linear_num_key_heads", 16),
-        value_heads=fields.integer(raw, "linear_num_value_heads", 32),
+        key_heads=keys,
+        value_heads=values,
         key_size=fields.integer(raw, "linear_key_head_dim", 128),
         value_size=fields.integer(raw, "linear_value_head_dim", 128),
         kernel=fields.integer(raw, "linear_conv_kernel_dim", 4),

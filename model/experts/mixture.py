@@ -20,6 +20,7 @@ from ..ffn import FFN, activate, feed_forward, ffn_spec
 from ..grouped import can_multiply
 from ..layers import Norm, Weight, biased, einsum, norm_spec, ragged_product
 from ..scatter import apart
+from ..sharding import on_several_devices
 from ..tree import Spec, is_spec, pytree, static
 
 
@@ -139,9 +140,7 @@ def has_kernel(f: FFN, dtype: Any) -> bool:
     weights = f.gate, f.up, f.down
     shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
     alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
-    # under `shard_map` too: it has not been compiled there
-    alone = all(jax.typeof(x).sharding.mesh.size <= 1 for x in jax.tree.leaves(weights))
-    return alike and can_multiply(dtype, *shapes) and alone
+    return alike and can_multiply(dtype, *shapes) and not on_several_devices(weights)
 
 
 def route(

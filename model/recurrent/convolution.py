@@ -55,7 +55,7 @@ def mix_convolution(
 
     before, after = projected(w.before, w.before_bias), projected(w.after, w.after_bias)
     new = Inputs((before * projected(w.v, w.v_bias),))
-    own = Recurrence((Convolution(w.conv, w.conv_bias),))
-    state, out = attend.recur(state, i, own, c.state, new)
+    own = Recurrence(c.state, (Convolution(w.conv, w.conv_bias),))
+    state, out = attend.recur(state, i, own, new)
     out = after * out.astype(x.dtype)
     return state, biased(einsum("btkh,khd->btd", out, w.o), w.o_bias)

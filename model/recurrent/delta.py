@@ -82,8 +82,8 @@ def mix_delta(
     rate = jax.nn.sigmoid(einsum("btd,dkg->btkg", x, w.rate, jnp.float32))
     new = Inputs((q, k, v.reshape(*v.shape[:3], -1)), (decays(w, x), rate))
     kernels = w.q_conv, w.k_conv, w.v_conv.reshape(c.key_heads, -1, c.kernel)
-    own = Recurrence(tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
-    state, out = attend.recur(state, i, own, c.state, new)
+    own = Recurrence(c.state, tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
+    state, out = attend.recur(state, i, own, new)
     out = rms_norm(out.reshape(v.shape), w.norm.astype(jnp.float32), NormKind(eps=c.eps)) * gates(w, c, x)
     return state, einsum("btkgu,kgud->btd", out.astype(x.dtype), w.o)
 
@@ -102,7 +102,8 @@ def decays(w: DeltaAttention, x: Float[Array, "B T D"]) -> Float[Array, "B T K G
 def gates(w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T K G U"]:
     """What the normed outputs are multiplied by."""
     x = x if w.gate_down is None else einsum("btd,dr->btr", x, w.gate_down)
-    made = einsum("btd,dkgu->btkgu", x, w.gate, jnp.float32)
+    # in the model's dtype, as queries are: XLA joins products of one dtype, and copies odd ones to do so
+    made = einsum("btd,dkgu->btkgu", x, w.gate).astype(jnp.float32)
     return jax.nn.silu(made) if c.gate == "silu" else jax.nn.sigmoid(made)
 
 

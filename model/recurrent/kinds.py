@@ -34,8 +34,6 @@ class DeltaNet:
     decay_rank: int | None = None
 
     window: ClassVar[int] = STATE
-    rope: ClassVar[None] = None
-    turned: ClassVar[int] = 0
     can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "k"
     cached: ClassVar[tuple[None, None]] = (None, None)
@@ -84,8 +82,6 @@ class ShortConv:
     bias: bool = False  # of the convolution and of the projections around it
 
     window: ClassVar[int] = STATE
-    rope: ClassVar[None] = None
-    turned: ClassVar[int] = 0
     can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "v"
     cached: ClassVar[tuple[None, None]] = (None, None)
@@ -131,8 +127,6 @@ class Mamba:
     scales: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries, steps
 
     window: ClassVar[int] = STATE
-    rope: ClassVar[None] = None
-    turned: ClassVar[int] = 0
     can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "k"
     cached: ClassVar[tuple[None, None]] = (None, None)

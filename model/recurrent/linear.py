@@ -49,7 +49,7 @@ def faded(x: Terms) -> Terms:
     return replace(x, v=rounded(x.v), decay=jnp.exp(x.decay), skip=skip)
 
 
-def apart(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
+def lone_step(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
     """`step` as a loop computes it, of terms that are there: a CPU would compute them once more inside of it,
     and bits of an exponential depend on the loop that it stands in. The branch is always taken."""
 

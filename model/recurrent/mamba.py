@@ -102,9 +102,9 @@ def mix_mamba(
     step = projected(w.step, w.step_bias, of_step, jnp.float32)
     step = jnp.clip(jax.nn.softplus(biased(step, w.step_offset.astype(jnp.float32))), *c.step_limits)
     decay = -jnp.exp(w.decay_log.astype(jnp.float32))[None, None] * step
-    own = Recurrence(convolutions(w), jax.nn.silu, partial(terms, c, w.skip))
-    state, out = attend.recur(state, i, own, c.state, Inputs(parts, (decay, step)))
-    out = gated(w, c, out.reshape(parts[0].shape), projected(w.z, w.z_bias, of_z, jnp.float32))
+    own = Recurrence(c.state, convolutions(w), jax.nn.silu, partial(terms, c, w.skip))
+    state, out = attend.recur(state, i, own, Inputs(parts, (decay, step)))
+    out = gated(w, c, out.reshape(parts[0].shape), projected(w.z, w.z_bias, of_z).astype(jnp.float32))
     return state, biased(einsum("btkv,kvd->btd", out.astype(x.dtype), w.o), w.o_bias)
 
 

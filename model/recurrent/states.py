@@ -48,6 +48,7 @@ class Recurrence:
     """How a layer's tokens take its state on: short convolutions, and a linear recurrence over the `terms`
     that these make; without one the outputs are the first convolution's."""
 
+    leaves: Leaves  # what it keeps
     convolutions: tuple[Convolution, ...]
     activation: Callable[[Array], Array] | None = None
     terms: Callable[[tuple[Part, ...], Any], linear.Terms] | None = None
@@ -58,7 +59,7 @@ class Recurrence:
         tails, found = self.tails(seen), self.one(seen, new.beside)
         if not isinstance(found, linear.Terms):
             return State(tails), found
-        memory, out = linear.apart(state.memory, jax.tree.map(lambda x: x[:, 0], found))
+        memory, out = linear.lone_step(state.memory, jax.tree.map(lambda x: x[:, 0], found))
         return State(tails, memory), out[:, None]
 
     def tails(self, seen: list[Seen]) -> tuple[Any, ...]:
@@ -139,5 +140,5 @@ class Recur(Protocol):
     """
 
     def recur(
-        self, state: Any, layer: int, recurrence: Recurrence, leaves: Leaves, new: Inputs, /
+        self, state: Any, layer: int, recurrence: Recurrence, new: Inputs, /
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...

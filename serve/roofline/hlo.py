@@ -176,16 +176,15 @@ class Walk:
         return sum(map(held, operands)) + held(result(x, operands))
 
     def custom_call(self, x: Instruction, operands: list[str]) -> int:
-        """A kernel: it reads the live pages of a pool; else its own estimate, or its operands and results,
-        count."""
+        """A kernel: it reads the live pages of a pool, and writes those of one that it gives back in place;
+        else its own estimate, or its operands and results, count."""
         live = {pool.bytes: pool.live for pool in self.pools}
         estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
         if estimate and not any(nbytes(kind) in live for kind in operands):
             return int(estimate[1])
         aliased = set(re.findall(r"\{(\d*)\}: \(\d+, \{", x.rest))
-        results = [
-            kind for i, kind in enumerate(buffers(x.kind)) if str(i) not in aliased and "" not in aliased
-        ]
+        others = enumerate(buffers(x.kind))
+        results = [own for i, own in others if nbytes(own) in live or aliased.isdisjoint({str(i), ""})]
         return sum(live.get(nbytes(kind), held(kind)) for kind in (*operands, *results))
 
     def fusion(self, x: Instruction, operands: list[str]) -> int:

@@ -13,6 +13,7 @@ from duetto.serve.roofline.targets import MissingCompiler, Target, find_target, 
 # Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
 # few words.
 LAYERS, WORDS = 2, 2048
+PERIODS = {"qwen3.5-4b": 4, "qwen3-next-80b": 4}  # layers of models that mix several kinds
 SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
 CONTEXT = 1024  # tokens in the cache of each row of a decode
 
@@ -27,6 +28,7 @@ def found_target(name: str) -> Target:
 def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:
     platform, config = target.devices[0].platform, PRESETS[model]
     words = config.vocab_size if platform == "gpu" else WORDS
-    config = dataclasses.replace(config, layers=config.layers[:LAYERS], vocab_size=words)
+    layers = config.layers[: PERIODS.get(model, LAYERS)]
+    config = dataclasses.replace(config, layers=layers, vocab_size=words)
     sizes = dataclasses.replace(SIZES, pages=SIZES.pages * len(config.windows))
     return EnginePlan("test", config, dtype, EngineOptions(), target, sizes, CONTEXT)

@@ -292,6 +292,11 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False"),
         ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        (
+            "qwen3_next",
+            {"linear_num_key_heads": 4},
+            "linear_num_value_heads 6 is not a multiple of linear_num_key_heads 4",
+        ),
         ("kimi_linear", {"linear_attn_config": {"rope": 1}}, "linear_attn_config is {'rope': 1}"),
         (
             "kimi_linear",

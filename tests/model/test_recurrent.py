@@ -117,9 +117,10 @@ def test_convolutions_of_a_prefill_are_those_of_single_tokens(kernel):
     T, counts = BLOCK + 5, [BLOCK + 5, BLOCK, 3]
     random = np.random.RandomState(9)
     weight, bias = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((N, H, kernel), (N, H)))
-    own = Recurrence((Convolution(weight, bias),), jax.nn.silu)
+    leaves = Leaves(((N, kernel - 1, H),))
+    own = Recurrence(leaves, (Convolution(weight, bias),), jax.nn.silu)
     new = jnp.asarray(random.standard_normal((B, T, N, H)), jnp.float32)
-    start = empty_state(Leaves(((N, kernel - 1, H),)), B)
+    start = empty_state(leaves, B)
     write = lambda pools, j, state: pools.at[j].set(state.tails[0])
     pools = jnp.zeros((2, *start.tails[0].shape))
     pools, out = own.scan(start, Inputs((new,)), jnp.array(counts, jnp.int32), write, pools)

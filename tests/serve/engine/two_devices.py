@@ -17,7 +17,7 @@ from duetto.checkpoints import huggingface, orbax
 from duetto.kvcache.pages import page_bytes
 from duetto.kvcache.placement import cache_shardings, parts
 from duetto.model.attention import causal
-from duetto.model.config import GroupedQuery, ModelConfig
+from duetto.model.config import Latent, ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
@@ -75,7 +75,7 @@ def alone(oracle):
 
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows", "latent", "windows, int8 cache", "latent, fp8_e5m2 cache"],
+    ["tiny", "windows", "latent", "recurrent", "windows, int8 cache", "latent, fp8_e5m2 cache"],
     indirect=True,
 )
 def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
@@ -87,8 +87,10 @@ def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
         assert report["compilations"] == 0 and (report["preemptions"] > 0 or not one_table)
         assert pointers(llm.params) == before == pointers(params)
         state = llm.engine._state
-        for kind, pool in zip(model.config.layers, state.cache.k, strict=True):
-            ways = 2 if isinstance(kind.mixer, GroupedQuery) else 1
+        for kind, *pools in zip(model.config.layers, state.cache.k, state.cache.states, strict=True):
+            pool = next(own for own in pools if own is not None)
+            # a latent row is no head, and three heads of a state lie whole on each
+            ways = 1 if isinstance(kind.mixer, Latent) or kind.mixer.key_heads % 2 else 2
             assert device_bytes(pool) * ways == nbytes(pool)
             assert all(len(own.sharding.device_set) == 2 for own in jax.tree.leaves(pool))
         assert all(x.is_fully_replicated for x in jax.tree.leaves(state.slots))

@@ -53,7 +53,9 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(texts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("model", ["parallel", "latent", "longrope", "windows, int8 cache"], indirect=True)
+@pytest.mark.parametrize(
+    "model", ["parallel", "latent", "recurrent", "longrope", "windows, int8 cache"], indirect=True
+)
 def test_tokens_are_those_of_the_oracle(model, oracle):
     plain, texts = oracle(model), prompts(model.config.vocab_size)
     expected = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]

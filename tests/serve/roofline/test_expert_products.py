@@ -99,7 +99,9 @@ def test_without_the_kernel_tiles_are_copied_in_a_loop(monkeypatch: pytest.Monke
     assert not any(map(is_product, module.written()))
 
 
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=str)
 @pytest.mark.extras
-def test_experts_over_several_gpus_go_the_other_way():
-    module = compiled(job_for(found_target("4xh200"), "30b-a3b"), Shape("decode", 8, 1))
-    assert not any(map(is_product, module.written()))
+def test_each_of_several_gpus_multiplies_with_what_it_has(options: dict[str, bool]):
+    plan = replace(job_for(found_target("4xh200"), "30b-a3b"), options=EngineOptions(**options))
+    module = compiled(plan, Shape("decode", 8, 1))
+    assert sum(map(is_product, layers(module).values())) == PRODUCTS * LAYERS

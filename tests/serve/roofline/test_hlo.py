@@ -100,7 +100,7 @@ POOL, ONE = 8 * 64 * 64 * 128 * 2, 4 * 128 * 2
     "rest, pools, bytes",
     [
         (", output_to_operand_aliasing={{1}: (1, {})}", (), POOL + 2 * ONE),
-        (", output_to_operand_aliasing={{1}: (1, {})}", (Pool(POOL, 1000, 1),), 1000 + 2 * ONE),
+        (", output_to_operand_aliasing={{1}: (1, {})}", (Pool(POOL, 1000, 1),), 2 * 1000 + 2 * ONE),
         (', backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"777"}}', (), 777),
         ("", (), 2 * POOL + 2 * ONE),
     ],

@@ -3,6 +3,7 @@ that are not there."""
 
 import dataclasses
 import os
+import re
 from importlib.metadata import PackageNotFoundError
 
 import jax
@@ -15,11 +16,13 @@ from duetto.model.tree import nbytes
 from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.host import devices
 from duetto.serve.host.devices import MEMORY_SETTINGS
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.compile import Arguments, lower
 from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline import targets
 from duetto.serve.roofline.facts import Facts, facts
+from duetto.serve.roofline.floor import pools
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import (
     MissingCompiler,
@@ -28,6 +31,7 @@ from duetto.serve.roofline.targets import (
     find_target,
     here,
 )
+from duetto.serve.roofline.thunks import compile_thunks
 
 pytestmark = pytest.mark.as_served
 
@@ -51,15 +55,28 @@ MOST = {
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.05, 10),
 }
 
+# The same of decodes of models most of whose layers keep a state. 64 tokens meet 72 % of the 512 experts, of
+# which the grouped product reads all; those of eight shards meet them all.
+EXPERTS = EngineOptions(enable_expert_parallel=True)
+SHARDS = dataclasses.replace(EXPERTS, data_parallel_size=8)
+STATES = {
+    "4b": ("h200", "qwen3.5-4b", EngineOptions(), 1.15, 310),
+    "80b": ("8xh200", "qwen3-next-80b", EXPERTS, 1.55, 195),
+    "80b in shards": ("8xh200", "qwen3-next-80b", SHARDS, 1.29, 250),
+}
+# XLA's own list, and what duetto adds to it; between several devices also what users may add.
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
+
 
 def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
     """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of
     a layer."""
     donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
+    pool = max(map(device_bytes, jax.tree.leaves(arguments.cache)))
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
     assert found.aliased >= device_bytes(donated)
     assert found.temporaries < 0.06 * device_bytes(arguments.cache)
-    assert not [m for m in found.moved if m.bytes >= device_bytes(arguments.cache.k[0]) / 4]
+    assert not [m for m in found.moved if m.bytes >= pool / 4]
     if plan.target.devices[0].platform != "cpu":  # there XLA turns one of them at each step
         assert not {m.bytes for m in found.moved} & {
             device_bytes(weight) for weight in jax.tree.leaves(layer)
@@ -76,6 +93,31 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
     check_in_place(row.facts, plan, arguments)
     assert row.excess <= ratio
     assert row.facts.temporaries <= temporaries * 2**20
+
+
+@pytest.mark.parametrize("target, model, options, ratio, temporaries", STATES.values(), ids=STATES)
+@pytest.mark.extras
+def test_memories_stay_where_they_lie(
+    target: str, model: str, options: EngineOptions, ratio: float, temporaries: int
+):
+    """A kernel reads and writes them once; the step is one launch."""
+    plan, shards = job_for(found_target(target), model), options.data_parallel_size
+    # an odd number of pages: a pool is told from a weight by its bytes
+    sizes = dataclasses.replace(plan.sizes, pages=(8193, 8193), shards=shards)
+    plan = dataclasses.replace(plan, options=options, sizes=sizes)
+    arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
+    with described(plan.target):
+        lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
+        program, thunks = compile_thunks(lowered, {"xla_gpu_enable_command_buffer": CAPTURED})
+    assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
+    found = facts(program, pools(shape, plan.config.layers, arguments.cache, plan.context))
+    check_in_place(found, plan, arguments)
+    assert found.bytes <= ratio * make_row(plan, arguments, shape, compiled=False).work.bytes
+    assert found.temporaries <= temporaries * 2**20
+    (memory,) = {x.shape for x in jax.tree.leaves(arguments.cache) if x.shape[-2:] == (128, 128)}
+    steps = re.findall(r"= \(f32\[(\d+),(\d+),128,128\].* custom-call\(", program.as_text() or "")
+    own = memory[0] * memory[1] // len(plan.target.devices)
+    assert [int(heads) * int(pages) for heads, pages in steps] == 3 * [own]
 
 
 # Each shape in one type, each type in both phases.
