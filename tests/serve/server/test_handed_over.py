@@ -22,14 +22,15 @@ CLIENTS, BETWEEN, PATIENCE = 4, 6, 300.0  # answers between two kills; seconds f
 def asked(i: int) -> dict[str, Any]:
     prompt = np.random.default_rng(i).integers(3, 250, 20 + 4 * i).tolist()
     sampling = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
-    return sampling | {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
+    return sampling | {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "logprobs": 1}
 
 
-def answer(http: httpx.Client, body: dict[str, Any]) -> list[int]:
-    """Token ids. Raises httpx.HTTPError for what a retry mends."""
+def answer(http: httpx.Client, body: dict[str, Any]) -> tuple[str, list[float]]:
+    """A text, and the log-probabilities of its tokens. Raises httpx.HTTPError for what a retry mends."""
     response = http.post("/v1/completions", json=body)
     response.raise_for_status()
-    return response.json()["choices"][0]["token_ids"]
+    (choice,) = response.json()["choices"]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Clients:
     """Ask a server for one thing after the other, and again where that failed."""
 
     url: str
-    wanted: Sequence[list[int]]
+    wanted: Sequence[tuple[str, list[float]]]
     done: Counter[str] = field(default_factory=Counter)
     answered: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
