@@ -137,7 +137,9 @@ class Prefills:
     def _step(self) -> None:
         with self._session.turn():
             engine = self._session.engine
-            if self._under_way and engine.has_work:
+            if engine.is_sleeping or engine.sleeper.discarded:
+                self._give_up()
+            elif self._under_way and engine.has_work:
                 engine.step()
             for number, (ticket, ready) in list(self._under_way.items()):
                 if ticket.finished:
@@ -148,6 +150,12 @@ class Prefills:
             self._offer()
         if self._offers and not self._under_way:
             self._tiers.mover.wait()  # until some of those that are on their way have gone
+
+    def _give_up(self) -> None:
+        """The engine sleeps: whoever asks computes its prompts."""
+        for number, (_, ready) in list(self._under_way.items()):
+            self._leave(number)
+            ready([])
 
     def _offer(self) -> None:
         """Pages of prompts that are computed, as many as may be on their way to the host."""

@@ -34,7 +34,7 @@ class FakeSource:
         self.asked: list[tuple[tuple[int, ...], Ready]] = []
         self.left: list[int] = []
         self.realm: bytes | None = None
-        self.before: Callable[[], None] = lambda: None  # each fetch
+        self.before: Callable[[], Any] = lambda: None  # each fetch
 
     def begin(self, prompt: Sequence[int], ready: Ready) -> int:
         self.asked.append((tuple(prompt), ready))

@@ -73,6 +73,19 @@ def test_other_parameters_are_never_served_from_pages_of_these(one, pair, tiny):
     assert pair.report()["tiers"]["peer"]["asked"] == asked + 1
 
 
+def test_nobody_waits_for_an_engine_that_sleeps(one, pair):
+    session = pair.engine.tiers.mover.peer.source._session
+    for level in (0, 1):
+        with session.turn():
+            session.engine.sleep(level)
+        assert tokens(pair, prompt(7 + level), GREEDY) == tokens(one, prompt(7 + level), GREEDY)
+        with session.turn():
+            session.engine.wake_up(("weights", "kv_cache", "scheduling"))
+    hits = pair.report()["tiers"]["peer"]["hits"]
+    assert tokens(pair, prompt(9), GREEDY) == tokens(one, prompt(9), GREEDY)
+    assert pair.report()["tiers"]["peer"]["hits"] == hits + 3
+
+
 def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
     prefills = pair.engine.tiers.mover.peer.source
 
