@@ -13,6 +13,7 @@ import asyncio
 import json
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -121,7 +122,11 @@ def main() -> None:
     requests = replayed([SCALE(entry) for entry in read(AZURE)[: args.requests]], VOCABULARY, args.rate)
     place = ["--kv-address", f"127.0.0.1:{free_port()}"]
     one = served([[]], requests)
-    two = served([["--kv-role", "prefill", *place], ["--kv-role", "decode", *place]], requests)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        decode = ["--kv-role", "decode", *place, "--report", str(report)]
+        two = served([["--kv-role", "prefill", *place], decode], requests)
+        tiers = json.loads(report.read_text())["tiers"]
     same = sum((a.text, a.logprobs) == (b.text, b.logprobs) for a, b in zip(one, two, strict=True))
     result = {
         "date": str(date.today()),
@@ -132,6 +137,7 @@ def main() -> None:
         "answers_with_the_same_bits": same,
         "one": figures(one),
         "two": figures(two),
+        "pages": {name: tiers[name] for name in ("fetched", "late")} | {"peer": tiers["peer"]},
     }
     print(json.dumps(result, indent=2))
     if args.json:

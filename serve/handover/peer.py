@@ -147,4 +147,6 @@ class PeerTier:
             "answered": self.answered,
             "late": self.late,
         }
-        return own | {"pages": len(self._known)} | self.counts.report()
+        with self._lock:
+            there = {"pages": len(self._known), "bytes": sum(map(self._bytes_of, self._known))}
+        return own | there | self.counts.report()

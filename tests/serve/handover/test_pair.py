@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
+from duetto.serve.commands.report import render
 from duetto.serve.options.engine import EngineOptions
 
 SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
@@ -43,6 +44,7 @@ def test_several_completions_streams_and_scores_are_one_engines(one, pair):
     assert found[0] == found[1]
     report = pair.report()["tiers"]["peer"]
     assert report["asked"] > 0 and report["hits"] > 0
+    assert f"peer {report['pages']} (0 MiB, {report['hits']} hits)" in render(pair.report())
 
 
 def replace_params(**fields) -> SamplingParams:
