@@ -1,5 +1,7 @@
-"""Rows of the invariance suite for pages from the host's memory, from files, and from a saved cache."""
+"""Rows of the invariance suite for pages from the host's memory, from files, from a saved cache, and from
+another engine."""
 
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from duetto.model.heads import head_spec
 from duetto.model.pair import Pair
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
+from duetto.serve.api.handing import Prefills
 from duetto.serve.loading import start
 from duetto.serve.speculation.beside import Beside
 
@@ -174,3 +177,46 @@ def assert_tokens_on_fetched_pages(model: Model, serve, oracle, folder) -> dict[
         report = llm.report()
         assert report["tiers"]["snapshot"]["hits"] > 0
         return report
+
+
+class Unreliable:
+    """A source that loses every third page, or brings every third too late."""
+
+    def __init__(self, source: Prefills, slow: bool):
+        self.source, self.slow, self.asked = source, slow, 0
+        self.begin, self.leave, self.renew, self.room = source.begin, source.leave, source.renew, source.room
+        self.is_here = True
+
+    def fetch(self, key: bytes) -> bytes | None:
+        self.asked += 1
+        if self.asked % 3:
+            return self.source.fetch(key)
+        if not self.slow:
+            return None
+        time.sleep(0.02)
+        return self.source.fetch(key)
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny", "windows, int8 cache", "recurrent"], indirect=True, scope="session"
+)
+def test_pages_that_another_engine_has_computed_have_the_same_bits(model, serve, expected):
+    """All of them, some that are lost or late, and none where the other engine is late."""
+    texts = prompts(model.config.vocab_size)
+    with serve(**(SMALL | {"max_batched_token_mem": 240}), kv_role="both") as llm:
+        mover, step = llm.engine.tiers.mover, max(16, model.config.block)
+        peer, patience = mover.peer, llm.engine.tiers._patience
+        source = peer.source
+        for way in ("first", "lost", "slow", "late"):
+            llm.engine.tables.forget()
+            peer.renew(source.realm, peer.page_bytes)  # nothing is known to be there
+            peer.source = source if way == "first" else Unreliable(source, way == "slow")
+            peer.patience = 0.0 if way == "late" else 60.0
+            llm.engine.tiers._patience = (lambda pages: 0.01) if way == "slow" else patience
+            found = llm.generate(texts, PARAMS, use_tqdm=False)
+            assert [bits(o) for o in found] == expected
+            if way == "first":
+                assert [o.num_cached_tokens for o in found] == [(n - 1) // step * step for n in LENGTHS]
+        report = llm.report()
+        assert (report["preemptions"] > 0 or model.name != "tiny") and report["compilations"] == 0
+        assert report["tiers"]["late"] > 0 and report["tiers"]["peer"]["late"] > 0

@@ -1,4 +1,4 @@
-"""What estimates from compiled programs (docs/gpu.md, docs/accelerators.md) turn out to be: shares are of the
+"""What estimates from compiled programs (docs/accelerators.md) turn out to be: shares are of the
 bytes that a program touches at this device's measured bandwidth."""
 
 import gc

@@ -24,7 +24,7 @@ from server import port_of, read_stream  # beside this file
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.sampling.sample import Sampled
-from duetto.serve.api import llm as api
+from duetto.serve.api import handing
 from duetto.serve.commands import hostwork
 from duetto.serve.loading.folder import DEMO
 from duetto.serve.options.server import ServerOptions
@@ -65,7 +65,9 @@ def simulated(seats: int, seconds: float) -> LLM:
     Busy.seconds_each, hostwork.Idle = seconds, Busy
     nothing: Any = {}
     config = ModelConfig.uniform(len(tokenizer), 64, 64, 1, 2, 2, 32, 256)
-    api.start_engine = lambda config, params, options: hostwork.idle_engine(config, params, options, seats)
+    handing.start_engine = lambda config, params, options, **_: hostwork.idle_engine(
+        config, params, options, seats
+    )
     return LLM.from_params(config, nothing, tokenizer, compilation_cache=None)
 
 

@@ -19,7 +19,7 @@ from ..host.memory import give_back
 from ..host.progress import telling
 from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
-from ..loading.start import on_devices, start_engine
+from ..loading.start import on_devices
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..outputs import Delta, RequestOutput
@@ -28,10 +28,9 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import embedding, likelihood, snapshots, vllm
+from . import embedding, handing, likelihood, snapshots, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
-from .session import Session
 from .threads import in_threads
 from .ticket import Ticket
 
@@ -121,7 +120,7 @@ class LLM:
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._defaults = defaults = ending(defaults, tokenizer)
-        self._session = Session(start_engine(config, params, options))
+        self._session, self._closing = handing.started(config, params, options)
         self._intake = Intake(
             config.vocab_size,
             self.engine.sizes.max_model_len,
@@ -284,6 +283,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what runs and free the device's memory."""
+        self._closing.close()
         self._session.close()
         give_back()
 

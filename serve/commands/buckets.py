@@ -23,7 +23,8 @@ from ..engine.rows import calls, prompt_rows
 from ..engine.scheduler import Scheduler
 from ..host.signals import raise_on_interrupt
 from ..loading.folder import DEMO
-from ..options.engine import EDGE, SMALLEST_CHUNK, EngineOptions, round_up
+from ..options.checks import EDGE, SMALLEST_CHUNK, round_up
+from ..options.engine import EngineOptions
 from ..options.flags import positive
 from ..programs.shapes import Shape, doublings, least_row, prefills
 

@@ -24,7 +24,8 @@ from ..loading.folder import DEMO, read_shapes
 from ..loading.mesh import check_experts, layout_of, on_one, places, put
 from ..loading.origin import Origin, stored_form
 from ..loading.stages import with_head
-from ..options.engine import GIB, EngineOptions
+from ..options.checks import GIB
+from ..options.engine import EngineOptions
 from ..programs.compile import Arguments, Programs, arguments_like, lower
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes, can_share, table

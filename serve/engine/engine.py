@@ -14,7 +14,7 @@ from ...kvcache.pages import KVCache
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
 from ...model.weights.prepared import prepared_as
-from ..options.engine import round_up
+from ..options.checks import round_up
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs
 from ..programs.promise import arrived
@@ -64,11 +64,10 @@ class Engine:
         self.tables = tables_of(self.config.windows, self.sizes, limits)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
         kinds = jax.tree.map(lambda x: x.dtype, state.params), self.sizes.kv_cache_dtype
-        salt = str(self.config), *map(str, kinds)
         self.scheduler = Scheduler(
             limits,
             self.tables,
-            root(*salt) if prefix_caching else None,
+            root(str(self.config), *map(str, kinds)) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
             gathering=self._gathering,
@@ -117,6 +116,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Put a request into the queue; capacity is a place there, never an error."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
+        request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request))
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:

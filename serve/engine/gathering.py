@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..options.engine import round_up
+from ..options.checks import round_up
 from ..programs.classes import Classes
 from ..programs.shapes import Shape, row_tokens, smallest
 from .request import Request

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ...kvcache.dealing import DealtTables, shard_of
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
-from ..options.engine import round_up
+from ..options.checks import round_up
 from ..tiers.tiering import Untiered
 from .gathering import Gathering, fitting
 from .page_scores import PageScores
@@ -260,7 +260,7 @@ class Scheduler:
 
     def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
         """The pages found for a request where it may be seated, the best place first."""
-        names = self._usable(request)
+        names = self.usable(request)
         if isinstance(self.tables, DealtTables):
             return self.tables.in_order(names, loads, self.limits.shard_seats)
         found, request.ticket = self.tiers.look(names, request.ticket)
@@ -285,9 +285,9 @@ class Scheduler:
     def _find(self, request: Request) -> Tables:
         """Pages of the request's known tokens that are already written; at least one token is left to
         compute."""
-        return self.tiers.find(self._usable(request), request.ticket)
+        return self.tiers.find(self.usable(request), request.ticket)
 
-    def _usable(self, request: Request) -> Sequence[bytes]:
+    def usable(self, request: Request) -> Sequence[bytes]:
         """Names of the pages that a request that waits can use, if they are found."""
         if self.root is None or request.is_whole:
             return []

@@ -124,6 +124,19 @@ def spread(config: ModelConfig, params: Decoder, layout: Layout) -> Decoder:
     return with_head(put(places(config, layout), params))
 
 
+def apart(config: ModelConfig, params: Decoder, numbers: range, experts: bool = False) -> Decoder:
+    """Parameters on some of the devices, every layer split among them. Raises ValueError where there are too
+    few."""
+    found = jax.devices()
+    if numbers.stop > len(found):
+        raise ValueError(
+            f"prefill_devices and decode_devices are {numbers.stop} together, there are {len(found)}"
+        )
+    chosen = found[numbers.start : numbers.stop]
+    where = places(config, Layout(len(chosen), experts), devices=chosen)
+    return put(where or on_one(config, chosen[0]), params)
+
+
 def shards_of(params: Decoder) -> int:
     """Devices along the axis of a mesh that rows are split over, where parameters lie on one."""
     own: Any = params.embed.sharding

@@ -23,7 +23,8 @@ from ..host import progress
 from ..host.devices import memory_limit
 from ..host.memory import keep_freed
 from ..host.store import warn
-from ..options.engine import EngineOptions, round_up
+from ..options.checks import round_up
+from ..options.engine import EngineOptions
 from ..pipeline.programs import StagedPrograms
 from ..processes.meeting import group
 from ..processes.programs import SharedPrograms
@@ -36,20 +37,27 @@ from ..programs.warmup import Aim, Warmup, first_shapes
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
-from ..tiers.opening import check, mover_of
+from ..tiers.opening import Told, check, mover_of
+from ..tiers.peer import Peer
 from .mesh import check_experts, layout_of, spread
 from .stages import with_head
 
 
-def start_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for
-    others."""
+def start_engine(
+    config: ModelConfig,
+    params: Decoder,
+    options: EngineOptions,
+    peer: Peer | None = None,
+    told: Told | None = None,
+) -> Engine:
+    """Size, compile and warm up an engine for parameters that are on their device. A `peer` computes prompts
+    for it; who hands over its pages is `told` whose they are. Raises TypeError for other parameters."""
     if options.has_tiers:
         check(options)
     with progress.telling(options.use_tqdm_on_load):
         engine = warm_engine(config, params, options)
-        if options.has_tiers:
-            engine.attach(mover_of(options, engine.programs, engine.everything))
+        if options.has_tiers or peer is not None:
+            engine.attach(mover_of(options, engine.programs, engine.everything, peer, told))
     jaxcache.seal()
     return engine
 

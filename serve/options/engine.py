@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from ...fields import knob
 from ...sampling.checks import ALL, MAX_LOGPROBS
+from .checks import UNTIERED, check_buckets, check_handover, check_tiers, round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
-GIB = 1 << 30
-EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
+OUTBOX = 1.0  # GiB of pages that wait to be fetched by another engine
 FREE = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
-UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
 PROCESSES = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 # vLLM's names for checkpoints that are stored quantised, and their quant_method
@@ -28,10 +27,6 @@ CHOICES = {
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3", "fp8_e5m2", "fp8"),
 }
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Load(NamedTuple):
@@ -110,6 +105,20 @@ class EngineOptions:
     kv_disk_path: str | None = knob(
         None, "folder of those files; default: duetto/pages in your cache directory"
     )
+    kv_role: str | None = knob(
+        None,
+        "prefill computes prompts for other engines, which fetch their pages; decode has its prompts computed"
+        " so; both is two engines in one process (default: prompts are computed where they are asked for)",
+    )
+    kv_address: str | None = knob(None, "host:port where a prefill engine hands over pages")
+    kv_patience: float = knob(
+        10.0, "seconds that the first prompt in line waits for its pages; then it is computed here"
+    )
+    prefill_devices: int | None = knob(
+        None,
+        "devices of the prefill engine of kv_role both, the first ones; default: the same as the others'",
+    )
+    decode_devices: int | None = knob(None, "devices of its decode engine, the next ones")
     speculative_config: Mapping[str, Any] | None = knob(
         None, 'how tokens are guessed ahead, such as {"method": "ngram", "num_speculative_tokens": 7}'
     )
@@ -175,10 +184,11 @@ class EngineOptions:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
-        self._check_tiers()
+        check_tiers(self)
+        check_handover(self)
         self._check_nodes()
         self._check_shards()
-        self._check_buckets()
+        check_buckets(self)
         if self.pipeline_parallel_size > 1:
             self.check_stages(self.pipeline_parallel_size)
         if self.decode_steps > MAX_DECODE_STEPS:
@@ -190,23 +200,6 @@ class EngineOptions:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
-            )
-
-    def _check_tiers(self) -> None:
-        for name in ("swap_space", "kv_disk_space"):
-            if not 0 <= getattr(self, name) * GIB < math.inf:
-                raise ValueError(f"{name} {getattr(self, name)} is not allowed: 0 or more GiB")
-        if self.kv_disk_space and not self.enable_prefix_caching:
-            raise ValueError(
-                "kv_disk_space is not allowed without enable_prefix_caching: pages have no names"
-            )
-        if self.kv_disk_path == "":
-            raise ValueError(
-                "kv_disk_path '' is not allowed: a folder, or None for one in your cache directory"
-            )
-        if self.kv_disk_path is not None and not self.kv_disk_space:
-            raise ValueError(
-                f"kv_disk_path {self.kv_disk_path!r} is not allowed without kv_disk_space: set its GiB"
             )
 
     def _check_nodes(self) -> None:
@@ -241,7 +234,12 @@ class EngineOptions:
     @property
     def has_tiers(self) -> bool:
         """Whether pages are kept beside the pools; they are found by the names that prefix caching gives."""
-        return self.enable_prefix_caching and bool(self.swap_space or self.kv_disk_space)
+        return self.enable_prefix_caching and bool(self.swap_space or self.kv_disk_space or self.kv_role)
+
+    @property
+    def host_space(self) -> float:
+        """GiB of the host's memory for pages; whoever hands them over needs some."""
+        return self.swap_space or (OUTBOX if self.kv_role == "prefill" else 0.0)
 
     def check_stages(self, count: int) -> None:
         """Raise ValueError for what a pipeline of so many stages cannot do."""
@@ -257,21 +255,10 @@ class EngineOptions:
                 f"speculative_config: model {self.speculation.model!r} is not allowed with {count} pipeline "
                 "stages: ngram and suffix draft there"
             )
+        if count > 1 and self.kv_role is not None:
+            raise ValueError(f"kv_role {self.kv_role} is not allowed with {count} pipeline stages")
         if count > 1:
             self._only({"decode_steps": 1} | UNTIERED, f"{count} pipeline stages")
-
-    def _check_buckets(self) -> None:
-        edges = self.prefill_buckets
-        if edges is None:
-            return
-        last = round_up(self.prefill_tokens, SMALLEST_CHUNK)
-        rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
-        if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
-            raise ValueError(
-                f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, "
-                f"of which the last is {last}, max_prefill_tokens "
-                f"rounded up to a multiple of {SMALLEST_CHUNK}"
-            )
 
     def require_unstored(self, what: str) -> None:
         """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""

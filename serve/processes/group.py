@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 import jax
 
+from ..host.link import Link
 from ..host.streams import tell
 from .ending import LOST, end_process
-from .messages import Beat, End, Link, Message, Order, Refused
+from .messages import Beat, End, Message, Order, Refused
 
 CAUSE = 2.0  # seconds in which this rank may find by itself what another refuses, or what lost it
 BEATS = 10  # signs of life in the time after which a silent rank is lost
@@ -28,7 +29,7 @@ class Group:
     `serves` is set once the start is over. `shutdown` is called where all end.
     """
 
-    def __init__(self, rank: int, size: int, links: Sequence[Link], seconds: float):
+    def __init__(self, rank: int, size: int, links: Sequence[Link[Message]], seconds: float):
         self.rank, self.size, self.seconds = rank, size, seconds
         self.shutdown: Callable[[], None] = lambda: None
         self._links = dict(zip(range(1, size) if rank == 0 else [0], links, strict=True))
@@ -96,7 +97,7 @@ class Group:
 
     # ------------------------------------------------------------ threads
 
-    def _hear(self, other: int, link: Link) -> None:
+    def _hear(self, other: int, link: Link[Message]) -> None:
         try:
             while not self.ended:
                 self._take(other, link.receive())

@@ -20,11 +20,12 @@ from jax.experimental import multihost_utils
 
 from ...checkpoints import orbax
 from ..host.devices import default_device, is_started, processor
+from ..host.link import Link
 from ..host.streams import silent_stdout
 from ..options.engine import EngineOptions
 from ..programs import kept
 from .group import CAUSE, Group
-from .messages import Hello, Link, Refused, Welcome
+from .messages import Hello, Message, Refused, Welcome, link_over
 from .supervisor import TOKEN, follow_supervisor
 
 P = ParamSpec("P")
@@ -115,16 +116,16 @@ def own_facts(options: EngineOptions) -> dict[str, str]:
     return alike | {name: str(value) for name, value in (flags | settings).items()}
 
 
-def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link]:
+def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Message]]:
     """Rank 0's links to all others, in their order."""
-    found, came = dict[int, Link](), list[Link]()
+    found, came = dict[int, Link[Message]](), list[Link[Message]]()
     until = time.monotonic() + JOINING
     try:
         with socket.create_server((options.master_addr, options.master_port)) as server:
             while missing := {*range(1, options.nnodes)} - found.keys():
                 server.settimeout(max(until - time.monotonic(), 0.001))
                 try:
-                    link = Link(server.accept()[0], HELLO)
+                    link = link_over(server.accept()[0], HELLO)
                 except TimeoutError:
                     raise TimeoutError(f"{named(missing)} did not come within {JOINING:g} s") from None
                 came.append(link)
@@ -144,7 +145,7 @@ def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link]:
     return [found[rank] for rank in sorted(found)]
 
 
-def greeted(link: Link, facts: Mapping[str, str]) -> Hello | None:
+def greeted(link: Link[Message], facts: Mapping[str, str]) -> Hello | None:
     """Who has come; nobody where it is none of ours."""
     try:
         hello = link.receive(LONGEST_HELLO)
@@ -157,7 +158,13 @@ def named(ranks: set[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
-def check(hello: Hello, facts: Mapping[str, str], nnodes: int, found: Mapping[int, Link], link: Link) -> None:
+def check(
+    hello: Hello,
+    facts: Mapping[str, str],
+    nnodes: int,
+    found: Mapping[int, Link[Message]],
+    link: Link[Message],
+) -> None:
     """Raise ValueError, which all that are here hear of, for a rank that cannot be one of the group."""
     missing = {*range(1, nnodes)} - found.keys()
     names = sorted(facts.keys() | hello.facts.keys())
@@ -175,12 +182,12 @@ def check(hello: Hello, facts: Mapping[str, str], nnodes: int, found: Mapping[in
     raise ValueError(why)
 
 
-def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link:
+def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
     """Another rank's link to rank 0, once all are there."""
     where, until = (options.master_addr, options.master_port), time.monotonic() + JOINING
     while True:
         try:
-            link = Link(socket.create_connection(where, options.distributed_timeout_seconds), JOINING)
+            link = link_over(socket.create_connection(where, options.distributed_timeout_seconds), JOINING)
             link.send(Hello(options.node_rank, dict(facts)))
             match link.receive(LONGEST_HELLO):
                 case Refused(why=why):

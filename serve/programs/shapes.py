@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 from ...kvcache.pages import BLOCK
 from ...model.config import LayerKind
 from ...sampling.checks import MAX_LOGPROBS
-from ..options.engine import SMALLEST_CHUNK, EngineOptions, round_up
+from ..options.checks import SMALLEST_CHUNK, round_up
+from ..options.engine import EngineOptions
 
 SMALLEST_WIDTH = 8
 # Rows of decode and tokens of prefill from which on padding costs an accelerator little: weights are read

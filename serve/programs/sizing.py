@@ -24,7 +24,8 @@ from ...model.recurrent.kinds import STATE
 from ...model.sharding import device_bytes
 from ...model.tree import nbytes
 from ...model.weights.quant import Quantised
-from ..options.engine import GIB, EngineOptions, round_up
+from ..options.checks import GIB, round_up
+from ..options.engine import EngineOptions
 from .shapes import ROW_TOKENS, Sizes
 from .step import FEWEST_LOGITS, empty_slots
 from .transfers import OFFERED, STAGED

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..host.store import warn
 from ..programs.transfers import MOST, OFFERED, STAGED, Leaves, Transfers, contents, count_for, filled
+from .peer import Ask, Peer
 from .tier import Chain, Key, window_of
 
 FETCHES = 16  # whose rates are remembered, the latest
@@ -29,6 +30,7 @@ class Ticket:
     """Pages that a request waits for. `parts` are those that have arrived; at its admission `places` says
     into which pages they go."""
 
+    ask: Ask | None = None  # of the engine that computes the prompt, where it is another
     rounds: int = 0  # how often pages were asked for
     pages: int = 0
     until: float = 0.0  # the time when nobody waits any more
@@ -84,11 +86,17 @@ class Mover:
 
     Pages that are on their way to the tier are there already for whoever asks. Beyond OFFERED of them no more
     are taken, since a page that is nowhere is computed again; beyond STAGED what was fetched waits in the
-    host's memory for its step.
+    host's memory for its step. A `peer` among the tiers computes prompts for this engine.
     """
 
-    def __init__(self, tier: Chain, transfers: Transfers, reopen: Callable[[Any], Chain]):
-        self.tier, self.transfers, self.reopen = tier, transfers, reopen
+    def __init__(
+        self,
+        tier: Chain,
+        transfers: Transfers,
+        reopen: Callable[[Any], Chain],
+        peer: Peer | None = None,
+    ):
+        self.tier, self.transfers, self.reopen, self.peer = tier, transfers, reopen, peer
         self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, as those waited who asked
         self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
         self._refreshed = time.monotonic()
@@ -135,6 +143,8 @@ class Mover:
 
     def taken(self, ticket: Ticket) -> None:
         """A request has its pages, or wants them no more."""
+        if self.peer is not None and ticket.ask is not None:
+            self.peer.release(ticket.ask)
         with self._lock:
             ticket.dropped = True
             self._staged -= ticket.staged
@@ -149,8 +159,12 @@ class Mover:
     def wait(self) -> None:
         """Until all that was asked so far is done."""
         done = threading.Event()
-        self._jobs.put(done.set)
+        self.then(done.set)
         done.wait()
+
+    def then(self, job: Job) -> None:
+        """Do something in its thread once all that was asked so far is done."""
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Do what was asked, and end."""

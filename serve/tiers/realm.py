@@ -18,18 +18,28 @@ from ..programs.warmup import THREADS
 LANES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knuth's and of xxHash
 
 
-def realm(programs: Programs, params: Any, options: EngineOptions) -> bytes:
+def realm(programs: Programs, params: Any, options: EngineOptions, exact: bool = True) -> bytes:
     """32 bytes that are equal for engines whose pages of the same name have the same bits: of the same code
-    and machine, the same model with the same weights, and the same canonical shapes."""
+    and machine, the same model with the same weights, the same layout, and the same canonical shapes. Where
+    it need not be `exact`, equal for those of the same code, model, weights and kinds of numbers."""
     device = min(programs.like.everywhere.device_set, key=lambda d: d.id)
     canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
     pools = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in jax.tree.leaves(programs.like.cache)]
-    placed = [(x.shape, str(x.dtype), str(x.sharding)) for x in jax.tree.leaves(params)]
+    placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
     products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
-    facts = repr(programs.config), pools, placed, canonical, products, options.reproducible
+    facts = repr(programs.config), pools
+    if exact:
+        facts += placed, canonical, products, options.reproducible, kept.environment(device)
     with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
         weights = pool.submit(weights_hash, params).result()
-    return hashlib.sha256(repr((*kept.environment(device), *facts, weights)).encode()).digest()
+    return hashlib.sha256(repr((kept.source(), *facts, weights)).encode()).digest()
+
+
+def layout(sharding: jax.sharding.Sharding) -> str:
+    """How an array is split, whichever the devices are."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return f"{sharding.spec} of {dict(sharding.mesh.shape)}"
+    return f"{len(sharding.device_set)} devices"
 
 
 def weights_hash(params: Any) -> str:

@@ -34,6 +34,10 @@ class Untiered:
     def __init__(self, tables: PageTables):
         self.tables = tables
 
+    def expect(self, prompt: Sequence[int], names: Sequence[bytes]) -> Ticket | None:
+        """A prompt whose pages have these names comes into line: another engine is asked to compute it, if
+        there is one."""
+
     def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
         """Pages of the longest prefix that is here, has been fetched, or may yet be fetched."""
         return self.tables.find(names)
@@ -94,6 +98,13 @@ class Tiering(Untiered):
 
     # ------------------------------------------------------------ a prompt in line
 
+    def expect(self, prompt: Sequence[int], names: Sequence[bytes]) -> Ticket | None:
+        peer = self.mover.peer
+        if peer is None or len(self.find(names, None)[0]) == len(names):
+            return None
+        ask = peer.ask(prompt, len(names))
+        return None if ask is None else Ticket(ask)
+
     def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
         arrived = set() if ticket is None else ticket.arrived
         more = ticket is None or ticket.rounds < ROUNDS
@@ -105,6 +116,9 @@ class Tiering(Untiered):
         return self.tables.find(names, is_away)
 
     def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+        if ticket is not None and self._awaits(ticket):
+            self._last = ticket
+            return None, ticket
         found, arrived = self.find(names, ticket), set() if ticket is None else ticket.arrived
         lacking = [key for key in away(found, names) if key not in arrived]
         if not lacking:
@@ -114,6 +128,11 @@ class Tiering(Untiered):
             return None, ticket
         self._ask(lacking, ticket)
         return self.look(names, ticket)  # which waits, unless nothing more is asked for or all is here
+
+    def _awaits(self, ticket: Ticket) -> bool:
+        """Whether another engine may still compute a prompt in time."""
+        peer, ask = self.mover.peer, ticket.ask
+        return peer is not None and ask is not None and peer.awaits(ask)
 
     def _ask(self, keys: list[Key], ticket: Ticket) -> None:
         """One more round, unless the last is late, or fetching does not pay."""
@@ -142,8 +161,13 @@ class Tiering(Untiered):
             self.mover.taken(ticket)
 
     def pause(self) -> None:
-        if self._last is not None and self._last.is_pending and self._last.pending is not None:
-            self._last.pending.wait(PAUSE)
+        last = self._last
+        if last is None or last.dropped:
+            return
+        if last.ask is not None and not last.ask.done.is_set():
+            last.ask.done.wait(PAUSE)
+        elif last.is_pending and last.pending is not None:
+            last.pending.wait(PAUSE)
 
     # ------------------------------------------------------------ on the device, in the engine's order
 
@@ -240,6 +264,8 @@ class Tiering(Untiered):
 
     def _try(self) -> bool:
         self._asked += 1
+        if self.mover.peer is not None:
+            return True  # what was computed elsewhere is not computed here, whatever it costs
         return self.pays is not False or self._asked % TRIES == 0
 
     def _patience(self, pages: int) -> float:

@@ -17,12 +17,13 @@ import jax
 import numpy as np
 import pytest
 
+from duetto.serve.host.link import Link
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.processes import group as groups
 from duetto.serve.processes import meeting, supervisor
 from duetto.serve.processes.ending import LOST
 from duetto.serve.processes.group import Group
-from duetto.serve.processes.messages import Beat, End, Hello, Link, Order, Refused
+from duetto.serve.processes.messages import Beat, End, Hello, Order, Refused, link_over
 from duetto.serve.processes.supervisor import TOKEN, free_port, share, supervise, wait
 
 SOON = 60.0  # seconds in which a thread must have noticed
@@ -45,7 +46,7 @@ def linked():
         with socket.create_server(("127.0.0.1", 0)) as server:
             first = socket.create_connection(server.getsockname())
             second, _ = server.accept()
-        made.extend((Link(first, seconds), Link(second, seconds)))
+        made.extend((link_over(first, seconds), link_over(second, seconds)))
         return made[-2], made[-1]
 
     yield link
@@ -301,7 +302,7 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
             own.sendall(sent)
             own.close()
             continue
-        links.append(Link(own, SOON))
+        links.append(link_over(own, SOON))
         links[-1].send(Hello(1, sent or {TOKEN: "another start's"}))
     gathering.join(SOON)
     assert said == [expected]

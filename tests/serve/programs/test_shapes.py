@@ -11,7 +11,8 @@ from duetto.model.config import ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.serve.commands.planning import abstract_params
 from duetto.serve.host.devices import MEMORY_FRACTION
-from duetto.serve.options.engine import EngineOptions, round_up
+from duetto.serve.options.checks import round_up
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Canonical, Sizes, table
 from duetto.serve.programs.sizing import choose_sizes, group_pages
 from duetto.serve.roofline.targets import here

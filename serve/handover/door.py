@@ -1,0 +1,171 @@
+"""Where a prefill engine is reached: other processes have prompts computed and fetch pages."""
+
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+from ..host.link import Link
+from ..tiers.tier import Key
+from .memory import Shared
+from .messages import (
+    Compute,
+    Computed,
+    Fetch,
+    Hello,
+    Leave,
+    Message,
+    Page,
+    Refused,
+    Welcome,
+    link_over,
+    sum_of,
+)
+from .source import Source
+
+HELLO = 1 << 16  # bytes of a first message, at most
+LONGEST = 1 << 26  # and of another
+OTHERS = "its model, weights, layout, canonical shapes, versions, machine or options are others"
+
+
+class Door:
+    """Listens at an address, and passes on what is asked to a source. Whoever comes is served by two threads,
+    one that hears and one that answers: an asker that reads nothing for a while is lost, and delays nobody.
+
+    Raises OSError for an address that cannot be had.
+    """
+
+    def __init__(self, address: tuple[str, int]):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._own = socket.create_server(address, family=family)
+        self.address: tuple[str, int] = self._own.getsockname()[:2]
+        self._source: Source | None = None
+        self._hello: Hello | None = None
+        self._links: set[Link[Message]] = set()
+        self._lock = threading.Lock()
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        """Pages of this realm are handed over from now on; who is here has to come again."""
+        with self._lock:
+            self._hello = None if realm is None else Hello(realm, tuple(page_bytes))
+            links, self._links = self._links, set()
+        for link in links:
+            link.close()
+
+    def serve(self, source: Source) -> None:
+        self._source = source
+        threading.Thread(target=self._accept, name="duetto-door", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._own.shutdown(socket.SHUT_RDWR)
+        self._own.close()
+        self.renew(None, ())
+
+    # ------------------------------------------------------------ threads
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._own.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._host, args=(connection,), name="duetto-door", daemon=True).start()
+
+    def _host(self, connection: socket.socket) -> None:
+        """One who has come, until it leaves."""
+        link = link_over(connection)
+        try:
+            source = self._greet(link)
+            if source is not None:
+                Visit(link, source, *self._share(link, source)).run()
+        except (OSError, EOFError, ValueError):
+            pass
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+    def _greet(self, link: Link[Message]) -> Source | None:
+        """The source, where its pages are what is wanted."""
+        hello = link.receive(HELLO)
+        with self._lock:
+            fits = self._hello is not None and hello == self._hello
+            if fits:
+                self._links.add(link)
+        if not fits:
+            link.send(Refused(OTHERS))
+        return self._source if fits else None
+
+    def _share(self, link: Link[Message], source: Source) -> tuple[Shared | None, int]:
+        most = max(self._hello.page_bytes, default=0) if self._hello else 0
+        shared = None
+        with suppress(OSError):
+            shared = Shared(most)
+        if shared is None:
+            link.send(Welcome(source.room))
+        else:
+            link.send(Welcome(source.room, shared.path, shared.proof))
+        return shared, most
+
+
+class Visit:
+    """What one who has come asks for, one after the other."""
+
+    def __init__(self, link: Link[Message], source: Source, shared: Shared | None, most: int):
+        self.link, self.source, self.shared, self.most = link, source, shared, most
+        self._numbers: dict[int, int] = {}  # of the source, by the asker's
+        self._lock = threading.RLock()  # a source may answer at once
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Raises what the link does."""
+        threading.Thread(target=self._answer, name="duetto-door", daemon=True).start()
+        try:
+            while True:
+                self._take(self.link.receive(LONGEST, idle=True))
+        finally:
+            for number in list(self._numbers.values()):
+                self.source.leave(number)
+            self._answers.put(None)
+            if self.shared is not None:
+                self.shared.close()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Compute(number=number, prompt=prompt):
+                with self._lock:  # it may be ready before its number is known
+                    self._numbers[number] = self.source.begin(prompt, partial(self._ready, number))
+            case Leave(number=number):
+                with self._lock:
+                    own = self._numbers.pop(number, None)
+                if own is not None:
+                    self.source.leave(own)
+            case Fetch(number=number, key=key, shared=shared):
+                self._answers.put(self._page(number, key, shared))
+            case _:
+                raise ValueError(f"{type(message).__name__} is no question")
+
+    def _ready(self, number: int, keys: Sequence[Key]) -> None:
+        self._answers.put(Computed(number, tuple(keys)))
+        with self._lock:
+            self._numbers.pop(number, None)
+
+    def _page(self, number: int, key: Key, shared: bool) -> Page:
+        content = self.source.fetch(key)
+        if content is None:
+            return Page(number)
+        if shared and self.shared is not None and len(content) <= self.most:
+            self.shared.write(content)
+            return Page(number, len(content), sum_of(key, content))
+        return Page(number, len(content), sum_of(key, content), content)
+
+    def _answer(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            try:
+                self.link.send(answer)
+            except OSError:
+                self.link.close()
+                return

@@ -1,0 +1,195 @@
+"""A prefill engine in another process, as the one sees it that decodes."""
+
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ..host.link import Link
+from ..host.store import warn
+from ..tiers.tier import Content, Key
+from .memory import Seen
+from .messages import (
+    SECONDS,
+    Compute,
+    Computed,
+    Fetch,
+    Hello,
+    Leave,
+    Message,
+    Page,
+    Refused,
+    Welcome,
+    link_over,
+    sum_of,
+)
+from .source import Ready
+
+PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
+LONGER = 5.0  # where it has refused
+WELCOME = 1 << 16  # bytes of a first message, at most
+
+
+class Far:
+    """A source at an address. It is reached again whenever it is lost; prompts that were asked for are then
+    told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither."""
+
+    room = 0
+
+    def __init__(self, address: tuple[str, int], seconds: float = SECONDS):
+        self.address, self.seconds, self.damaged = address, seconds, 0
+        self._hello: Hello | None = None
+        self._link: Link[Message] | None = None
+        self._memory: Seen | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Ready] = {}
+        self._pages: dict[int, queue.SimpleQueue[Page | None]] = {}
+        self._words: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._lock, self._renewed, self._closed = threading.Lock(), threading.Event(), False
+        for work in (self._hear, self._say):
+            threading.Thread(target=work, name="duetto-far", daemon=True).start()
+
+    @property
+    def is_here(self) -> bool:
+        return self._link is not None
+
+    def begin(self, prompt: Sequence[int], ready: Ready) -> int:
+        number = next(self._numbers)
+        with self._lock:
+            if here := self._link is not None:
+                self._waiting[number] = ready
+                self._words.put(Compute(number, tuple(prompt)))
+        if not here:
+            ready([])
+        return number
+
+    def leave(self, number: int) -> None:
+        with self._lock:
+            if self._waiting.pop(number, None) is not None:
+                self._words.put(Leave(number))
+
+    def fetch(self, key: Key) -> Content | None:
+        """A page, if it comes in time and undamaged. A source that is too slow for one is lost."""
+        number, answer = next(self._numbers), queue.SimpleQueue[Page | None]()
+        with self._lock:
+            link, memory = self._link, self._memory
+            if link is None:
+                return None
+            self._pages[number] = answer
+            self._words.put(Fetch(number, key, memory is not None))
+        try:
+            page = answer.get(timeout=self.seconds)
+        except queue.Empty:
+            link.close()
+            return None
+        finally:
+            self._pages.pop(number, None)
+        return None if page is None or page.size < 0 else self._checked(key, page, memory)
+
+    def _checked(self, key: Key, page: Page, memory: Seen | None) -> Content | None:
+        try:
+            content = page.content if memory is None else memory.read(page.size)
+        except ValueError:  # closed meanwhile
+            return None
+        if len(content) == page.size and sum_of(key, content) == page.sum:
+            return content
+        self.damaged += 1
+        return None
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        with self._lock:
+            self._hello = None if realm is None else Hello(realm, tuple(page_bytes))
+        self._lose()
+        self._renewed.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self.renew(None, ())
+        self._words.put(None)
+
+    # ------------------------------------------------------------ threads
+
+    def _say(self) -> None:
+        """A source that takes nothing for so many seconds is lost."""
+        while (word := self._words.get()) is not None:
+            link = self._link
+            if link is not None:
+                try:
+                    link.send(word)
+                except (OSError, ValueError):
+                    link.close()
+
+    def _hear(self) -> None:
+        while not self._closed:
+            pause = PAUSE
+            try:
+                if (link := self._met()) is not None:
+                    while True:
+                        self._take(link.receive(idle=True))
+            except PermissionError as error:  # it has refused
+                warn(f"{self.address[0]}:{self.address[1]} computes no prompts for this engine: {error}")
+                pause = LONGER
+            except (OSError, EOFError, ValueError):
+                pass
+            self._lose()
+            self._renewed.wait(pause if self._hello is not None else None)
+            self._renewed.clear()
+
+    def _met(self) -> Link[Message] | None:
+        """A link to the source. Raises PermissionError where it does not compute the pages that are
+        wanted."""
+        hello = self._hello
+        if hello is None:
+            return None
+        link = link_over(socket.create_connection(self.address, self.seconds))
+        try:
+            link.wait_for(self.seconds)
+            link.send(hello)
+            match link.receive(WELCOME):
+                case Refused(why=why):
+                    raise PermissionError(why)
+                case Welcome(room=room, memory=memory, proof=proof):
+                    self._enter(hello, link, room, Seen.at(memory, proof))
+                    return link
+            raise ValueError("no welcome")
+        except BaseException:
+            link.close()
+            raise
+
+    def _enter(self, hello: Hello, link: Link[Message], room: int, memory: Seen | None) -> None:
+        with self._lock:
+            if self._hello is not hello:
+                raise ValueError("other pages are wanted by now")
+            self._link, self._memory, self.room = link, memory, room
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Computed(number=number, keys=keys):
+                with self._lock:
+                    ready = self._waiting.pop(number, None)
+                if ready is not None:
+                    ready(keys)
+            case Page(number=number):
+                answer = self._pages.get(number)
+                if answer is not None:
+                    answer.put(message)
+            case _:
+                raise ValueError(f"{type(message).__name__} is no answer")
+
+    def _lose(self) -> None:
+        """Whoever waits for the source waits no more."""
+        with self._lock:
+            link, memory, self._link, self._memory = self._link, self._memory, None, None
+            waiting, self._waiting = self._waiting, {}
+            answers = list(self._pages.values())
+        if link is not None:
+            link.close()
+        for answer in answers:
+            answer.put(None)
+        if memory is not None:
+            memory.close()
+        for ready in waiting.values():
+            with suppress(Exception):
+                ready([])

@@ -1,0 +1,91 @@
+"""What options of an engine allow beside each other: each check raises ValueError with the option's name."""
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import EngineOptions
+
+GIB = 1 << 30
+EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
+UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
+ROLES = ("prefill", "decode", "both")
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def check_tiers(options: "EngineOptions") -> None:
+    """Pages in the host's memory and in files."""
+    for name in UNTIERED:
+        if not 0 <= getattr(options, name) * GIB < math.inf:
+            raise ValueError(f"{name} {getattr(options, name)} is not allowed: 0 or more GiB")
+    path = options.kv_disk_path
+    if options.kv_disk_space and not options.enable_prefix_caching:
+        raise ValueError("kv_disk_space is not allowed without enable_prefix_caching: pages have no names")
+    if path == "":
+        raise ValueError("kv_disk_path '' is not allowed: a folder, or None for one in your cache directory")
+    if path is not None and not options.kv_disk_space:
+        raise ValueError(f"kv_disk_path {path!r} is not allowed without kv_disk_space: set its GiB")
+
+
+def check_handover(options: "EngineOptions") -> None:
+    """Prefill and decode in two engines."""
+    role, apart = options.kv_role, ("prefill", "decode")
+    if role not in (None, *ROLES):
+        raise ValueError(f"kv_role={role!r} is not allowed: {', '.join(ROLES)}, or None")
+    if not 0 <= options.kv_patience < math.inf:
+        raise ValueError(f"kv_patience {options.kv_patience} is not allowed: 0 or more seconds")
+    if role in apart and options.kv_address is None:
+        raise ValueError(f"kv_role {role} is not allowed without kv_address: host:port of the prefill engine")
+    for name, roles in {
+        "kv_address": apart,
+        "prefill_devices": ("both",),
+        "decode_devices": ("both",),
+    }.items():
+        if getattr(options, name) is not None and role not in roles:
+            allowed = " and ".join(roles)
+            raise ValueError(
+                f"{name} {getattr(options, name)!r} is not allowed with kv_role {role}: only {allowed}"
+            )
+    if (options.prefill_devices is None) != (options.decode_devices is None):
+        raise ValueError("prefill_devices and decode_devices are not allowed without each other: set both")
+    if options.kv_address is not None:
+        place_of(options.kv_address)
+    if role is None:
+        return
+    if not options.enable_prefix_caching:
+        raise ValueError(f"kv_role {role} is not allowed without enable_prefix_caching: pages have no names")
+    for name in ("nnodes", "data_parallel_size", "pipeline_parallel_size"):
+        if getattr(options, name) > 1:
+            raise ValueError(f"{name} {getattr(options, name)} is not allowed with kv_role {role}: only 1")
+    size = options.tensor_parallel_size
+    if role == "both" and size > 1:
+        raise ValueError(
+            f"tensor_parallel_size {size} is not allowed with kv_role both: set prefill_devices and "
+            "decode_devices"
+        )
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """Host and port of an address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(f"kv_address {address!r} is not allowed: host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_buckets(options: "EngineOptions") -> None:
+    """Lengths that prompts are padded to."""
+    edges = options.prefill_buckets
+    if edges is None:
+        return
+    last = round_up(options.prefill_tokens, SMALLEST_CHUNK)
+    rising = all(a < b for a, b in zip([0, *edges], edges, strict=False))
+    if not edges or not rising or any(edge % EDGE for edge in edges) or edges[-1] != last:
+        raise ValueError(
+            f"prefill_buckets {tuple(edges)} is not allowed: rising multiples of {EDGE}, "
+            f"of which the last is {last}, max_prefill_tokens "
+            f"rounded up to a multiple of {SMALLEST_CHUNK}"
+        )

@@ -1,0 +1,41 @@
+"""Another engine that computes prompts, as one sees it that fetches their pages."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .tier import Tier
+
+
+@dataclass(eq=False)
+class Ask:
+    """A prompt that another engine is asked to compute. `done` says that it has, or that it will not."""
+
+    prompt: Sequence[int]
+    pages: int
+    done: threading.Event = field(default_factory=threading.Event)
+    number: int | None = None  # once the other engine was asked
+    until: float | None = None  # the time when nobody waits any more, once somebody does
+    released: bool = False
+
+
+class Peer(Tier, Protocol):
+    """Pages that another engine has computed for this one. No method waits but `fetch`, and none raises."""
+
+    def ask(self, prompt: Sequence[int], pages: int) -> Ask | None:
+        """Have a prompt of so many full pages computed; None where nobody can be asked now."""
+        ...
+
+    def awaits(self, ask: Ask) -> bool:
+        """Whether the first in line, who asks, waits for its prompt still: its time begins with the first
+        question."""
+        ...
+
+    def release(self, ask: Ask) -> None:
+        """The pages of a prompt are here, or nobody wants them any more."""
+        ...
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        """Pages of this realm are wanted from now on, each of a window of so many bytes; None: of none."""
+        ...

@@ -1,0 +1,106 @@
+"""Prefill engines without a device: a source that answers when it is told to, and a pair of engines over the
+fake device with a connection between them."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from fakes.device import VOCAB, FakePrograms
+from fakes.engine import start
+from fakes.tiers import FakeTransfers
+
+from duetto.serve.api.handing import Prefills
+from duetto.serve.api.session import Session
+from duetto.serve.engine.engine import Engine
+from duetto.serve.handover.door import Door
+from duetto.serve.handover.far import Far
+from duetto.serve.handover.peer import PeerTier
+from duetto.serve.handover.source import Ready, Source
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.tiers.host import HostTier
+from duetto.serve.tiers.mover import Mover
+from duetto.serve.tiers.tier import Chain, Content, Key
+
+REALM, SOON = b"fake", 300.0
+SIZES = {"pages": 12, "page_size": 4, "max_model_len": 40, "seats": 2}
+
+
+class FakeSource:
+    """Has pages by key; prompts are answered by the test."""
+
+    def __init__(self, room: int = 1000):
+        self.room, self.is_here = room, True
+        self.pages: dict[Key, Content] = {}
+        self.asked: list[tuple[tuple[int, ...], Ready]] = []
+        self.left: list[int] = []
+        self.realm: bytes | None = None
+        self.before: Callable[[], Any] = lambda: None  # each fetch
+
+    def begin(self, prompt: Sequence[int], ready: Ready) -> int:
+        self.asked.append((tuple(prompt), ready))
+        return len(self.asked) - 1
+
+    def leave(self, number: int) -> None:
+        self.left.append(number)
+
+    def fetch(self, key: Key) -> Content | None:
+        self.before()
+        return self.pages.get(key)
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        self.realm = realm
+
+
+def soon(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + SOON
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def tiered(engine: Engine, programs: FakePrograms, chain: Chain, peer: PeerTier | None = None) -> list[int]:
+    """Give an engine over a fake device a mover at work; the bytes of its pages."""
+    mover = Mover(chain, cast(Any, FakeTransfers(programs)), lambda _: chain, peer)
+    mover.begin()
+    engine.attach(mover)
+    return mover.transfers.page_bytes
+
+
+class PrefillSide:
+    """An engine that computes prompts behind a door, until it ends."""
+
+    def __init__(self, port: int = 0, realm: bytes = REALM, **sizes: Any):
+        engine, programs = start(**(SIZES | sizes))
+        page_bytes = tiered(engine, programs, Chain([HostTier(1 << 20)]))
+        self.door, self.prefills = Door(("127.0.0.1", port)), Prefills(EngineOptions(swap_space=1), VOCAB)
+        self.door.renew(realm, page_bytes)
+        self.session = Session(engine)
+        self.prefills.serve(self.session)
+        self.door.serve(self.prefills)
+
+    @property
+    def port(self) -> int:
+        return self.door.address[1]
+
+    def end(self) -> None:
+        self.door.close()
+        self.prefills.close()
+        self.session.close()
+
+
+def decode_side(source: Source, patience: float = SOON, **sizes: Any) -> Engine:
+    """An engine whose prompts a source computes."""
+    engine, programs = start(**(SIZES | sizes))
+    peer = PeerTier(source, patience)
+    peer.renew(REALM, tiered(engine, programs, Chain([peer]), peer))
+    return engine
+
+
+def peer_of(engine: Engine) -> PeerTier:
+    peer = cast(Any, engine.tiers).mover.peer
+    assert isinstance(peer, PeerTier)
+    return peer
+
+
+def far_at(port: int, seconds: float = SOON) -> Far:
+    return Far(("127.0.0.1", port), seconds)
