@@ -1,15 +1,19 @@
 """How long a call takes: measured on this machine, as a run has recorded it, or a device's roofline with a
 stated efficiency."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 from ...kvcache.stages import config_of
-from ...model.config import Experts, ModelConfig
+from ...model.config import Experts, LayerKind, ModelConfig
 from ...model.sharding import Layout
 from ...model.transformer import Decoder
+from ...model.tree import nbytes
+from ..pipeline.split import split
 from ..programs.shapes import Shape
 from ..roofline.floor import Demand, demand
 from ..roofline.targets import Peaks
@@ -110,24 +114,42 @@ STATED, ONE = Efficiency(), Layout()
 
 @dataclass
 class Demands:
-    """The work of a model's calls, each counted once: `params` are shapes without numbers, and say how many
-    bytes the weights have."""
+    """The work of a model's calls: `params` are shapes without numbers, and say how many bytes the weights
+    have. Each kind of layer is counted once, alone, and stands for all that are like it."""
 
     config: ModelConfig
     params: Decoder
     dtype: str
     kv_cache_dtype: str = "auto"
-    known: dict[tuple[Shape, int, range, int], Demand] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Demand] = field(default_factory=dict)
+
+    def __post_init__(self):
+        sizes = [sum(nbytes(leaf) for leaf in jax.tree.leaves(layer)) for layer in self.params.layers]
+        first: dict[tuple[LayerKind, int], int] = {}
+        alike = enumerate(zip(self.config.layers, sizes, strict=True))
+        self._like = [first.setdefault(key, i) for i, key in alike]
 
     def of(self, shape: Shape, context: int, span: range, shards: int) -> Demand:
         """That of the layers of a stage, whole; of `shards` over which experts are split one's part."""
-        key = shape, context, span, shards
+        bare = self._part(None, False, shape, context, shards)
+        ends = self._part(None, span.stop == self.config.num_layers, shape, context, shards)
+        flops, moved = ends.flops, ends.bytes
+        for layer, count in Counter(self._like[span.start : span.stop]).items():
+            own = self._part(layer, False, shape, context, shards)
+            flops += count * (own.flops - bare.flops)
+            moved += count * (own.bytes - bare.bytes)
+        return Demand(flops, moved)
+
+    def _part(self, layer: int | None, samples: bool, shape: Shape, context: int, shards: int) -> Demand:
+        """The demand of one layer, or of none."""
+        key = layer, samples, shape, context, shards
         if key not in self.known:
+            i = 0 if layer is None else layer
+            span = range(i, i if layer is None else i + 1)
             own = replace(self.params, layers=self.params.layers[span.start : span.stop])
-            config, last = config_of(self.config, span), span.stop == self.config.num_layers
-            kept = self.kv_cache_dtype
+            config, kept = config_of(self.config, span), self.kv_cache_dtype
             self.known[key] = demand(
-                shape, config, self.dtype, context, own, kept, samples=last, shards=shards
+                shape, config, self.dtype, context, own, kept, samples=samples, shards=shards
             )
         return self.known[key]
 
@@ -144,7 +166,8 @@ class Roofline:
     known: dict[tuple[Shape, int], tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.config = self.demands.config
+        self.config, whole = self.demands.config, range(self.demands.config.num_layers)
+        self.spans = [whole] if self.stages == 1 else split(self.config, self.stages)
 
     @property
     def stages(self) -> int:
@@ -161,7 +184,7 @@ class Roofline:
     def _at(self, shape: Shape, context: int) -> tuple[float, ...]:
         found = self.known.get((shape, context))
         if found is None:
-            found = tuple(self._stage(shape, context, span) for span in spans(self.config, self.stages))
+            found = tuple(self._stage(shape, context, span) for span in self.spans)
             self.known[shape, context] = found
         return found
 
@@ -195,9 +218,3 @@ class Roofline:
 def shape_steps(shape: Shape) -> int:
     """Passes of the model that a call takes one after the other."""
     return shape.tokens if shape.phase == "decode" else 1
-
-
-def spans(config: ModelConfig, stages: int) -> list[range]:
-    """The layers of each of some stages, as even as may be."""
-    ends = [round(i * config.num_layers / stages) for i in range(stages + 1)]
-    return [range(a, b) for a, b in pairwise(ends)]
