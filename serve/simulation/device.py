@@ -36,7 +36,7 @@ class Coming:
 
 class SimulatedPrograms:
     """What an engine asks of `Programs`, on `Stages`. Guesses are right with the probability `acceptance`,
-    each after those before it."""
+    each after those before it. `inline` is a host's own processor: whoever asks for a call runs it."""
 
     count, seconds, age = 0, 0.0, 0.0
     ready: ClassVar[dict[Shape, float]] = {}
@@ -48,10 +48,11 @@ class SimulatedPrograms:
         times: StepTimes,
         clock: SimulatedClock,
         acceptance: float = 0.0,
+        inline: bool = False,
     ):
         self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
         self.stages = Stages(times.stages)
-        self._acceptance, self._random = acceptance, Random(0)
+        self._acceptance, self._random, self._inline = acceptance, Random(0), inline
         self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
         self._left: dict[int, float] = {}  # by seats, when their last step has left the last stage
 
@@ -95,6 +96,8 @@ class SimulatedPrograms:
         left = self.stages.run(moment, self.times(call))
         if self.stages.count > 1:
             self._left.update(dict.fromkeys(seats, left))
+        if self._inline:
+            self.clock.wait_until(left)
         return left
 
     def _most(self, shape: Shape) -> int:

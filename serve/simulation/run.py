@@ -81,7 +81,7 @@ class Simulation:
     """The engine that a start would make of these options and sizes, on a device whose calls take `times`.
 
     `params` are shapes without numbers. All shapes of the table serve: which of them share a class is not
-    known before they have run.
+    known before they have run. On a host's own processor calls are `inline`.
     """
 
     def __init__(
@@ -95,10 +95,11 @@ class Simulation:
         acceptance: float = 0.0,
         host: Host = lambda rows: 0.0,
         classes: Classes | None = None,
+        inline: bool = False,
     ):
         self.clock, self.host, self.sizes = SimulatedClock(), host, sizes
         pair = PairConfig(config).within(sizes.max_model_len)
-        self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance)
+        self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline)
         shapes = table(options, sizes, can_share(pair.layers), platform)
         classes = classes or Classes.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)

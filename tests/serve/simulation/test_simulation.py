@@ -83,6 +83,16 @@ def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():
     assert slow["tpot"]["p50"] == pytest.approx(1.5, rel=0.02)
 
 
+def test_a_processor_that_runs_its_own_calls_hides_nothing():
+    def between(inline: bool) -> float:
+        own = simulation(Even(), host=0.4)
+        own.programs._inline = inline
+        return own.serve([Entry(0.0, 100, 41)])["tpot"]["p50"]
+
+    assert between(True) == pytest.approx(1.4, rel=0.05)
+    assert between(False) == pytest.approx(1.0, rel=0.05)
+
+
 def test_guesses_are_right_as_often_as_is_said():
     def tokens_per_step(acceptance: float) -> float:
         own = simulation(Even(), acceptance=acceptance, speculative_config=SPECULATIVE)
