@@ -4,30 +4,18 @@ random tokens.
 The files and where they come from are described in `traces/README.md`.
 """
 
-import csv
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
+from duetto.serve.simulation import traces
+from duetto.serve.simulation.traces import BLOCK, Entry
+
 FOLDER = Path(__file__).parent / "traces"
 AZURE, MOONCAKE = FOLDER / "azure-conv.csv", FOLDER / "mooncake-conversation.csv"
-BLOCK = 512  # tokens that a block's name stands for in the Mooncake trace
 RESERVED = 3  # token ids below are never in a prompt: tokenizers use them for marks
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of a trace: arrival in seconds, tokens of prompt and output, and names of the prompt's
-    blocks."""
-
-    arrival: float
-    prompt: int
-    output: int
-    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,40 +51,7 @@ def read(file: Path) -> list[Entry]:
 
     Raises OSError, and ValueError for another form.
     """
-    if file.suffix == ".jsonl":
-        return [mooncake_line(json.loads(line)) for line in file.read_text().splitlines()]
-    with file.open() as lines:
-        rows = csv.DictReader(lines)
-        if "TIMESTAMP" in (rows.fieldnames or ()):
-            return from_first([azure_line(row) for row in rows])
-        if not {"arrival_ms", "prompt", "output"} <= {*(rows.fieldnames or ())}:
-            raise ValueError(
-                f"{file}: columns {rows.fieldnames} are not those of a trace: see {FOLDER / 'README.md'}"
-            )
-        return [compact_line(row) for row in rows]
-
-
-def compact_line(row: dict[str, str]) -> Entry:
-    blocks = tuple(name for part in (row.get("blocks") or "").split() for name in names_of(part))
-    return Entry(int(row["arrival_ms"]) / 1e3, int(row["prompt"]), int(row["output"]), blocks)
-
-
-def names_of(part: str) -> Iterable[int]:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def mooncake_line(row: dict) -> Entry:
-    return Entry(row["timestamp"] / 1e3, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
-
-
-def azure_line(row: dict[str, str]) -> Entry:
-    at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-    return Entry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-
-
-def from_first(entries: list[Entry]) -> list[Entry]:
-    return [replace(e, arrival=e.arrival - entries[0].arrival) for e in entries]
+    return list(traces.read(file))
 
 
 def conversations(entries: Sequence[Entry], count: int, longest: int, turns: int = 1) -> list[Entry]:

@@ -9,7 +9,7 @@ import pytest
 from notebooks.store import code_cells, digest, run
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation", "04-pipelines"]
+NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation", "04-pipelines", "05-planning"]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
 MOST_BYTES = 300_000
 

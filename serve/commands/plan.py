@@ -14,7 +14,7 @@ from ..roofline.presets import PRESETS
 from ..roofline.products import alike
 from ..roofline.table import Cost, floored, render_fact, render_table
 from ..roofline.targets import find_target, here, is_gpu
-from . import planned_stages
+from . import for_workload, planned_stages
 from .command import engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
@@ -163,6 +163,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run the compiled programs on this machine: its peaks, their times and memory",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    for_workload.add_flags(parser)
     engine_flags(parser, alone=True)
 
 
@@ -170,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises ValueError for what cannot be planned."""
     raise_on_interrupt()
     options = engine_options(args)
+    if args.workload:
+        return for_workload.run(args, options)
     if args.target and args.measure:
         raise ValueError("--measure is for this machine: it cannot go with --target")
     if not args.target:

@@ -1,6 +1,7 @@
 """The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
 dispatch, commit."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -44,7 +45,8 @@ class Engine:
     planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
     token. Only guesses need those tokens first. Not thread-safe; callers take turns. `limits` are such that
     one of the last `classes` holds every row of decode and verification; prompts are cut to fit. With a
-    `warmup` classes grow, and speculation begins at its end.
+    `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and calls are
+    written down for their programs by `told`.
     """
 
     def __init__(
@@ -56,13 +58,15 @@ class Engine:
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        told: Callable[[Programs, Shape, dict[int, Work]], Any] = batch_of,
     ):
-        self.programs, self._state, self._limits = programs, state, limits
+        self.programs, self._state, self._limits, self._told = programs, state, limits, told
         self.config, self.sizes = programs.config, programs.sizes
-        self.meter, self._compilations, self.sleeper = Meter(), Compilations(), Sleep()
+        self.meter, self._compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
         alive = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = tables_of(self.config.windows, self.sizes, limits)
-        self._gathering = Gathering(lambda: alive.classes, self.meter.typical)
+        self._gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
         kinds = jax.tree.map(lambda x: x.dtype, state.params), self.sizes.kv_cache_dtype
         self.scheduler = Scheduler(
             limits,
@@ -72,7 +76,7 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self._flights, self._failures = Flights(self.scheduler.group_of), 0
+        self.flights, self._failures = Flights(self.scheduler.group_of), 0
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.speculation, self.warmup = speculation, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
@@ -111,7 +115,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flights) or self.scheduler.has_work
+        return bool(self.flights) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue; capacity is a place there, never an error."""
@@ -167,8 +171,7 @@ class Engine:
     def update_params(self, params: Decoder) -> None:
         """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
-        differs.
+        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or place differs.
         """
         if self.scheduler.has_work:
             raise RuntimeError("update_params: requests are unfinished; run or abort them first")
@@ -185,7 +188,7 @@ class Engine:
 
     def vacate(self) -> None:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
-        self._flights.clear()
+        self.flights.clear()
         self.meter.lost()
         if self.warmup is not None:
             self.warmup.interrupt(self.tables)
@@ -260,23 +263,23 @@ class Engine:
         self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
-            guess = self.speculation.offers(self.scheduler.decoding, idle=not self._flights)
-        if guess or self._flights.verify:
+            guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
+        if guess or self.flights.verify:
             touched = self._settle(self.scheduler.group)
-        plan = self.scheduler.plan(not self._flights, guess)
+        plan = self.scheduler.plan(not self.flights, guess)
         if plan is None:
             touched += self._settle()
             plan = self.scheduler.plan(settled=True)
             assert plan is not None
-        if not (plan or self._flights):
+        if not (plan or self.flights):
             self.tiers.pause()
-        self._flights.add(self._dispatch(plan))
-        due = self._flights.beyond(self.scheduler.most_flights if plan else len(self._flights) - 1)
+        self.flights.add(self._dispatch(plan))
+        due = self.flights.beyond(self.scheduler.most_flights if plan else len(self.flights) - 1)
         return touched + [request for flight in due for request in self._commit(flight)]
 
     def _settle(self, group: int | None = None) -> list[Request]:
         """Take in all steps in flight, or those up to the last with rows of a group."""
-        return [r for flight in self._flights.until(group) for r in self._commit(flight, waited=True)]
+        return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
     def _dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
@@ -295,11 +298,11 @@ class Engine:
         return ran
 
     def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
-        batch = batch_of(self.programs, shape, works)
-        cache, slots, output = self.programs.run(shape, self._state, batch)
-        self._state = replace(self._state, cache=cache, slots=slots)
+        told = self._told(self.programs, shape, works)
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         self.meter.ran(shape, count, cached, self.sizes.shards)
+        cache, slots, output = self.programs.run(shape, self._state, told)
+        self._state = replace(self._state, cache=cache, slots=slots)
         return Ran(shape, works, output)
 
     def _seat(self, request: Request) -> None:
@@ -308,11 +311,8 @@ class Engine:
         self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
-        """Take in what dispatched steps sampled; gives the requests that got tokens, the finished ones
-        released.
-
-        `waited` says that the next step is not on its way yet.
-        """
+        """Take in what a dispatched step sampled, the finished requests released; gives those that got
+        tokens. `waited` says that the next step is not on its way yet."""
         taken = take_all(flight, self.scheduler.scores, self.meter)
         if self._limits.guesses:
             note_passes(taken)

@@ -50,12 +50,13 @@ class Sample:
 
 @dataclass
 class Meter:
-    """Counts since the engine's start, called at each turning point of a step or a request; `seconds` are
-    those in steps.
+    """Counts since the engine's start, called at each turning point of a step or a request, by a clock that
+    says what time it is `now`; `seconds` are those in steps.
 
     Its memory is bounded, however many requests there are.
     """
 
+    now: Callable[[], float] = time.monotonic
     seconds: float = 0.0
     computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
     padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
@@ -63,7 +64,8 @@ class Meter:
     cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
     medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
-    flight: deque[tuple[str, float]] = field(default_factory=deque)  # shapes dispatched, and when
+    flight: deque[tuple[Shape, int, float]] = field(default_factory=deque)  # what is dispatched, and when
+    heard: Callable[[Shape, int, float], None] | None = None  # told of each step's cached tokens and seconds
     arrived: float = 0.0  # when the last results did
     prefill_seconds: float = 0.0
     ttft: Sample = field(default_factory=Sample)
@@ -79,30 +81,32 @@ class Meter:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Time spent inside counts as seconds of work."""
-        begin = time.monotonic()
+        begin = self.now()
         try:
             yield
         finally:
-            self.seconds += time.monotonic() - begin
+            self.seconds += self.now() - begin
 
     def ran(self, shape: Shape, tokens: int, cached: int, shards: int = 1) -> None:
-        """A step of so many shards is dispatched, with `tokens` real tokens, whose rows have `cached` tokens
-        in the cache."""
+        """A step of so many shards is being dispatched, with `tokens` real tokens, whose rows have `cached`
+        tokens in the cache."""
         name = str(shape)
         self.computed[shape.phase] += tokens
         self.padded[shape.phase] += shards * shape.area - tokens
         self.steps[name] = self.steps.get(name, 0) + 1
         self.cached[name] = self.cached.get(name, 0) + cached
-        self.flight.append((name, time.perf_counter()))
+        self.flight.append((shape, cached, self.now()))
 
     def took(self) -> None:
         """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
         the results before, whichever is later."""
-        (name, begun), now = self.flight.popleft(), time.perf_counter()
+        (shape, cached, begun), now = self.flight.popleft(), self.now()
         span = now - max(begun, self.arrived)
-        self.spans.setdefault(name, deque(maxlen=SPANS)).append(span)
-        self.prefill_seconds += span if name.startswith("prefill") else 0.0
+        self.spans.setdefault(str(shape), deque(maxlen=SPANS)).append(span)
+        self.prefill_seconds += span if shape.phase == "prefill" else 0.0
         self.arrived = now
+        if self.heard is not None:
+            self.heard(shape, cached, span)
 
     def seconds_of(self, shape: Shape) -> float:
         """The median of a shape's last spans."""
@@ -142,7 +146,7 @@ class Meter:
     def admitted(self, request: Request) -> None:
         """Only the first time counts: a preempted request is admitted again."""
         if not request.clock.admitted:
-            request.clock.admitted = time.monotonic()
+            request.clock.admitted = request.clock.now()
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += request.cached
 

@@ -1,6 +1,7 @@
 """A request on its way through the engine: one sequence of tokens, its pages, and when it has to stop."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,7 +43,7 @@ class ScoreLog:
 @dataclass
 class Clock:
     """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
-    clock, `seen` the latest token's time when a meter last looked."""
+    clock, `seen` the latest token's time when a meter last looked. `now` tells the time."""
 
     arrival: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)
@@ -51,6 +52,7 @@ class Clock:
     last_token: float = 0.0
     seen: float = 0.0
     finish: float = 0.0
+    now: Callable[[], float] = time.monotonic
 
 
 @dataclass(eq=False)
@@ -127,7 +129,7 @@ class Request:
     def append(self, token: int) -> None:
         """Take one sampled token, and finish if it or the text so far says so."""
         self.tokens.append(token)
-        self.clock.last_token = time.monotonic()
+        self.clock.last_token = self.clock.now()
         self.clock.first_token = self.clock.first_token or self.clock.last_token
         self._stop_at(token)
         if not self.finished and len(self.tokens) >= self.end:
@@ -146,7 +148,7 @@ class Request:
     def finish(self, reason: str, stop: int | str | None = None) -> None:
         assert not self.finished, f"request {self.id} finishes twice"
         self.finish_reason, self.stop_reason = reason, stop
-        self.clock.finish = time.monotonic()
+        self.clock.finish = self.clock.now()
         if self.text is not None:
             self.text.finish()
 

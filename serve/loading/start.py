@@ -1,6 +1,6 @@
 """From parameters at hand to a warm engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from ..processes.programs import SharedPrograms
 from ..programs import jaxcache, kept
 from ..programs.classes import Classes, choose_classes, record, step_seconds
 from ..programs.compile import Programs
-from ..programs.shapes import Canonical, can_share, least_row, table
+from ..programs.shapes import Canonical, Shape, Sizes, can_share, least_row, table
 from ..programs.sizing import choose_sizes
 from ..programs.warmup import Aim, Warmup, first_shapes
 from ..speculation.beside import check_states, read_beside
@@ -86,15 +86,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     programs = kind_of(everything)(phases, everything, sizes, shapes, early)
     state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
-    limits = Limits(
-        max_num_seqs=sizes.seats,
-        max_prefill_tokens=round_up(options.prefill_tokens, pair.block),
-        row=least_row(shapes),
-        decode_steps=options.decode_steps,
-        guesses=options.guesses,
-        groups=options.micro_batches or min(count, sizes.max_num_seqs),
-        shards=sizes.shards,
-    )
+    limits = limits_of(options, sizes, shapes, pair.block, count)
     make = partial(Engine, programs, limits=limits, prefix_caching=options.enable_prefix_caching)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
         classes = Classes.of(early, same_bits=not options.reproducible)
@@ -107,6 +99,22 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     speculation = speculation_of(options, classes, seconds)
     programs.begin(state)
     return make(classes, state, speculation=speculation)
+
+
+def limits_of(
+    options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], block: int, stages: int
+) -> Limits:
+    """What the scheduler of an engine with these shapes may hand out; prefills begin at multiples of
+    `block`."""
+    return Limits(
+        max_num_seqs=sizes.seats,
+        max_prefill_tokens=round_up(options.prefill_tokens, block),
+        row=least_row(shapes),
+        decode_steps=options.decode_steps,
+        guesses=options.guesses,
+        groups=options.micro_batches or min(stages, sizes.max_num_seqs),
+        shards=sizes.shards,
+    )
 
 
 def kind_of(params: Params) -> type[Programs]:

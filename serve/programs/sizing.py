@@ -94,13 +94,14 @@ class Room(NamedTuple):
     budget: int
     ways: int
 
-    def bytes_of(
-        self, pages: Mapping[int | None, int], layers: Sequence[LayerKind], W: int, kept: Kept
-    ) -> int:
-        """Bytes of so many pages of each window of all layers."""
+    def page_bytes(self, layers: Sequence[LayerKind], W: int, kept: Kept) -> dict[int | None, int]:
+        """Bytes of a page of each window that its own of all layers have, whole."""
         own = layers[self.span]
-        sizes = zip(windows_of(own), page_bytes(own, W, kept), strict=True)
-        return sum(pages[window] * size for window, size in sizes) // self.ways
+        return dict(zip(windows_of(own), page_bytes(own, W, kept), strict=True))
+
+    def bytes_of(self, pages: Mapping[int | None, int], sizes: Mapping[int | None, int]) -> int:
+        """Bytes of so many pages of each window, of which one has so many."""
+        return sum(pages[window] * size for window, size in sizes.items()) // self.ways
 
 
 def rooms(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> list[Room]:
@@ -177,8 +178,13 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     Raises ValueError, saying which knob to turn, where they do not fit.
     """
     check_slots(config, options, memory)
-    W, places = options.page_size, rooms(config, options, params, memory)
-    kept = kept_as(options.kv_cache_dtype, target_of(params).embed.dtype)
+    dtype = target_of(params).embed.dtype
+    return sizes_in(config, options, rooms(config, options, params, memory), dtype)
+
+
+def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[Room], dtype: Any) -> Sizes:
+    """The same in what each stage has for its keys, of a model that computes in a dtype."""
+    W, kept = options.page_size, kept_as(options.kv_cache_dtype, dtype)
     most = config.target.max_position
     longest = options.max_model_len or most
     if longest > most:
@@ -193,21 +199,24 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     wanted = (options.max_batched_token_mem or options.seats * longest) // shards
     pages = -(-wanted // W)
 
-    def cost(room: Room, pages: int) -> int:
-        counts = zip(windows_of(layers), group_pages(layers, options, longest, pages, stride), strict=True)
-        return room.bytes_of(dict(counts), layers, W, kept)
+    each = [room.page_bytes(layers, W, kept) for room in places]
+
+    def costs(pages: int) -> list[int]:
+        counts = group_pages(layers, options, longest, pages, stride)
+        named = dict(zip(windows_of(layers), counts, strict=True))
+        return [room.bytes_of(named, own) for room, own in zip(places, each, strict=True)]
 
     def lacking(pages: int) -> int:
-        return max(cost(room, pages) - room.budget for room in places)
+        return max(cost - room.budget for room, cost in zip(places, costs(pages), strict=True))
 
     if options.max_batched_token_mem is None:
         pages = bisect_right(range(1, pages + 1), 0, key=lacking)
         if options.max_model_len is None and pages * W < longest:
-            return choose_sizes(config, replace(options, max_model_len=max(pages * W, 2)), params, memory)
+            return sizes_in(config, replace(options, max_model_len=max(pages * W, 2)), places, dtype)
     elif lacking(pages) > 0:
-        room = max(places, key=lambda room: cost(room, pages) - room.budget)
+        cost, room = max(zip(costs(pages), places, strict=True), key=lambda own: own[0] - own[1].budget)
         raise ValueError(
-            f"max_batched_token_mem {wanted * shards} needs {cost(room, pages) / 2**30:.1f} GiB of cache, "
+            f"max_batched_token_mem {wanted * shards} needs {cost / 2**30:.1f} GiB of cache, "
             f"{room.budget / 2**30:.1f} GiB are free: lower it, or raise gpu_memory_utilization"
         )
     if pages < -(-longest // W):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from typing import Any
 
 import jax
@@ -124,6 +125,32 @@ def find_target(name: str) -> Target:
     raise TargetError(
         f"target {name!r} is unknown: {', '.join(GPUS)}, 8xh200 and the like, or a slice such as {tpus}"
     )
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a target without asking its compiler: its platform, number of devices, and their
+    peaks; and the bytes of memory that jax takes of each."""
+
+    name: str
+    platform: str
+    count: int
+    peaks: Peaks
+    memory: int
+
+
+def known_target(name: str) -> Known:
+    """What is known of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for another name."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
+    kind = found[2] if found else ""
+    if found and kind in GPUS and not found[3]:
+        count, peaks = int(found[1] or 1), GPUS[kind]
+        return Known(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
+    if found and kind in TPUS and not (found[1] and found[3]):
+        count = prod(map(int, (found[1] or found[3] or "1").split("x")))
+        return Known(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
+    kinds = ", ".join((*GPUS, *TPUS))
+    raise TargetError(f"target {name!r} is unknown: one of {kinds}, 8xh200 and the like, or v6e:2x4")
 
 
 def here(measure: bool = False) -> Target:

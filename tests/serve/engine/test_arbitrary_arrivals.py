@@ -176,7 +176,7 @@ class Serving(RuleBasedStateMachine):
         him."""
         if left and left[0] in seated:
             first = left[0]
-            verified = any(work.request is first for work in self.engine._flights.rows)
+            verified = any(work.request is first for work in self.engine.flights.rows)
             goes_on = first.slot is not None and (first.computed > seated[first][0] or verified)
             assert first.finished or self._crossed(first) or goes_on
         running = self.engine.scheduler.running.values()

@@ -204,7 +204,7 @@ def test_a_step_that_fails_while_an_engine_goes_to_sleep_costs_nothing(tiny, ora
         for prompt in PROMPTS:
             llm.add_request({"prompt_token_ids": prompt}, GREEDY)
         shape = max(s for s in llm.engine.programs.steps if s.phase == "decode")
-        while not any(ran.shape == shape for flight in llm.engine._flights._steps for ran in flight):
+        while not any(ran.shape == shape for flight in llm.engine.flights._steps for ran in flight):
             llm.step()
         llm.sleep(mode="keep")
         llm.wake_up()

@@ -1,0 +1,219 @@
+"""Makes docs/tuning.md: python -m benchmarks.tuning (some minutes; all of it is computed, nothing measured).
+
+Tables of closed formulas are made anew by the tests, those of simulations only here: the page says what they
+were made from.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from duetto.model.sharding import Layout
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.pipeline.bubbles import drained, endless
+from duetto.serve.programs.shapes import Shape
+from duetto.serve.roofline.floor import Demand
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import known_target
+from duetto.serve.simulation import candidates, estimate, run, search, times
+from duetto.serve.simulation.candidates import Candidate, Space
+from duetto.serve.simulation.fitting import Job
+from duetto.serve.simulation.run import Within
+from duetto.serve.simulation.search import Aim, Answer, bear, improved, per_device, ranked
+from duetto.serve.simulation.times import STATED, Call, Demands, Roofline
+from duetto.serve.simulation.traces import drawn
+from duetto.serve.simulation.workload import Workload
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "tuning.md"
+MODELS = "0.6b", "8b", "30b-a3b"
+BATCHES, CONTEXT = (1, 8, 32, 64), 1024
+PIPELINES = 2, 4, 8, 16
+LOAD = Workload(list(drawn(2000, rate=5.0, prompt=1000, output=250)))  # as long as Azure's conversations
+AIM = Aim(Within(ttft=1.0, tpot=0.05), share=0.99)
+H200 = known_target("h200").peaks
+
+
+def table(head: str, rows: Iterator[list[str]]) -> str:
+    names = head.split(" | ")
+    lines = [f"| {head} |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def space(shape: str, target: str, quantization: str | None = None) -> Space:
+    job = Job(shape, PRESETS[shape], known_target(target))
+    return Space(job, EngineOptions(max_model_len=8192, quantization=quantization), STATED)
+
+
+# ---------------------------------------------------------------- closed formulas
+
+
+def batches(shape: str) -> Iterator[list[str]]:
+    """Decode of some rows on one H200."""
+    own = space(shape, "h200")
+    model = Roofline(own.demands(own.base), H200)
+    for rows in BATCHES:
+        call = Call(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
+        (seconds,) = model(call)
+        whole = range(PRESETS[shape].num_layers)
+        bound = model.demands.of(call.shape, CONTEXT, whole, 1).bound(H200.flops16, H200.bandwidth)
+        yield [shape, str(rows), f"{seconds * 1e3:.2f}", f"{rows / seconds:.0f}", bound]
+
+
+def bubbles() -> Iterator[list[str]]:
+    """Decode of 64 rows of the 8B shape in stages: in training's order, and in an engine that does not
+    drain."""
+    own = space("8b", "h200")
+    for stages in PIPELINES:
+        model = Roofline(own.demands(own.base), H200, Layout(stages=stages))
+        row = [str(stages)]
+        for count in (1, stages, 2 * stages):
+            rows = max(1, 64 // count)
+            call = Call(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
+            row.append(f"{drained(stages, count):.0%}, {endless(model(call), count):.0%}")
+        yield row
+
+
+def chunks() -> Iterator[list[str]]:
+    """What a chunk of a prompt beside 64 rows of decode costs them, 8B on one H200."""
+    own = space("8b", "h200")
+    model = Roofline(own.demands(own.base), H200)
+    (alone,) = model(Call(Shape("decode", 64, 1), 64, 64, 64 * CONTEXT))
+    for tokens in (256, 512, 1024, 2048, 4096, 8192):
+        (chunk,) = model(Call(Shape("prefill", 1, tokens), 1, tokens, 0))
+        yield [str(tokens), f"{chunk * 1e3:.1f}", f"{(alone + chunk) * 1e3:.1f}", f"{tokens / chunk:.0f}"]
+
+
+def apart() -> Iterator[list[str]]:
+    """DeepSeek-V3's layers in fp8 on sixteen H200: experts dealt over devices that all compute attention, or
+    attention and feed-forward layers on devices of their own, which take two halves of the rows in turn."""
+    counted = Halves()
+    D, layers = PRESETS["deepseek-v3"].hidden_size, PRESETS["deepseek-v3"].num_layers
+    for rows in (256, 1024, 4096):
+        attention, inner = counted.seconds(rows // 16, 1), counted.seconds(rows // 16, 16, inner=True)
+        together = attention + inner + layers * exchange(2 * rows // 16 * D * 15)
+        cells = [f"{together * 1e3:.1f}, {rows / together:.0f}"]
+        for own in (2, 4, 8):
+            half = rows // 2
+            sides = (
+                counted.seconds(-(-half // own), 1),
+                counted.seconds(-(-half // (16 - own)), 16 - own, inner=True),
+            )
+            each = max(*sides) + layers * exchange(2 * half // own * D * 8)
+            cells.append(f"{2 * each * 1e3:.1f}, {rows / (2 * each):.0f}")
+        yield [str(rows), *cells]
+
+
+def exchange(bytes_sent: float) -> float:
+    return 2 * (bytes_sent / H200.link + STATED.exchange)
+
+
+class Halves:
+    """What attention and what feed-forward layers demand, each alone: a layer is counted with and without the
+    latter."""
+
+    def __init__(self):
+        config = PRESETS["deepseek-v3"]
+        params = Job("", config, known_target("h200")).params("fp8")
+        bare = replace(config, layers=tuple(replace(kind, ffn=None) for kind in config.layers))
+        layers = tuple(replace(layer, ffn=None, ffn_norm=None) for layer in params.layers)
+        self.whole = Demands(config, params, "bfloat16")
+        self.bare = Demands(bare, replace(params, layers=layers), "bfloat16")
+
+    def seconds(self, rows: int, shards: int, inner: bool = False) -> float:
+        """Of one of so many devices, each with so many rows, for a step of all layers."""
+        shape, span = Shape("decode", max(rows, 1), 1), range(1, self.whole.config.num_layers - 1)
+        own = self.bare.of(shape, CONTEXT, span, 1)
+        if inner:
+            both = self.whole.of(shape, CONTEXT, span, shards)
+            own = Demand(both.flops - own.flops, both.bytes - own.bytes)
+        return own.floor(STATED.compute * H200.flops16, STATED.memory * H200.bandwidth)
+
+
+# ---------------------------------------------------------------- simulations
+
+
+def lone() -> Iterator[list[str]]:
+    """One user: the layouts of one device and of eight with the least time between tokens."""
+    for shape in MODELS:
+        for target in ("h200", "8xh200"):
+            own = space(shape, target)
+            call = Call(Shape("decode", 1, 1), 1, 1, CONTEXT)
+            best = min(own.layouts(), key=lambda c: sum(c.times(call)))
+            seconds = sum(best.times(call))
+            yield [shape, target, layout_of(best), f"{seconds * 1e3:.2f}", f"{1 / seconds:.0f}"]
+
+
+def layout_of(own: Candidate) -> str:
+    return candidates.layout_name(own.options)
+
+
+def many() -> Iterator[list[str]]:
+    """Many users: the engine that bears most on one device and on eight, as the simulation has it."""
+    for shape in MODELS:
+        for target in ("h200", "8xh200"):
+            own = space(shape, target)
+            found = sorted((ranked(c, LOAD, AIM) for c in own.layouts()), key=per_device, reverse=True)
+            best = improved(own, found[0], LOAD, AIM, lambda: True)
+            bear(best, LOAD, AIM, best.steady.rate / search.RATIO, until=1.0, clock=lambda: 0.0)
+            yield [shape, target, *told(best)]
+            print(f"{shape} on {target}: {best.candidate.name}", flush=True)
+
+
+def told(best: Answer) -> list[str]:
+    point = best.borne(AIM.share)
+    if point is None:
+        return [best.candidate.name, "-", "-", "-", best.steady.bound]
+    own, o = best.candidate, point.outcome
+    spans = f"{o['ttft']['p99'] * 1e3:.0f}", f"{o['tpot']['p99'] * 1e3:.1f}"
+    rate = f"{point.rate * own.replicas:.1f}"
+    tokens = f"{point.rate * LOAD.output / own.devices:.0f}"
+    return [f"{own.replicas} x ({own.name})", rate, tokens, ", ".join(spans), best.steady.bound]
+
+
+# ---------------------------------------------------------------- the page
+
+CLOSED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
+    "batches": (
+        "model | rows | ms a step | tokens/s | bound",
+        lambda: (row for shape in MODELS for row in batches(shape)),
+    ),
+    "bubbles": ("stages | 1 micro-batch | as many as stages | twice as many", bubbles),
+    "chunks": ("tokens of the chunk | its ms | ms of the step | prefill tokens/s", chunks),
+    "apart": ("rows | experts dealt over 16 | attention on 2 | on 4 | on 8", apart),
+    "lone": ("model | target | layout | ms a token | tokens/s", lone),
+}
+SIMULATED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
+    "many": (
+        "model | target | engines | requests/s | tokens/s a device | p99 of TTFT, TPOT in ms | bound",
+        many,
+    ),
+}
+MADE_OF = estimate, run, search, times, candidates
+
+
+def stamp() -> str:
+    """A digest of what the simulated tables were made from: the room's code that decides them, and this."""
+    files = [Path(str(module.__file__)) for module in MADE_OF] + [Path(__file__)]
+    text = "\0".join(file.read_text() for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with a table between its marks."""
+    begin, end = f"<!-- tuning: {name} -->\n", "\n<!-- end -->"
+    before, _, rest = page.partition(begin)
+    assert rest, f"{PAGE} has no place for {name}"
+    return before + begin + text + end + rest.partition(end)[2]
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    for name, (head, rows) in (CLOSED | SIMULATED).items():
+        page = filled(page, name, table(head, rows()))
+        print(name, flush=True)
+    PAGE.write_text(filled(page, "made from", f"Simulated by the code of {stamp()}."))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What a plan may choose: layouts over a target's devices and an engine's knobs, and the command line that
+starts each."""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ...model.config import Experts, ModelConfig
+from ...model.transformer import Decoder
+from ..loading.mesh import layout_of
+from ..options.engine import EngineOptions
+from ..programs.shapes import Shape, can_share, doublings, table
+from .fitting import Fitted, Job, fit
+from .times import Demands, Efficiency, Roofline
+
+GUESSES = (2, 4)  # a step, where an acceptance is given
+SEATS = (16, 32, 64, 128, 256, 512)
+NARROW = {"gpu": ("fp8", "fp8_e4m3"), "tpu": ("int8", "int8")}  # of weights and of keys
+PREFILLS = (512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine on some of the target's devices, and how long its calls take; `replicas` of it fill the
+    target."""
+
+    fitted: Fitted
+    times: Roofline
+    shapes: Sequence[Shape]
+    replicas: int
+    platform: str
+    acceptance: float = 0.0
+
+    @property
+    def options(self) -> EngineOptions:
+        return self.fitted.options
+
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.fitted.layout.size
+
+    @property
+    def name(self) -> str:
+        """Its layout and what differs from the defaults, in a few words."""
+        o = self.options
+        parts = [f"TP{o.tensor_parallel_size}"]
+        parts += [f"PP{o.pipeline_parallel_size}"] if o.pipeline_parallel_size > 1 else []
+        parts += [f"DP{o.data_parallel_size}"] if o.data_parallel_size > 1 else []
+        parts += ["EP"] if o.enable_expert_parallel else []
+        parts += [o.quantization] if o.quantization else []
+        parts += [f"keys {o.kv_cache_dtype}"] if o.kv_cache_dtype != "auto" else []
+        parts += [f"{o.max_num_seqs} seats", f"prefill {o.max_prefill_tokens}"]
+        parts += [f"{o.micro_batches} micro-batches"] if o.micro_batches else []
+        parts += [f"{o.decode_steps} steps"] if o.decode_steps > 1 else []
+        parts += [f"{o.guesses} guesses"] if o.guesses else []
+        return ", ".join(parts)
+
+    def command(self, model: str | None) -> str:
+        """What starts one of its replicas."""
+        default = EngineOptions()
+        words = ["duetto", "serve", *(["--model", model] if model else [])]
+        for f in fields(EngineOptions):
+            value = getattr(self.options, f.name)
+            if value != getattr(default, f.name) and f.metadata.get("flag", True):
+                words += flag(f.name, value)
+        return shlex.join(words)
+
+
+def flag(name: str, value: Any) -> list[str]:
+    word = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [word if value else f"--no-{word[2:]}"]
+    if isinstance(value, tuple):
+        return [word, ",".join(map(str, value))]
+    return [word, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+@dataclass
+class Space:
+    """Candidates for a job. What was counted and drawn up once is kept: `demands` and `params` by
+    quantisation and keys."""
+
+    job: Job
+    base: EngineOptions
+    efficiency: Efficiency
+    acceptance: float | None = None
+    quantised: bool = False  # consider 8 bits for weights and keys too
+
+    def __post_init__(self):
+        self._params: dict[str | None, Decoder] = {}
+        self._demands: dict[tuple[str | None, str], Demands] = {}
+        self.refused: dict[str, str] = {}  # layouts, and why not
+
+    def candidate(self, **changes: Any) -> Candidate | None:
+        """The base with changes, or None where it does not fit or is not allowed."""
+        try:
+            options = replace(self.base, **changes)
+            fitted = fit(self.job, options, self.params(options.quantization))
+        except ValueError as error:
+            own = replace(self.base, **{k: v for k, v in changes.items() if k in LAYOUT})
+            self.refused.setdefault(layout_name(own), str(error))
+            return None
+        o, sizes = fitted.options, fitted.sizes
+        times = Roofline(self.demands(o), self.job.target.peaks, fitted.layout, self.efficiency)
+        shapes = table(o, sizes, can_share(self.job.config.layers), self.job.target.platform)
+        replicas, right = self.job.target.count // fitted.layout.size, self.acceptance or 0.0
+        return Candidate(fitted, times, shapes, replicas, self.job.target.platform, right)
+
+    def params(self, quantization: str | None) -> Decoder:
+        if quantization not in self._params:
+            self._params[quantization] = self.job.params(quantization)
+        return self._params[quantization]
+
+    def demands(self, o: EngineOptions) -> Demands:
+        key = o.quantization, o.kv_cache_dtype
+        if key not in self._demands:
+            params = self.params(o.quantization)
+            self._demands[key] = Demands(self.job.config, params, self.job.dtype, o.kv_cache_dtype)
+        return self._demands[key]
+
+    def layouts(self) -> Iterator[Candidate]:
+        """A candidate of each layout that fits, with the base's knobs, in each precision."""
+        for layout in layouts(self.job.config, self.job.target.count):
+            for precision in self.precisions():
+                if (found := self.candidate(**(layout | precision))) is not None:
+                    yield found
+
+    def precisions(self) -> list[dict[str, Any]]:
+        """The base's, and those of 8 bits that the target computes with."""
+        if not self.quantised:
+            return [{}]
+        own = NARROW[self.job.target.platform]
+        weights: dict[str, Any] = {"quantization": own[0]}
+        return [{}, weights, weights | {"kv_cache_dtype": own[1]}]
+
+    def variations(self, own: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Changes of one knob at a time: its name and the options with the change."""
+        o = own.options
+        for seats in SEATS:
+            yield "seats", {"max_num_seqs": seats}
+        for tokens in PREFILLS:
+            yield "prefill tokens", {"max_prefill_tokens": tokens}
+        for size in (16, 64, 128):
+            yield "page size", {"page_size": size}
+        if o.pipeline_parallel_size > 1:
+            for count in doublings(1, 2 * o.pipeline_parallel_size):
+                yield "micro-batches", {"micro_batches": count}
+        elif self.acceptance is None or not o.guesses:
+            yield "decode steps", {"decode_steps": 4}
+        if self.acceptance is not None and o.decode_steps == 1:
+            for guesses in GUESSES:
+                config = {"method": "ngram", "num_speculative_tokens": guesses}
+                yield "speculation", {"speculative_config": config}
+
+
+LAYOUT = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"
+
+
+def layout_name(o: EngineOptions) -> str:
+    lay = layout_of(o)
+    return f"TP{lay.tensor} PP{lay.stages} DP{lay.data}" + (" EP" if lay.experts else "")
+
+
+def layouts(config: ModelConfig, devices: int) -> Iterator[dict[str, Any]]:
+    """Every way to spread a model over a number of devices or fewer: each layer, consecutive layers, and
+    experts with rows of their own."""
+    powers = [n for n in doublings(1, devices) if devices % n == 0]
+    mixture = any(isinstance(kind.ffn, Experts) for kind in config.layers)
+    for tensor in powers:
+        for stages in (n for n in powers if tensor * n <= devices):
+            yield {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+        if mixture and tensor > 1:
+            yield {"tensor_parallel_size": tensor, "enable_expert_parallel": True}
+        for data in (n for n in powers if mixture and n > 1 and tensor * n <= devices):
+            yield {
+                "tensor_parallel_size": tensor, "data_parallel_size": data, "enable_expert_parallel": True,
+            }  # fmt: skip

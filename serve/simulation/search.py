@@ -1,0 +1,195 @@
+"""The search for the engine that bears most of a workload within limits: estimates rank layouts and knobs,
+and the best are simulated under more and more load."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from .candidates import Candidate, Space
+from .estimate import Steady, estimate
+from .run import Simulation, Within
+from .traces import Entry, faster
+from .workload import Workload
+
+RATIO = 1.2  # between the loads that are tried
+FINE = 1.1  # between the last that was borne and the first that was not, about
+SIMULATED = 3  # candidates among which the time is divided
+LAYOUTS, VARIED = 4, 2  # candidates that are simulated, and whose knobs are changed before
+TRIES = 6  # loads of a candidate
+FEWEST, MOST = 128, 600  # requests of a simulation
+LIFETIMES = 2  # of a request that a simulation lasts, about
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is asked for: limits, the share of requests that is to keep them, and seconds of search."""
+
+    within: Within
+    share: float = 0.99
+    seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A simulation of one replica: requests a second that came, and what came of them."""
+
+    rate: float
+    outcome: dict[str, Any]
+
+    def keeps(self, share: float) -> bool:
+        """Whether enough requests were in time, and the line did not grow: one that is longer in it than it
+        is served comes to an engine that has too much to do."""
+        o = self.outcome
+        in_line = o["queued"].get("p90", 0.0) <= o["e2e"].get("p50", 0.0) / 2
+        return not o["given_up"] and o["in_time"] >= share and in_line
+
+
+@dataclass
+class Answer:
+    """A candidate, what was estimated, and the simulations of it."""
+
+    candidate: Candidate
+    steady: Steady
+    points: list[Point] = field(default_factory=list)
+    gains: list[tuple[str, float]] = field(default_factory=list)  # knobs by what they were estimated to give
+
+    def borne(self, share: float) -> Point | None:
+        """The most load that was borne."""
+        return max((p for p in self.points if p.keeps(share)), key=lambda p: p.rate, default=None)
+
+    def rate(self, share: float) -> float:
+        """Requests a second and device that are borne."""
+        point = self.borne(share)
+        return point.rate / self.candidate.devices if point else 0.0
+
+
+def search(
+    space: Space, load: Workload, aim: Aim, clock: Callable[[], float] = time.monotonic
+) -> list[Answer]:
+    """The best candidates, the best first. What time does not allow is left out; one is always simulated.
+
+    Raises ValueError where no layout fits.
+    """
+    until = clock() + aim.seconds
+    found = [ranked(c, load, aim) for c in space.layouts()]
+    if not found:
+        why = "; ".join(f"{name}: {reason}" for name, reason in space.refused.items())
+        raise ValueError(f"{space.job.name} does not fit {space.job.target.name} in any layout: {why}")
+    found.sort(key=per_device, reverse=True)
+    chosen = list(found[:LAYOUTS])
+    chosen += [improved(space, answer, load, aim, lambda: clock() < until) for answer in found[:VARIED]]
+    chosen = [a for i, a in enumerate(chosen) if all(a.candidate is not b.candidate for b in chosen[:i])]
+    chosen.sort(key=per_device, reverse=True)
+    each = aim.seconds / max(1, min(SIMULATED, len(chosen)))
+    for i, answer in enumerate(chosen):
+        if i == 0 or clock() < until:
+            bear(answer, load, aim, answer.steady.rate / RATIO, min(until, clock() + each), clock)
+    return sorted(chosen, key=lambda a: (a.rate(aim.share), per_device(a)), reverse=True)
+
+
+def ranked(candidate: Candidate, load: Workload, aim: Aim) -> Answer:
+    return Answer(candidate, estimate(candidate, load, aim.within))
+
+
+def per_device(answer: Answer) -> float:
+    return answer.steady.rate / answer.candidate.devices
+
+
+def improved(space: Space, answer: Answer, load: Workload, aim: Aim, goes_on: Callable[[], bool]) -> Answer:
+    """The candidate with each knob in turn at its best by the estimates; of values as good as each other the
+    one that is there stays."""
+    gains: dict[str, float] = {}
+    changes = stated(answer.candidate, space)
+    for name, change in list(space.variations(answer.candidate)):
+        other = space.candidate(**(changes | change)) if goes_on() else None
+        if other is None:
+            continue
+        tried = ranked(other, load, aim)
+        if per_device(tried) > 1.01 * per_device(answer):
+            gain = per_device(tried) / max(per_device(answer), 1e-9)
+            gains[name] = gains.get(name, 1.0) * gain
+            changes, answer = changes | change, tried
+    return replace(answer, gains=list(gains.items()))
+
+
+def stated(candidate: Candidate, space: Space) -> dict[str, Any]:
+    """The options of a candidate that are not the base's."""
+    own, base = vars(candidate.options), vars(space.base)
+    return {name: own[name] for name in base if name in own and own[name] != base[name]}
+
+
+def bear(
+    answer: Answer, load: Workload, aim: Aim, start: float, until: float, clock: Callable[[], float]
+) -> None:
+    """Simulate a candidate under loads around a first one, until it is known within FINE how much it bears,
+    or time is over."""
+    low, high, rate = 0.0, math.inf, start
+    while not answer.points or (clock() < until and len(answer.points) < TRIES):
+        point = Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, aim))
+        answer.points.append(point)
+        low, high = (rate, high) if point.keeps(aim.share) else (low, rate)
+        if low and high < math.inf:
+            if high / low <= FINE**2:
+                return
+            rate = math.sqrt(low * high)
+        else:
+            rate = rate * RATIO if low else rate / RATIO**2
+
+
+def without(
+    answer: Answer, load: Workload, aim: Aim, until: float, clock: Callable[[], float] = time.monotonic
+) -> dict[str, float]:
+    """Requests a second that one replica would bear without each limit; those for which there was time."""
+    found: dict[str, float] = {}
+    for name in Within._fields:
+        if getattr(aim.within, name) < math.inf and clock() < until:
+            free = replace(aim, within=aim.within._replace(**{name: math.inf}))
+            own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
+            start = RATIO * borne.rate if borne else answer.steady.rate / RATIO
+            bear(own, load, free, start, until, clock)
+            best = own.borne(aim.share) or borne
+            found[name] = best.rate if best else 0.0
+    return found
+
+
+def served(answer: Answer, load: Workload, aim: Aim) -> tuple[int, Point] | None:
+    """How many replicas bear the workload's own rate, and what one of them sees; None where none bears
+    anything, or all requests are there at once."""
+    borne = answer.borne(aim.share)
+    if borne is None or math.isinf(load.rate):
+        return None
+    count = math.ceil(load.rate / borne.rate)
+    rate = load.rate / count
+    free = replace(aim, share=0.0)
+    return count, Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, free))
+
+
+def simulated(own: Candidate, load: Workload, rate: float, rows: float, aim: Aim) -> dict[str, Any]:
+    """What comes of so many requests a second at one replica, where about so many run at the same time."""
+    count = int(min(max(FEWEST, LIFETIMES * rows), MOST))
+    return simulation_of(own).serve(dealt(load, count, rate), aim.within, most_late=(1 - aim.share) * count)
+
+
+def simulation_of(own: Candidate) -> Simulation:
+    e, demands = own.times.efficiency, own.times.demands
+    return Simulation(
+        demands.config,
+        demands.params,
+        own.options,
+        own.fitted.sizes,
+        own.times,
+        own.platform,
+        acceptance=own.acceptance,
+        host=lambda rows: e.step + e.row * rows,
+    )
+
+
+def dealt(load: Workload, count: int, rate: float) -> Iterator[Entry]:
+    """Requests at a rate, of a workload that is repeated where it is too short."""
+    entries = load.repeated(count).entries
+    if math.isinf(load.rate):
+        return (replace(e, arrival=i / rate) for i, e in enumerate(islice(entries, count)))
+    return faster(islice(entries, count), rate / load.rate)

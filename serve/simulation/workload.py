@@ -1,0 +1,68 @@
+"""What a workload asks for on average: its lengths, what its prompts share, and how often they come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .traces import BLOCK, Entry, faster
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of their arrival, that stand for all."""
+
+    entries: Sequence[Entry]
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinite where all are there at once."""
+        seconds = self.entries[-1].arrival - self.entries[0].arrival
+        return (len(self.entries) - 1) / seconds if seconds > 0 else float("inf")
+
+    @property
+    def prompt(self) -> float:
+        return sum(e.prompt for e in self.entries) / len(self.entries)
+
+    @property
+    def output(self) -> float:
+        return sum(e.output for e in self.entries) / len(self.entries)
+
+    @property
+    def longest(self) -> int:
+        return max(e.prompt + e.output for e in self.entries)
+
+    @property
+    def context(self) -> float:
+        """Tokens in the cache of a row of decode, of all such rows on average."""
+        return sum(e.output * (e.prompt + e.output / 2) for e in self.entries) / (
+            self.output * len(self.entries)
+        )
+
+    @property
+    def shared(self) -> float:
+        """Share of the prompts' tokens that begin as an earlier prompt does, were all of them kept."""
+        seen: set[tuple[int, int]] = set()
+        found = 0
+        for entry in self.entries:
+            blocks = [(i, name) for i, name in enumerate(entry.blocks)]
+            found += BLOCK * sum(block in seen for block in blocks)
+            seen.update(blocks)
+        return min(found / (self.prompt * len(self.entries)), 1.0)
+
+    def faster(self, times: float) -> "Workload":
+        """The same requests, so many times as often."""
+        return self if times == 1 else Workload(list(faster(self.entries, times)))
+
+    def repeated(self, count: int) -> "Workload":
+        """At least so many requests: the same again after their end, with blocks of their own."""
+        entries, span = list(self.entries), self.entries[-1].arrival - self.entries[0].arrival
+        gap = span / max(len(entries) - 1, 1)
+        apart = 1 + max((name for e in entries for name in e.blocks), default=0)
+        turn = 1
+        while len(entries) < count:
+            later, names = turn * (span + gap), turn * apart
+            entries += [
+                replace(e, arrival=e.arrival + later, blocks=tuple(name + names for name in e.blocks))
+                for e in self.entries
+            ]
+            turn += 1
+        return Workload(entries[: max(count, len(self.entries))])

@@ -1,0 +1,126 @@
+"""The search for an engine that bears a workload: what fits, what is estimated, and what the simulation says
+of it."""
+
+from dataclasses import replace
+from itertools import count
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.models import TINY
+
+from duetto.model.pair import PairConfig
+from duetto.model.sharding import Layout
+from duetto.serve.loading.mesh import on_one, put
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.programs.sizing import choose_sizes
+from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.targets import TargetError, known_target
+from duetto.serve.simulation.candidates import Space, layouts
+from duetto.serve.simulation.estimate import estimate
+from duetto.serve.simulation.fitting import Job, fit, stage_bytes
+from duetto.serve.simulation.run import Within
+from duetto.serve.simulation.search import Aim, Answer, bear, search, served, without
+from duetto.serve.simulation.times import STATED
+from duetto.serve.simulation.traces import Entry, drawn
+from duetto.serve.simulation.workload import Workload
+
+BASE = EngineOptions(max_model_len=512, max_num_seqs=16, max_prefill_tokens=512)
+LOAD = Workload(
+    [replace(e, prompt=min(e.prompt, 400), output=min(e.output, 60)) for e in drawn(130, 8.0, 150, 15)]
+)
+AIM = Aim(Within(0.05, 0.005), share=0.95)
+
+
+def job(shape: str | None = None, target: str = "h200") -> Job:
+    config = PRESETS[shape] if shape else TINY
+    return Job(shape or "tiny", config, known_target(target))
+
+
+def test_targets_are_known_without_their_compilers():
+    assert (known_target("8xh200").count, known_target("8xh200").platform) == (8, "gpu")
+    assert (known_target("v6e:2x4").count, known_target("v6e").count) == (8, 1)
+    with pytest.raises(TargetError, match="target 'a100' is unknown"):
+        known_target("a100")
+
+
+def test_an_engine_on_one_device_has_the_sizes_of_a_start():
+    own, options = job("0.6b", "v5e"), replace(BASE, max_model_len=8192, max_num_seqs=256)
+    params = own.params(None)
+    placed = put(on_one(own.config, jax.devices()[0]), params)
+    memory = own.target.memory
+    assert fit(own, options, params).sizes == choose_sizes(PairConfig(own.config), options, placed, memory)
+
+
+def test_layouts_split_the_weights():
+    own = job("0.6b", "8xh200")
+    params = own.params(None)
+    (whole,) = stage_bytes(own, Layout(), params)
+    (half,) = stage_bytes(own, Layout(2), params)
+    four = stage_bytes(own, Layout(1, stages=4), params)
+    assert half == pytest.approx(whole / 2, rel=0.01)
+    assert whole < sum(four) < 1.3 * whole  # the head is a copy of the embedding
+    mixture = job("30b-a3b", "8xh200")
+    weights = mixture.params(None)
+    (dealt,) = stage_bytes(mixture, Layout(1, True, data=8), weights)
+    (alone,) = stage_bytes(mixture, Layout(), weights)
+    assert alone / 8 < dealt < alone / 5  # all but the experts are whole
+
+
+def test_what_does_not_fit_says_why():
+    with pytest.raises(ValueError, match=r"does not fit v5e in any layout: TP1 PP1 DP1: 15.0 GiB of weights"):
+        search(Space(job("8b", "v5e"), BASE, STATED), LOAD, AIM)
+
+
+def test_every_way_to_spread_a_model_is_tried():
+    dense = list(layouts(PRESETS["8b"], 4))
+    assert len(dense) == 6 and not any("data_parallel_size" in layout for layout in dense)
+    assert {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} in list(
+        layouts(PRESETS["30b-a3b"], 4)
+    )
+
+
+def test_the_estimate_is_near_what_the_simulation_bears():
+    space = Space(job(), BASE, STATED)
+    own = space.candidate()
+    assert own is not None
+    aim = Aim(Within(0.05, 0.01), share=0.95)
+    answer = Answer(own, estimate(own, LOAD, aim.within))
+    bear(answer, LOAD, aim, answer.steady.rate, until=1.0, clock=lambda: 0.0)
+    best = answer.borne(aim.share)
+    assert best is not None and best.rate == pytest.approx(answer.steady.rate, rel=0.6)
+
+
+def test_a_search_without_time_still_simulates_the_best():
+    ticks = count()
+    found = search(Space(job(), BASE, STATED), LOAD, replace(AIM, seconds=0.5), lambda: next(ticks))
+    assert [len(answer.points) for answer in found].count(1) == 1
+    assert len({answer.candidate.name for answer in found}) == len(found)
+
+
+def test_limits_cost_and_replicas_are_counted():
+    own = Space(job(), BASE, STATED).candidate()
+    assert own is not None
+    answer = Answer(own, estimate(own, LOAD, AIM.within))
+    bear(answer, LOAD, AIM, answer.steady.rate / 3, until=1.0, clock=lambda: 0.0)
+    best = answer.borne(AIM.share)
+    assert best is not None
+    more = without(answer, LOAD, AIM, until=1.0, clock=lambda: 0.0)
+    assert set(more) == {"ttft", "tpot"} and max(more.values()) >= best.rate
+    at = served(answer, LOAD.faster(3 * best.rate / LOAD.rate * 0.99), AIM)
+    assert at is not None and at[0] == 3 and at[1].rate == pytest.approx(0.99 * best.rate)
+
+
+def test_a_workload_is_repeated_with_blocks_of_its_own():
+    load = Workload([Entry(0.0, 600, 2, (0, 1)), Entry(1.0, 600, 2, (0, 2))])
+    more = load.repeated(5)
+    assert [e.arrival for e in more.entries] == [0, 1, 2, 3, 4]
+    assert [e.blocks for e in more.entries[:4]] == [(0, 1), (0, 2), (3, 4), (3, 5)]
+    assert load.shared == pytest.approx(512 / 1200) and 0.3 < more.shared < load.shared
+    assert load.rate == 1.0 and load.context == 601.0
+
+
+def test_precisions_are_considered_where_that_is_allowed():
+    space = Space(job(), BASE, STATED, quantised=True)
+    assert [c.options.quantization for c in space.layouts()] == [None, "fp8", "fp8"]
+    assert jnp.dtype(space.job.dtype) == jnp.bfloat16
