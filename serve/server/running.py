@@ -14,6 +14,7 @@ from ..api.llm import LLM
 from ..host.heap import freeze_what_lasts
 from ..host.streams import tell
 from ..options.server import ServerOptions
+from ..service.page_events import EventsConfig, Publisher, events_of
 from ..service.service import Service
 from .address import Server, check_certificates, is_of_this_machine, reserved, reuse, url
 from .app import app
@@ -31,11 +32,13 @@ CLOSING = 3  # seconds that connections have after the last request
 
 @dataclass(frozen=True)
 class Front:
-    """What a server has before its model is read: an address, the keys of its clients, and where spans go."""
+    """What a server has before its model is read: an address, the keys of its clients, where spans go, and
+    events of the cache."""
 
     own: socket.socket
     keys: list[str]
     tracing: Tracing | None
+    events: EventsConfig
 
 
 def front(options: ServerOptions) -> Front:
@@ -43,7 +46,7 @@ def front(options: ServerOptions) -> Front:
     keys = keys_in(options.api_key_file) if options.api_key_file else []
     check_certificates(options)
     tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
-    return Front(reserved(options), keys, tracing)
+    return Front(reserved(options), keys, tracing, events_of(options))
 
 
 def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
@@ -53,6 +56,7 @@ def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Fr
 
 
 async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
+    publisher = published(llm, front.events)
     service = Service(llm, options, defaults)
     config = uvicorn.Config(
         app(service, front.keys, front.tracing), http=protocol(options.receive_timeout), ws="none",
@@ -70,11 +74,23 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
     await server.serve(sockets=[front.own])
     ending.cancel()
     await service.close()
+    if publisher is not None:
+        publisher.close()
     if front.tracing is not None:
         await front.tracing.close()
     if service.error is not None:
         tell(f"duetto: the engine has failed: {service.error}")
     return 0 if service.error is None else 1
+
+
+def published(llm: LLM, config: EventsConfig) -> Publisher | None:
+    """Whoever tells of the cache's pages, where they are found by name and somebody is to be told."""
+    root = llm.engine.scheduler.root
+    if not config.is_on or root is None:
+        return None
+    publisher = Publisher(config, root, llm.engine.tables.page_size)
+    llm.engine.tables.tell(publisher)
+    return publisher
 
 
 async def end(service: Service, server: uvicorn.Server) -> None:
