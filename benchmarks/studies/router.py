@@ -1,43 +1,64 @@
 """Prompts that find their beginnings: a router that knows pages against one that deals in turn.
 
     python benchmarks/studies/router.py --output FILE
-    python benchmarks/studies/router.py --naming
+    python benchmarks/studies/router.py --real
+    python benchmarks/studies/router.py --naming checkpoints/demo
 
 The Mooncake trace goes to replicas that compute nothing and keep real books: the engine's pools, page tables
 and names, in a time of their own, in which a prompt takes so many seconds for each token that is not found,
 one prompt after the other, and each generated token one step, all together. The router's own code chooses.
 Times to the first token are those of such replicas, and say what finding prompts is worth.
 
+With --real: conversations of the trace, shortened, on two `duetto serve` of the shipped model whose caches
+hold 1,536 tokens each; their own metrics say what was found.
+
 With --naming: what a prompt costs the router, by its text and by its tokens, and what asking a replica's
 /tokenize would cost.
 """
 
 import argparse
+import asyncio
 import heapq
 import itertools
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
-from benchmarks.traces import BLOCK, MOONCAKE, Request, read, with_prefixes
+from benchmarks.studies.server import started
+from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, with_prefixes
 from duetto.kvcache.names import extend, root
 from duetto.kvcache.tables import PageTables
+from duetto.serve.options.router import RouterOptions
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.router.app import app
 from duetto.serve.router.events import Pages
+from duetto.serve.router.health import Health
 from duetto.serve.router.http import Target
+from duetto.serve.router.line import Line
 from duetto.serve.router.memory import Sent, Told
 from duetto.serve.router.prompts import TOKENS, Prompt, Texts, Tokens, named
+from duetto.serve.router.proxy import Proxy
 from duetto.serve.router.replicas import ROW, Job, Replica, best, in_turn
+from duetto.serve.router.running import replicas_of
 from duetto.serve.service.page_events import Events, Translator
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
 ROOT = root("simulated")
 SEATS = 64
+SHORT = 64  # lengths of the trace are divided by so much for real servers
+SERVER = [
+    "-m", "duetto", "serve", "--port", "0", "--quiet", "--max-num-seqs", "4", "--max-model-len", "384",
+    "--page-size", "8", "--max-batched-token-mem", "1536", "--prompt-hold", "0",
+]  # fmt: skip
 READ, WRITE = 1 / 1000, 0.02  # seconds: a token of a prompt, a step (an 8B model on an H100, over DIVISOR)
 
 
@@ -194,6 +215,54 @@ def naming(folder: str) -> dict[str, Any]:
     return found
 
 
+# ---------------------------------------------------------------- real servers
+
+
+def real(count: int) -> dict[str, Any]:
+    """The share of prompt tokens that two servers found, by how requests were dealt to them."""
+    chosen = conversations(read(MOONCAKE), count, 16_000, turns=2)
+    requests = with_prefixes([replace(e, output=8 * SHORT) for e in chosen], 300, SHORT)
+    found: dict[str, Any] = {"requests": len(requests)}
+    for name, choose in (("in turn", in_turn), ("pages, by what was sent", best)):
+        with ExitStack() as stack:
+            ports = [stack.enter_context(started(SERVER))[1] for _ in range(2)]
+            asyncio.run(ask(ports, [r.prompt for r in requests], choose))
+            counts = [counted(port) for port in ports]
+        hits, queries = (sum(one[i] for one in counts) for i in (0, 1))
+        found[name] = {"hits": round(hits / queries, 4), "prompt_tokens": queries}
+    return found
+
+
+async def ask(ports: list[int], prompts: list[list[int]], choose: Callable) -> None:
+    """All prompts in their order, four at a time, through a router in this process."""
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    options = RouterOptions(replica=urls, cache_tokens=1536, page_size=8)
+    server = ServerOptions()
+    replicas = replicas_of(options)
+    line = Line(replicas, options.max_in_flight, server, choose)
+    proxy = Proxy(line, Texts(8), options, server)
+    health = Health(replicas, line, options)
+    transport = httpx.ASGITransport(app(replicas, proxy, server, []))
+    left = iter(prompts)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for prompt in left:
+            reply = await http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8})
+            reply.raise_for_status()
+
+    while not all(one.is_ready for one in replicas):
+        await asyncio.sleep(0.1)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=600) as http:
+        await asyncio.gather(*(client(http) for _ in range(4)))
+    health.close()
+
+
+def counted(port: int) -> tuple[float, float]:
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+    found = dict(re.findall(r"^vllm:prefix_cache_(hits|queries)_total{.*} (\S+)$", text, re.MULTILINE))
+    return float(found["hits"]), float(found["queries"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -207,9 +276,12 @@ def main() -> None:
         default=[0.5, 0.7],
         help="of what the replicas can read, without hits",
     )
+    parser.add_argument("--real", type=int, nargs="?", const=80, metavar="INT", help="so many requests")
     parser.add_argument("--naming", metavar="FOLDER", help="measure a tokenizer's folder")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.real:
+        return print(json.dumps(real(args.real)))
     if args.naming:
         return print(json.dumps(naming(args.naming)))
     pages = [tokens // DIVISOR // PAGE for tokens in args.cache_tokens]

@@ -25,7 +25,7 @@ class RouterOptions:
         None, "where a replica tells of its pages, as tcp://host:5557; one for each replica in their order; "
         "needs tokenizer and page_size; default: what was sent to it is thought to be there",
     )  # fmt: skip
-    page_size: int = knob(16, "tokens of a page, as the replicas have it")
+    page_size: int = knob(64, "tokens of a page, as the replicas have it")
     cache_tokens: int = knob(1 << 18, "tokens that a replica's cache is thought to hold without kv_events")
     max_in_flight: int = knob(64, "requests of a replica at a time; others wait here")
     attempts: int = knob(3, "replicas that a request is sent to at most, one after the other")

@@ -142,7 +142,7 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_is_busy(routing):
         counts = (await router.client.get("/metrics")).text
         assert "duetto:router_hit_tokens_total" in counts and 'duetto:router_replica_load{replica="' in counts
 
-    routing(test)
+    routing(test, page_size=16)
 
 
 def test_clients_take_turns(routing):
