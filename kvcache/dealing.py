@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
+from .pool import Heard
 from .tables import Away, PageTables, Tables
 
 AS_BUSY = 8  # sequences more or less in a shard that make no step wider
@@ -64,8 +65,19 @@ class DealtTables(PageTables):
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
         return self._of(found).marks(names, found)
 
-    def name(self, tables: Tables, names: Sequence[bytes], since: int, marks: Collection[int] = ()) -> None:
-        self._of(tables).name(tables, names, since, marks)
+    def tell(self, heard: Heard) -> None:
+        for shard in self.shards:
+            shard.tell(heard)
+
+    def name(
+        self,
+        tables: Tables,
+        names: Sequence[bytes],
+        since: int,
+        tokens: Sequence[int],
+        marks: Collection[int] = (),
+    ) -> None:
+        self._of(tables).name(tables, names, since, tokens, marks)
 
     def release(self, tables: Tables, end: int) -> None:
         self._of(tables).release(tables, end)

@@ -2,6 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Heard(Protocol):
+    """Whoever is told which pages can be found."""
+
+    def stored(self, parent: bytes | None, name: bytes, tokens: Sequence[int]) -> None:
+        """A page of these tokens can be found; it is behind its parent, or the first."""
+        ...
+
+    def removed(self, name: bytes) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class PagePool:
@@ -20,6 +34,7 @@ class PagePool:
         self._name_of: dict[int, bytes] = {}
         # pages and the names that they have lost, where somebody asks for them
         self.evicted: list[tuple[int, bytes]] | None = None
+        self.heard: Heard | None = None
 
     @property
     def free(self) -> int:
@@ -38,6 +53,8 @@ class PagePool:
             del self._page_of[name]
             if self.evicted is not None:
                 self.evicted.append((page, name))
+            if self.heard is not None:
+                self.heard.removed(name)
         self.references[page] = 1
         return page
 
@@ -51,11 +68,13 @@ class PagePool:
                 if page not in self._name_of:
                     self._free.move_to_end(page, last=False)
 
-    def name(self, page: int, name: bytes) -> None:
-        """Let a full page be found under `name`; the first page of a name keeps it."""
-        if name not in self._page_of and page not in self._name_of:
-            self._page_of[name] = page
-            self._name_of[page] = name
+    def name(self, page: int, name: bytes) -> bool:
+        """Let a full page be found under `name`, and say whether it is; the first page of a name keeps it."""
+        if name in self._page_of or page in self._name_of:
+            return False
+        self._page_of[name] = page
+        self._name_of[page] = name
+        return True
 
     def named(self) -> list[tuple[bytes, int]]:
         """All names with their pages."""
@@ -80,3 +99,5 @@ class PagePool:
         """Drop every name: the pages' contents are gone or belong to other weights."""
         self._page_of.clear()
         self._name_of.clear()
+        if self.heard is not None:
+            self.heard.cleared()

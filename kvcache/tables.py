@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import cast
 
 from ..model.recurrent.kinds import BLOCK, STATE
-from .pool import PagePool
+from .pool import Heard, PagePool
 
 GONE = -1  # in a page table: behind the window, and no longer owned, or never written
 AWAY = -2  # in what was found: not in a pool, but in a tier
@@ -181,12 +181,26 @@ class PageTables:
         ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
         return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
 
-    def name(self, tables: Tables, names: Sequence[bytes], since: int, marks: Collection[int] = ()) -> None:
+    def tell(self, heard: Heard) -> None:
+        """Let somebody know which pages of the first group can be found."""
+        self.pools[0].heard = heard
+
+    def name(
+        self,
+        tables: Tables,
+        names: Sequence[bytes],
+        since: int,
+        tokens: Sequence[int],
+        marks: Collection[int] = (),
+    ) -> None:
         """Let a sequence's full pages be found from number `since` on; of states those that stay."""
         for window, pool, pages in zip(self.windows, self.pools, tables, strict=True):
             for i in range(since, len(names)):
                 if pages[i] != GONE and (window != STATE or self._stays(i, marks)):
-                    pool.name(pages[i], names[i])
+                    is_new = pool.name(pages[i], names[i])
+                    if is_new and pool.heard is not None:
+                        page = tokens[i * self.page_size : (i + 1) * self.page_size]
+                        pool.heard.stored(names[i - 1] if i else None, names[i], page)
 
     def release(self, tables: Tables, end: int) -> None:
         """Release all pages of a sequence, and its reservations."""

@@ -28,6 +28,9 @@ COMMANDS = {
     "generate": Command("PROMPT", "continue one prompt and show the text as it comes"),
     "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped"),
     "serve": Command("[MODEL]", "answer requests of OpenAI's API over HTTP"),
+    "route": Command(
+        "--replica URL ...", "one address for several servers: prompts go where their beginnings are cached"
+    ),
     "plan": Command("", "show shapes, memory and roofline before anything runs"),
     "bench": Command("", "measure decode, prefill and startup on this machine"),
     "buckets": Command("INPUT", "find the padding buckets that suit a workload"),

@@ -26,6 +26,7 @@ class Flow:
         self.ticket = ticket
         self._intake, self._cursor = intake, Cursor(ticket)
         self._given = Counter[int]()  # tokens of each completion
+        self.known = self.take()  # what its completions had before they came here
 
     @property
     def at_end(self) -> bool:
@@ -85,13 +86,15 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
         self._thread.start()
 
-    def flow(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Flow:
-        """A checked request, to generate or to be embedded. Raises ValueError or TypeError, naming what is
-        wrong."""
+    def flow(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, known: Sequence[Sequence[int]] = ()
+    ) -> Flow:
+        """A checked request, to generate or to be embedded; tokens of its completions may be `known`. Raises
+        ValueError or TypeError, naming what is wrong."""
         if isinstance(params, PoolingParams):
             make = making(self._llm, prompt, params)
         else:
-            make = partial(self._llm._intake.ticket, prompt=prompt, params=params)
+            make = partial(self._llm._intake.ticket, prompt=prompt, params=params, known=known)
         (ticket,) = self._session.tickets_of([make])
         return Flow(ticket, self._llm._intake)
 

@@ -63,13 +63,14 @@ class Intake:
         score_from: int = 1,
         pooling: PoolingParams | None = None,
         awaited: bool = True,
+        known: Sequence[Sequence[int]] = (),
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
         from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
-        for the first token. The parameters are copied: changing them later has no effect. Raises ValueError
-        or TypeError, naming what is wrong.
+        for the first token; `known` are tokens that completions have from elsewhere. The parameters are
+        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -101,6 +102,9 @@ class Intake:
             )
             for i in range(params.n)
         ]
+        for request, ids in zip(requests, known, strict=False):
+            self._check_ids(ids)
+            request.resume(ids)
         return Ticket(id, text, requests)
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -135,14 +139,17 @@ class Intake:
     def check(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
-        wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
+        self._check_ids(tokens)
         longest = min(self.longest + written, self.max_model_len - 1)
         if len(tokens) > longest:
             raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.lacking}")
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
 
     def end(self, tokens: list[int], params: SamplingParams) -> int:
         """Tokens that the request may have in all."""

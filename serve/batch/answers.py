@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from ..openai.refusing import RequestError, encodable
 from ..openai.replies import Replies, alternatives, usage
-from ..openai.tasks import RequestError, Task, encodable
+from ..openai.tasks import Task
 from ..outputs import CompletionOutput, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .lines import INTERNAL, Address

@@ -15,8 +15,9 @@ from ...sampling.params import SamplingParams
 from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
+from ..openai.refusing import RequestError, encodable
 from ..openai.replies import usage
-from ..openai.tasks import RequestError, Task, encodable, params_for, prompt_ids
+from ..openai.tasks import Task, params_for, prompt_ids
 from ..outputs import RequestOutput
 from ..text.chat import ChatTemplateError
 from ..text.tokenizer import Tokenizer

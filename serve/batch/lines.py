@@ -10,18 +10,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ..openai.reading import object_of
-from ..openai.tasks import (
-    SAMPLING,
-    Form,
-    RequestError,
-    Task,
-    asking,
-    chat_of,
-    prompt_of,
-    require,
-    sampling_of,
-    task_of_body,
-)  # fmt: skip
+from ..openai.refusing import RequestError, require
+from ..openai.tasks import SAMPLING, Form, Task, asking, chat_of, prompt_of, sampling_of, task_of_body
 
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 BOM = b"\xef\xbb\xbf"

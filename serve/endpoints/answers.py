@@ -1,6 +1,5 @@
 """Answers to completions and chats: whole, and as events of a stream."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,7 +38,7 @@ def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput])
         outputs = [echoed(out, prompt_text(task, replies.tokenizer)) for out, task in both]
     choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
     cached = sum(out.num_cached_tokens for out in outputs)
-    reply = replies.body(id, task, replace(counted, outputs=choices), int(time.time()), cached)
+    reply = replies.body(id, task, replace(counted, outputs=choices), asked.created, cached)
     return reply | {"usage": reply["usage"] | usage(counted)}
 
 
@@ -78,7 +77,6 @@ class Events:
     id: str
     asked: Asked
     prompt_ids: Sequence[int] = ()
-    created: int = field(default_factory=lambda: int(time.time()))
     tokens: int = 0  # generated so far
     _begun: dict[int, Reasoning | None] = field(default_factory=dict)  # choices
     _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
@@ -114,6 +112,10 @@ class Events:
         details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
         return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
+    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Take note of what another server has written, in so many events."""
+        self.chunks(outputs)
+
     def failed(self, error: dict[str, Any]) -> bytes:
         """What a client is told of an error."""
         return event({"error": error})
@@ -131,7 +133,7 @@ class Events:
         return {
             "id": PREFIXES[self.task.form] + self.id,
             "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": self.created,
+            "created": self.asked.created,
             "model": self.replies.named(self.task),
         }
 

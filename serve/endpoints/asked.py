@@ -1,18 +1,22 @@
 """What the body of a completion or of a chat asks a server for: tasks, one for each prompt, and how the
 answer is to come."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..openai.refusing import RequestError, require
 from ..openai.responses import task_of_response
-from ..openai.tasks import MAX_CHOICES, Form, RequestError, Task, listed, require, task_of_body
+from ..openai.resume import Resume, resume_of
+from ..openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
 
 @dataclass(frozen=True)
 class Asked:
     """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
-    their continuations, of which `silent` wants none. The answer repeats what was `told`."""
+    their continuations, of which `silent` wants none. The answer repeats what was `told`, and can `resume`
+    one that has been begun elsewhere."""
 
     tasks: list[Task]
     stream: bool = False
@@ -20,14 +24,21 @@ class Asked:
     echo: bool = False
     silent: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
+    resume: Resume | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        if self.resume is not None:
+            object.__setattr__(self, "tasks", self.resume.tasks(self.tasks))
+            object.__setattr__(self, "created", self.resume.created)
 
 
 def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
-    fields, stream = streaming(body)
+    fields, stream, resume = streaming(body)
     usage = usage_wanted(fields.pop("stream_options", {}), stream)
     if form == "chat":
-        return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage)
+        return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume)
     echo = fields.pop("echo", False)
     require(isinstance(echo, bool), "echo", echo, "true or false")
     silent = echo and fields.get("max_tokens") == 0
@@ -41,22 +52,22 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if echo and "logprobs" in fields:
         require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
         tasks = [scored(task) for task in tasks]
-    return Asked(tasks, stream, usage, echo, silent)
+    return Asked(tasks, stream, usage, echo, silent, resume=resume)
 
 
 def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
     """What the body of a response asks for. Raises RequestError likewise."""
-    fields, stream = streaming(body)
+    fields, stream, resume = streaming(body)
     told = {name: fields[name] for name in ("instructions", "metadata") if name in fields}
-    return Asked([task_of_response(fields, defaults)], stream, told=told)
+    return Asked([task_of_response(fields, defaults)], stream, told=told, resume=resume)
 
 
-def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The fields of a body that have a value, and whether the answer is to come as a stream."""
+def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
+    """The fields of a body that have a value, whether the answer is to come as a stream, and as which."""
     fields = {name: value for name, value in body.items() if value is not None}
     stream = fields.pop("stream", False)
     require(isinstance(stream, bool), "stream", stream, "true or false")
-    return fields, stream
+    return fields, stream, resume_of(fields.pop("resume", None), stream)
 
 
 def usage_wanted(options: Any, stream: bool) -> bool:

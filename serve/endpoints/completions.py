@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ..openai.reading import object_of
 from ..openai.replies import PREFIXES, Replies
 from ..openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
+from ..openai.resume import END, taken
 from ..openai.schemas import body_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..service.errors import HttpError, json_response
@@ -39,6 +40,8 @@ class EventWriter(Protocol):
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes: ...
 
     def failed(self, error: dict[str, Any], /) -> bytes: ...
+
+    def went_before(self, outputs: list[CompletionOutput], count: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Completions:
         try:
             body = await read_body(Request(scope, receive), self.service.options)
             asked = await asyncio.to_thread(self._asked, body) if len(body) > LONG else self._asked(body)
+            id = id if asked.resume is None else asked.resume.id
             async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
                 scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
                 if asked.stream:
@@ -117,17 +121,32 @@ class Completions:
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        async def begin() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if asked.resume is not None and asked.resume.has_begun:
+                events.went_before(call.known, asked.resume.events)
+            else:
+                await write(events.begin())
+
         begun = False
         async with aclosing(call.stream.pieces()) as pieces:
             try:
                 async for outputs in pieces:
                     if not begun:  # what is wrong before the first piece has a status of its own
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        await write(events.begin())
+                        await begin()
                         begun = True
-                    await write(events.chunks(outputs) if outputs else PING)
+                    await write(written(events, outputs, asked) if outputs else PING)
             except HttpError as error:
                 if not begun:
                     raise
                 return await write(events.failed(error.body["error"]), more=False)
-        await write(events.end(**call.usage), more=False)
+        if not begun:  # all of it came from another server
+            await begin()
+        await write(events.end(**call.usage) + (b"" if asked.resume is None else END), more=False)
+
+
+def written(events: EventWriter, outputs: list[CompletionOutput], asked: Asked) -> bytes:
+    """The events of what a step has brought, and behind them the tokens where the stream may go on
+    elsewhere."""
+    told = b"" if asked.resume is None else taken(outputs)
+    return events.chunks(outputs) + told

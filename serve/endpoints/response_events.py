@@ -1,6 +1,5 @@
 """Answers of /v1/responses: whole, and as events of a stream."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,7 @@ class ResponseEvents:
 
     def __init__(self, replies: Replies, id: str, asked: Asked, prompt_ids: Sequence[int]):
         (task,) = asked.tasks
-        self._response = Response(id, int(time.time()), replies.named(task), task, asked.told)
+        self._response = Response(id, asked.created, replies.named(task), task, asked.told)
         self._reasoning = replies.reasoning(prompt_ids)
         self._items: list[Item] = []
         self._last: CompletionOutput | None = None
@@ -65,6 +64,11 @@ class ResponseEvents:
         assert self._last is not None
         usage = responses.usage(prompt_tokens, cached_tokens, self._tokens, self._thoughts)
         return self._response.ended(self._last, [self._record(item) for item in self._items], usage)
+
+    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Take note of what another server has written, in so many events."""
+        self.chunks(outputs)
+        self._count = count
 
     def failed(self, error: dict[str, Any]) -> bytes:
         """What a client is told of an error."""

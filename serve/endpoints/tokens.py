@@ -11,8 +11,8 @@ from starlette.responses import Response
 from ...fields import knob
 from ..openai.bodies import Message
 from ..openai.reading import object_of
+from ..openai.refusing import RequestError, require
 from ..openai.schemas import Body
-from ..openai.tasks import RequestError, require
 from ..service.errors import HttpError, json_response
 from ..service.service import Service
 from ..text.chat import apply_chat, check_messages

@@ -1,13 +1,13 @@
 """A request on its way through the engine: one sequence of tokens, its pages, and when it has to stop."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...model.pooling import Pool
-from ...sampling.params import SamplingParams
+from ...sampling.params import NO_TOKEN, SamplingParams
 from ..outputs import Pass, RequestMetrics
 from ..text.stops import Detokenizer
 from ..tiers.mover import Ticket
@@ -38,6 +38,11 @@ class ScoreLog:
         self.rank += np.asarray(rank).tolist()
         self.top_ids += list(top_ids)
         self.top_logprobs += list(top_logprobs)
+
+
+def unknown_score(top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """In the place of a token's score: without alternatives."""
+    return np.float32(0), np.int32(0), np.full(max(top, 0), NO_TOKEN), np.zeros(max(top, 0))  # type: ignore
 
 
 @dataclass
@@ -134,6 +139,19 @@ class Request:
         self._stop_at(token)
         if not self.finished and len(self.tokens) >= self.end:
             self.finish("length")
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Take tokens that another engine has sampled, whose scores are not known here. Raises ValueError for
+        tokens behind the request's end."""
+        for token in tokens:
+            if self.finished:
+                raise ValueError(
+                    f"{len(tokens)} tokens are known, but the request ends after {self.generated}"
+                )
+            self.append(token)
+            if self.params.logprobs is not None:
+                self.scores.append(*unknown_score(self.params.logprobs))
+        self.clock = Clock()
 
     def _stop_at(self, token: int) -> None:
         below_min = self.generated <= self.params.min_tokens

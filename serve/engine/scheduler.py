@@ -124,14 +124,15 @@ class Scheduler:
         full = tokens // self.page_size
         if self.root is None or since // self.page_size == full:
             return
-        self._extend_names(request, full)
-        self.tables.name(request.pages, request.names[:full], since // self.page_size, request.marks)
+        names = self._extend_names(request, full)
+        self.tables.name(request.pages, names, since // self.page_size, request.tokens, request.marks)
 
-    def _extend_names(self, request: Request, pages: int) -> None:
+    def _extend_names(self, request: Request, pages: int) -> Sequence[bytes]:
         assert self.root is not None
         start = self.root + b"long" if self._is_long(request) else self.root
         prompt = None if self.recompute_outputs else len(request.prompt)
         extend(request.names, request.tokens, pages, self.page_size, start, prompt)
+        return request.names[:pages]
 
     def _is_long(self, request: Request) -> bool:
         return self.boundary is not None and len(request.tokens) > self.boundary
@@ -225,7 +226,7 @@ class Scheduler:
             request.marks = self.tables.marks(request.names, found)
             request.pages = self.tables.admit(found, len(request.tokens), request.end)
             request.computed = len(found[0]) * self.page_size
-            self.tiers.admit(found, request.names, request.pages, request.ticket)
+            self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
             self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
@@ -292,8 +293,7 @@ class Scheduler:
         if self.root is None or request.is_whole:
             return []
         full = (len(request.tokens) - 1) // self.page_size
-        self._extend_names(request, full)
-        return request.names[: self.scores.known(request, full)]
+        return self._extend_names(request, full)[: self.scores.known(request, full)]
 
     def _chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from ...fields import knob
 
 MODEL = "a name that the model is served under; it need not be given"
+RESUME = (
+    "of a stream that may go on elsewhere: its id, created, and token ids of each choice so far as outputs"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ResponseFields:
     stream: bool | None = knob(False, "send what comes as server-sent events")
     n: Literal[1] | None = knob(1, "a response has one answer")
     logprobs: Literal[False] | None = knob(False, "no log-probabilities are reported")
+    resume: Mapping[str, Any] | None = knob(None, RESUME)
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class StreamFields:
     stream_options: Mapping[str, Any] | None = knob(
         None, "include_usage true: the last event counts tokens; only with stream true"
     )
+    resume: Mapping[str, Any] | None = knob(None, RESUME)
 
 
 @dataclass(frozen=True)

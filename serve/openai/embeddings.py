@@ -10,7 +10,8 @@ import numpy as np
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
 from .bodies import EmbeddingFields, names
-from .tasks import RequestError, Task, asking, listed, prompt_of, refuse_unknown, require
+from .refusing import RequestError, require
+from .tasks import Task, asking, listed, prompt_of, refuse_unknown
 
 MOST_INPUTS = 2048  # OpenAI's limit
 POOLING = frozenset({"dimensions", "normalize", "pooling"})

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from .tasks import RequestError, as_json
+from .refusing import RequestError, as_json
 
 MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
 

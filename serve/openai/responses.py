@@ -6,7 +6,8 @@ from typing import Any
 
 from ...refusals import Table, among
 from ..outputs import CompletionOutput
-from .tasks import RequestError, Task, require, task_of_body
+from .refusing import RequestError, require
+from .tasks import Task, task_of_body
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
 # Fields that are understood only as far as they ask for nothing, beside those of a chat.

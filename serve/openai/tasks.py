@@ -16,6 +16,7 @@ from ..text.reasoning import are_special, marks_of
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatFields, CompletionFields, names
 from .neutral import HARMLESS, NEUTRAL
+from .refusing import RequestError, require
 
 Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
@@ -35,20 +36,13 @@ TEMPLATE_OWN = frozenset(
 )
 
 
-class RequestError(ValueError):
-    """What is wrong with a request: a code for programs, a sentence for people, and the field."""
-
-    def __init__(self, code: str, message: str, param: str | None = None):
-        super().__init__(message)
-        self.code, self.param = code, param
-
-
 @dataclass(frozen=True)
 class Task:
     """What a request asks for: text or token ids to continue, messages to reply to, or a prompt to embed by
     `pooling`.
 
-    `model` is the name that it gives the model, if it names one.
+    `model` is the name that it gives the model, if it names one. Of one that goes on elsewhere, `now` is the
+    time that its chat template saw, and `known` are the token ids of its completions so far.
     """
 
     form: Form
@@ -60,6 +54,8 @@ class Task:
     model: str | None = None
     pooling: PoolingParams | None = None
     reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
+    now: datetime | None = None
+    known: tuple[tuple[int, ...], ...] = ()
 
 
 def task_of_body(
@@ -198,22 +194,3 @@ def prompt_of(name: str, value: Any) -> str | list[int]:
     ids = isinstance(value, list) and all(type(i) is int for i in value)
     require(ids or isinstance(value, str), name, value, "a string or a list of token ids")
     return value
-
-
-def require(ok: bool, name: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise RequestError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}", name)
-
-
-def encodable(text: str) -> str:
-    """Text without lone surrogates, which JSON does not have."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def as_json(value: Any) -> str:
-    """A value for a message, cut short."""
-    if isinstance(value, (list, dict)):
-        kind = "a list" if isinstance(value, list) else "an object"
-        return f"{kind} of {len(value)}"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,9 @@
 """How a server is reached, and what it lets its clients ask for."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...fields import knob
 from ...refusals import shown
@@ -48,6 +49,11 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = knob(
         None, "where a span of each request goes, by OTLP over HTTP, as http://localhost:4318/v1/traces"
     )
+    kv_events_config: Mapping[str, Any] | None = knob(
+        None, 'where the cache tells of its pages over ZeroMQ, as {"enable_kv_cache_events": true, '
+        '"endpoint": "tcp://*:5557", "topic": ""}; needs duetto[events]',
+    )  # fmt: skip
+    kv_events_endpoint: str | None = knob(None, "the same with this endpoint")
     ssl_certfile: str | None = knob(None, "certificate, for https")
     ssl_keyfile: str | None = knob(None, "its private key")
 

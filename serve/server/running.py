@@ -2,16 +2,10 @@
 the last stream."""
 
 import asyncio
-import os
-import signal
 import socket
-import ssl
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -20,7 +14,9 @@ from ..api.llm import LLM
 from ..host.heap import freeze_what_lasts
 from ..host.streams import tell
 from ..options.server import ServerOptions
+from ..service.page_events import EventsConfig, Publisher, events_of
 from ..service.service import Service
+from .address import Server, check_certificates, is_of_this_machine, reserved, reuse, url
 from .app import app
 from .keys import keys_in
 from .protocol import protocol
@@ -36,11 +32,13 @@ CLOSING = 3  # seconds that connections have after the last request
 
 @dataclass(frozen=True)
 class Front:
-    """What a server has before its model is read: an address, the keys of its clients, and where spans go."""
+    """What a server has before its model is read: an address, the keys of its clients, where spans go, and
+    events of the cache."""
 
     own: socket.socket
     keys: list[str]
     tracing: Tracing | None
+    events: EventsConfig
 
 
 def front(options: ServerOptions) -> Front:
@@ -48,65 +46,7 @@ def front(options: ServerOptions) -> Front:
     keys = keys_in(options.api_key_file) if options.api_key_file else []
     check_certificates(options)
     tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
-    return Front(reserved(options), keys, tracing)
-
-
-def reserved(options: ServerOptions) -> socket.socket:
-    """The address, which nobody else has from here on, before a model is read. Raises OSError where somebody
-    has it."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    own = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bind_alone(own, (options.host, options.port))
-    except OSError as error:
-        own.close()
-        raise OSError(f"{options.host} port {options.port}: {error.strerror}") from None
-    return own
-
-
-def bind_alone(own: socket.socket, address: tuple[str, int]) -> None:
-    """Bind to an address so that nobody else can, though nobody listens there yet. Raises OSError."""
-    try:
-        own.bind(address)
-    except OSError:  # an earlier server's connections may linger there
-        reuse(own, True)
-        own.bind(address)
-        reuse(own, False)
-
-
-def reuse(own: socket.socket, allowed: bool) -> None:
-    """Whether the address may be taken while nobody listens there: of two sockets, both have to allow it."""
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
-
-
-def check_certificates(options: ServerOptions) -> None:
-    """Raises ValueError, before a model is read, for certificates that cannot be used."""
-    if options.ssl_certfile:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        except OSError as error:
-            files = " with ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
-            raise ValueError(f"ssl_certfile {files} is not allowed: {error}") from None
-
-
-class Server(uvicorn.Server):
-    """Ends in two steps: at a first signal it takes no more requests, and ends when those under way are done;
-    a second one ends the process."""
-
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
-        super().__init__(config)
-        self._drain, self._place, self._signals = drain, place, 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        tell(f"duetto: serving {self._place}")
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(128 + sig)
-        tell(f"duetto: {signal.Signals(sig).name}: no more requests are taken; a second signal ends at once")
-        self._drain()
+    return Front(reserved(options), keys, tracing, events_of(options))
 
 
 def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
@@ -116,6 +56,7 @@ def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Fr
 
 
 async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
+    publisher = published(llm, front.events)
     service = Service(llm, options, defaults)
     config = uvicorn.Config(
         app(service, front.keys, front.tracing), http=protocol(options.receive_timeout), ws="none",
@@ -133,6 +74,8 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
     await server.serve(sockets=[front.own])
     ending.cancel()
     await service.close()
+    if publisher is not None:
+        publisher.close()
     if front.tracing is not None:
         await front.tracing.close()
     if service.error is not None:
@@ -140,14 +83,14 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
     return 0 if service.error is None else 1
 
 
-def url(options: ServerOptions, own: socket.socket) -> str:
-    host, port = own.getsockname()[:2]
-    return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def is_of_this_machine(own: socket.socket) -> bool:
-    """Whether nobody elsewhere reaches its address."""
-    return ip_address(own.getsockname()[0].partition("%")[0]).is_loopback
+def published(llm: LLM, config: EventsConfig) -> Publisher | None:
+    """Whoever tells of the cache's pages, where they are found by name and somebody is to be told."""
+    root = llm.engine.scheduler.root
+    if not config.is_on or root is None:
+        return None
+    publisher = Publisher(config, root, llm.engine.tables.page_size)
+    llm.engine.tables.tell(publisher)
+    return publisher
 
 
 async def end(service: Service, server: uvicorn.Server) -> None:

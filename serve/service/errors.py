@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..openai.tasks import RequestError, encodable
+from ..openai.refusing import RequestError, encodable
 
 TYPES = {
     401: "authentication_error",

@@ -9,10 +9,11 @@ from typing import Any
 
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
+from ..openai.refusing import RequestError
 from ..openai.replies import Replies
-from ..openai.tasks import RequestError, Task, blamed, params_for, prompt_ids
+from ..openai.tasks import Task, blamed, params_for, prompt_ids
 from ..options.server import ServerOptions
-from ..outputs import RequestOutput
+from ..outputs import CompletionOutput, RequestOutput
 from ..text.chat import ChatTemplateError
 from .delay import Delay
 from .errors import HttpError
@@ -29,6 +30,11 @@ class Call:
     tasks: Sequence[Task]
     flows: list[Flow]
     stream: Stream
+
+    @property
+    def known(self) -> list[CompletionOutput]:
+        """What its completions had before they came here."""
+        return [output for flow in self.flows for output in flow.known]
 
     @property
     def usage(self) -> dict[str, int]:
@@ -145,8 +151,13 @@ class Service:
         flow.rank(place)
         late = self._loop.call_later(self.options.max_wait, self._late, flow)
         self._places[flow] = Place(stream, stream.choices, n, place, late)
+        for output in flow.known:
+            output.index += stream.choices
         stream.count += 1
         stream.choices += n
+        if task.known and flow.at_end:  # nothing is left to generate
+            self._hand_out([Piece(flow, [], True)])
+            return self._driver.leave(flow)
         self._driver.begin(flow)
 
     def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
@@ -177,8 +188,9 @@ class Service:
 
     def _prepared(self, task: Task) -> Flow:
         try:
-            prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt)
-            return self._driver.flow(prompt, task.pooling or params_for(task, self.llm.tokenizer))
+            prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt, task.now)
+            params = task.pooling or params_for(task, self.llm.tokenizer)
+            return self._driver.flow(prompt, params, task.known)
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:

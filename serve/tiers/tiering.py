@@ -47,7 +47,14 @@ class Untiered:
         What is in tiers is asked for, with a ticket."""
         return self.tables.find(names), None
 
-    def admit(self, found: Tables, names: Sequence[bytes], pages: Tables, ticket: Ticket | None) -> None:
+    def admit(
+        self,
+        found: Tables,
+        names: Sequence[bytes],
+        tokens: Sequence[int],
+        pages: Tables,
+        ticket: Ticket | None,
+    ) -> None:
         """A prompt has got pages of its own for those that have been fetched: from now on they are found
         there."""
 
@@ -146,7 +153,14 @@ class Tiering(Untiered):
             ticket.pages, self._last = len(keys), ticket
             self.mover.fetch(keys, ticket, self._patience(len(keys)))
 
-    def admit(self, found: Tables, names: Sequence[bytes], pages: Tables, ticket: Ticket | None) -> None:
+    def admit(
+        self,
+        found: Tables,
+        names: Sequence[bytes],
+        tokens: Sequence[int],
+        pages: Tables,
+        ticket: Ticket | None,
+    ) -> None:
         if ticket is not None:
             ticket.places = {
                 key_of(names[i], g): pages[g][i]
@@ -154,7 +168,7 @@ class Tiering(Untiered):
                 for i, page in enumerate(those)
                 if page == AWAY
             }
-            self.tables.name(pages, names[: len(found[0])], 0)
+            self.tables.name(pages, names[: len(found[0])], 0, tokens)
 
     def drop(self, ticket: Ticket | None) -> None:
         if ticket is not None and not ticket.dropped:

@@ -61,7 +61,7 @@ def test_a_prefix_is_found_where_the_window_still_has_its_end():
     sequence = tables.admit(tables.find([]), 20, end=21)
     for start in (0, 8, 16):
         tables.advance(sequence, start, min(start + 8, 20))
-        tables.name(sequence, NAMES[: min(start + 8, 20) // 4], start // 4)
+        tables.name(sequence, NAMES[: min(start + 8, 20) // 4], start // 4, range(20))
     tables.release(sequence, 21)
     found = tables.find(NAMES[:5])
     assert found[0] == sequence[0] and owned(found[1]) == [3, 4]  # a token at 20 sees 15 to 20

@@ -13,7 +13,7 @@ from duetto.serve.batch.answers import Answers
 from duetto.serve.batch.job import BatchOptions
 from duetto.serve.batch.lines import Address, RawLine, address_of, decode, task_of
 from duetto.serve.batch.run import run_batch
-from duetto.serve.openai.tasks import RequestError
+from duetto.serve.openai.refusing import RequestError
 
 
 def deep(levels: int, inside: str = "1") -> str:

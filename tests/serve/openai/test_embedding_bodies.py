@@ -7,7 +7,7 @@ import pytest
 
 from duetto import PoolingParams
 from duetto.serve.openai.embeddings import MOST_INPUTS, inputs_of, reply
-from duetto.serve.openai.tasks import RequestError
+from duetto.serve.openai.refusing import RequestError
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from duetto.serve.openai.refusing import RequestError
 from duetto.serve.openai.responses import task_of_response
-from duetto.serve.openai.tasks import RequestError
 
 ITEMS = [
     {"role": "developer", "content": "Be short."},

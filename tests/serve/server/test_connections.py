@@ -8,7 +8,7 @@ import time
 import pytest
 
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.running import reserved, reuse
+from duetto.serve.server.address import reserved, reuse
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first-key\r\n"
 BODY = json.dumps({"prompt": "def", "max_tokens": 2}).encode()

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from duetto.serve.server.address import is_of_this_machine
 from duetto.serve.server.keys import Keys, keys_in
-from duetto.serve.server.running import is_of_this_machine
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.serve.api.driver import Piece
-from duetto.serve.openai.tasks import RequestError, Task
+from duetto.serve.openai.refusing import RequestError
+from duetto.serve.openai.tasks import Task
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.outputs import CompletionOutput
 from duetto.serve.service import service as services
@@ -21,7 +22,7 @@ from duetto.serve.service.service import Service
 
 
 class Flow:
-    prompt, cached_tokens = (1, 2, 3), 0
+    prompt, cached_tokens, known = (1, 2, 3), 0, ()
 
     def __init__(self):
         self.priority = 0
@@ -39,7 +40,7 @@ class Driver:
         self.left: list[Any] = []
         self.begin, self.leave = self.begun.append, self.left.append
 
-    def flow(self, prompt: Any, params: Any) -> Flow:
+    def flow(self, prompt: Any, params: Any, known: Any) -> Flow:
         self.params = params
         return Flow()
 

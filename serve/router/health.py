@@ -1,0 +1,74 @@
+"""Whether replicas are there, and take requests."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from ..host.streams import tell
+from ..options.router import RouterOptions
+from ..service.errors import HttpError
+from .http import Connection, Lost
+from .line import Line
+from .replicas import Replica
+
+MISSES = 2  # looks without an answer, after which a replica is lost
+
+
+class Health:
+    """Looks at each replica again and again. One that does not answer is lost: what it has goes on elsewhere.
+    One that answers but is not ready, as it ends, keeps what it has."""
+
+    def __init__(self, replicas: Sequence[Replica], line: Line, options: RouterOptions):
+        self._replicas, self._line, self._options = replicas, line, options
+        self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
+        self._since = time.monotonic()  # when a replica was last there
+
+    async def _watch(self, replica: Replica) -> None:
+        missed = 0
+        while True:
+            status = await self._ask(replica, "/ready")
+            if status == 503:
+                status = 500 if await self._ask(replica, "/health") != 200 else 503
+            missed = 0 if status in (200, 503) else missed + 1
+            self._note(replica, status, missed)
+            await asyncio.sleep(self._options.health_period)
+
+    def _note(self, replica: Replica, status: int, missed: int) -> None:
+        before = replica.is_up, replica.is_ready
+        if not missed:
+            replica.is_up, replica.is_ready = True, status == 200
+        elif missed >= MISSES and replica.is_up:
+            replica.lose()
+        if before != (replica.is_up, replica.is_ready):
+            state = "ready" if replica.is_ready else "draining" if replica.is_up else "lost"
+            tell(f"duetto: {replica} is {state}")
+        self._line.advance()
+        self._fail_if_alone()
+
+    def _fail_if_alone(self) -> None:
+        now = time.monotonic()
+        if any(one.is_up for one in self._replicas):
+            self._since = now
+        elif now - self._since > self._options.max_absence:
+            self._line.fail(HttpError(503, "no replica is there", "unavailable"))
+
+    async def _ask(self, replica: Replica, path: str) -> int:
+        """The status of an open path; 0 where none came in time."""
+        try:
+            async with asyncio.timeout(self._options.health_timeout):
+                return await status_of(replica, path)
+        except (Lost, TimeoutError):
+            return 0
+
+    def close(self) -> None:
+        for look in self._looks:
+            look.cancel()
+
+
+async def status_of(replica: Replica, path: str) -> int:
+    connection = await Connection.to(replica.target)
+    try:
+        connection.ask("GET", path, ())
+        return await connection.status()
+    finally:
+        connection.abort()

@@ -1,0 +1,124 @@
+"""HTTP/1.1 as a router needs it: a connection a request, whose answer is read as it comes.
+
+A connection is not used twice: one that its server closes at that moment would leave open whether the request
+had begun.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httptools
+
+PIECE = 1 << 16  # bytes that are read at a time
+CONNECT = 5.0  # seconds
+Headers = list[tuple[bytes, bytes]]
+
+
+class Lost(Exception):
+    """A server is not there, or went away before its answer was whole."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a server is."""
+
+    host: str
+    port: int
+    is_secret: bool = False
+
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        place = urlsplit(url)
+        secret = place.scheme == "https"
+        return cls(place.hostname or "", place.port or (443 if secret else 80), secret)
+
+    def __str__(self) -> str:
+        return f"{'https' if self.is_secret else 'http'}://{self.host}:{self.port}"
+
+
+class Connection:
+    """One request to a server, and its answer. Every method raises Lost where the server is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._has_head = self.is_whole = False
+        self.headers: Headers = []
+
+    @classmethod
+    async def to(cls, target: Target, seconds: float = CONNECT) -> "Connection":
+        secret = ssl.create_default_context() if target.is_secret else None
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(
+                    target.host, target.port, ssl=secret, limit=PIECE
+                )
+        except (OSError, TimeoutError) as error:
+            raise Lost(f"{target}: {error}") from None
+        own = writer.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return cls(reader, writer)
+
+    def ask(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
+        lines = [b"%s %s HTTP/1.1" % (method.encode(), path.encode()), b"host: replica", b"connection: close"]
+        lines += [b"%s: %s" % header for header in headers]
+        lines += [b"content-length: %d" % len(body)] if body or method == "POST" else []
+        self._writer.write(b"\r\n".join([*lines, b"", body]))
+
+    async def status(self) -> int:
+        """Of the answer, once its head is here."""
+        while not self._has_head:
+            await self._read()
+        return self._parser.get_status_code()
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """The body, as it comes."""
+        while True:
+            if self._body:
+                found, self._body = b"".join(self._body), []
+                yield found
+            elif self.is_whole:
+                return
+            else:
+                await self._read()
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def _read(self) -> None:
+        try:
+            await self._writer.drain()
+            data = await self._reader.read(PIECE)
+            if not data:
+                raise Lost("the answer has no end")
+            self._parser.feed_data(data)
+        except (OSError, httptools.HttpParserError) as error:
+            raise Lost(str(error)) from None
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    # ------------------------------------------------------------ what the parser says
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True

@@ -1,0 +1,96 @@
+"""What the pages of a prompt are called here, before any replica has read it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from ...kvcache.names import extend, root
+from ..text.chat import ChatTemplateError, apply_chat, check_messages
+from ..text.tokenizer import Tokenizer
+
+LETTERS = 4  # bytes of text that are about a token
+MOST = 1 << 17  # tokens of a prompt that are looked at
+TEXT, TOKENS = root("text"), root("tokens")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The names of a prompt's full pages of `page` tokens each, and how many tokens it has, or about has."""
+
+    names: Sequence[bytes] = ()
+    page: int = 1
+    tokens: int = 0
+
+
+class Naming(Protocol):
+    """How prompts are named."""
+
+    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
+
+
+class Texts:
+    """Names of pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model,
+    and takes microseconds where a tokenizer takes milliseconds; what a replica says of its pages cannot be
+    read this way."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+
+    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
+        given = asked(path, body)
+        if is_ids(given):
+            return named(given, self.page_size, TOKENS)
+        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        letters = memoryview(text.encode(errors="replace")[: MOST * LETTERS])
+        found = named(letters, self.page_size * LETTERS, TEXT)
+        return Prompt(found.names, self.page_size, found.tokens // LETTERS)
+
+
+class Tokens:
+    """Names of pages of tokens, as the replicas' caches have them."""
+
+    def __init__(self, tokenizer: Tokenizer, page_size: int):
+        self.tokenizer, self.page_size = tokenizer, page_size
+
+    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
+        given = asked(path, body)
+        try:
+            return named(given if is_ids(given) else self._ids(given, body), self.page_size, TOKENS)
+        except (ChatTemplateError, ValueError, TypeError):
+            return Prompt()  # what is wrong with it a replica says
+
+    def _ids(self, given: Any, body: Mapping[str, Any]) -> list[int]:
+        if isinstance(given, str):
+            return self.tokenizer.encode(given, most=MOST)
+        variables = body.get("chat_template_kwargs") or {}
+        return apply_chat(self.tokenizer, check_messages(given), MOST, **variables)
+
+
+def asked(path: str, body: Mapping[str, Any]) -> Any:
+    """The text, token ids or messages that a body asks about; of several prompts the first."""
+    if path.endswith("/chat/completions"):
+        return body.get("messages") or []
+    if path.endswith("/responses"):
+        return messages_of(body)
+    given = body.get("input") if path.endswith("/embeddings") else body.get("prompt")
+    several = isinstance(given, list) and given and isinstance(given[0], (str, list))
+    return given[0] if several else given or ""  # type: ignore[index]
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Any]:
+    """About what a response's template is given."""
+    given, told = body.get("input"), body.get("instructions")
+    before = [{"role": "system", "content": told}] if told else []
+    return [*before, *([{"role": "user", "content": given}] if isinstance(given, str) else given or [])]
+
+
+def is_ids(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
+
+
+def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:
+    names: list[bytes] = []
+    extend(names, tokens, min(len(tokens), MOST) // page_size, page_size, start)
+    return Prompt(names, page_size, len(tokens))

@@ -1,0 +1,228 @@
+"""A request through the router: to a replica, and on to another where the first is lost."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ..endpoints.body import read_body
+from ..host.streams import tell
+from ..options.router import RouterOptions
+from ..options.server import ServerOptions
+from ..service.errors import HttpError
+from ..service.streams import ClientLeft, while_read
+from .http import Connection, Headers, Lost
+from .line import Line
+from .prompts import Naming, Prompt
+from .replicas import Job, Replica
+from .streams import Plain, Resumable
+
+LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
+STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+BUSY = (429, 502, 503)  # another replica may answer otherwise
+OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
+ANEW = {
+    b"accept-encoding",
+    b"expect",
+    b"origin",
+    b"sec-fetch-site",
+    *OWN,
+}  # of requests: the router has looked
+
+
+@dataclass
+class Asked:
+    """What a client asks for, and what it has got of it."""
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+    stream: Resumable | None = None
+    has_head: bool = False  # that of the answer has been sent
+
+    @property
+    def sent(self) -> bytes:
+        return self.body if self.stream is None else self.stream.body
+
+
+class Proxy:
+    """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
+    has not begun is asked for again."""
+
+    def __init__(self, line: Line, naming: Naming, options: RouterOptions, server: ServerOptions):
+        self.line, self.naming, self.options, self.server = line, naming, options, server
+        self.under_way = self.resumed = self.retried = 0
+        self.idle = asyncio.Event()
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_draining:
+            raise HttpError(503, "the router is ending", "unavailable")
+        with self._under_way():
+            try:
+                request = Request(scope, receive)
+                body = await read_body(request, self.server) if scope["method"] == "POST" else b""
+                asked, fields = self._asked(scope, body)
+                job = Job(await self._named(asked.path, fields, len(body)))
+                place = self.line.place(scope.get("client_name", ""), job.prompt.tokens + wanted(fields))
+                await while_read(receive, self._answer(asked, job, place, send))
+            except ClientLeft:
+                pass
+
+    @contextmanager
+    def _under_way(self):
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if self.is_draining and not self.under_way:
+                self.idle.set()
+
+    def drain(self) -> None:
+        """Take no more requests; `idle` is set when those under way are done."""
+        self.is_draining = True
+        if not self.under_way:
+            self.idle.set()
+
+    def _asked(self, scope: Scope, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
+        path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
+        headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
+        asked, fields = Asked(scope["method"], path, headers, body), read(body)
+        if self.options.resume and fields.get("stream") is True and fields.get("resume") is None:
+            asked.stream = Resumable(fields) if scope["path"] in STREAMS else None
+        return asked, fields
+
+    async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
+        if not fields:
+            return Prompt()
+        if size > LONG:
+            return await asyncio.to_thread(self.naming, path, fields)
+        return self.naming(path, fields)
+
+    # ------------------------------------------------------------ replicas, one after the other
+
+    async def _answer(self, asked: Asked, job: Job, place: int, send: Send) -> None:
+        for attempt in range(1, self.options.attempts + 1):
+            last = attempt == self.options.attempts
+            replica = await self._replica(asked, job, place, send)
+            if replica is None:
+                return
+            try:
+                if await self._asked_of(replica, asked, job, send, last):
+                    return
+                job.left.add(replica)
+            except Lost as lost:
+                tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
+                replica.is_ready = False  # until the next look at its health
+                if await self._is_over(asked, send, last):
+                    return
+            finally:
+                self.line.leave(replica, job)
+            self.resumed += asked.has_head
+            self.retried += not asked.has_head
+
+    async def _replica(self, asked: Asked, job: Job, place: int, send: Send) -> Replica | None:
+        """Whoever has the request next; none where the client was told that there is nobody."""
+        try:
+            return await self.line.replica(job, place)
+        except HttpError as error:
+            if not asked.has_head:
+                raise
+            await fail(error, send)
+            return None
+
+    async def _is_over(self, asked: Asked, send: Send, last: bool) -> bool:
+        """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
+        nothing has been sent."""
+        error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
+        if asked.has_head and (last or asked.stream is None):
+            await fail(error, send)
+            return True
+        if last:
+            raise error
+        return False
+
+    async def _asked_of(self, replica: Replica, asked: Asked, job: Job, send: Send, last: bool) -> bool:
+        """Whether a replica has answered. Raises Lost."""
+        connection = await Connection.to(replica.target)
+        replica.connections.add(connection)
+        try:
+            connection.ask(asked.method, asked.path, asked.headers, asked.sent)
+            status = await connection.status()
+            if status in BUSY and not last and self._others(job, replica):
+                return False
+            replica.begun(job)
+            kind = dict(connection.headers).get(b"content-type", b"")
+            if status == 200 and kind.startswith(b"text/event-stream"):
+                await self._stream(connection, asked, send, last)
+            else:
+                await self._whole(connection, status, asked, send)
+            return True
+        finally:
+            replica.connections.discard(connection)
+            connection.abort() if not connection.is_whole else await connection.close()
+
+    def _others(self, job: Job, replica: Replica) -> bool:
+        return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
+
+    async def _whole(self, connection: Connection, status: int, asked: Asked, send: Send) -> None:
+        body = await connection.body()
+        if asked.has_head:  # a stream that cannot go on there
+            return await fail(HttpError(502, told_in(body), "replica_lost"), send)
+        headers = [header for header in connection.headers if header[0] not in OWN]
+        await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, connection: Connection, asked: Asked, send: Send, last: bool) -> None:
+        stream = asked.stream
+        if not asked.has_head:
+            headers = [header for header in connection.headers if header[0] not in OWN]
+            await begin(asked, 200, headers, send)
+        if stream is not None:
+            stream.begin()
+        own = stream or Plain()
+        async with aclosing(connection.pieces()) as pieces:
+            async for piece in pieces:
+                if passed := own.take(piece):
+                    await send({"type": "http.response.body", "body": passed, "more_body": True})
+        if stream is not None and not stream.is_whole and not last:
+            raise Lost("the stream has ended before its last event")
+        await send({"type": "http.response.body", "body": own.held})
+
+
+async def begin(asked: Asked, status: int, headers: Headers, send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    asked.has_head = True
+
+
+async def fail(error: HttpError, send: Send) -> None:
+    """Ends a stream that has begun with an error."""
+    body = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+    await send({"type": "http.response.body", "body": body})
+
+
+def read(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body; none of what is no JSON object, which a replica refuses."""
+    try:
+        found = msgspec.json.decode(body) if body else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def wanted(fields: Mapping[str, Any]) -> int:
+    """Tokens that a request may generate, as far as it says."""
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    return next((fields[name] for name in names if type(fields.get(name)) is int), 0)
+
+
+def told_in(body: bytes) -> str:
+    error = read(body).get("error")
+    return str(error.get("message")) if isinstance(error, dict) else "the replica cannot go on"

@@ -1,0 +1,85 @@
+"""Servers that compute nothing: what a router asks of them, and their ways to fail."""
+
+import asyncio
+import json
+from typing import Any
+
+HEAD = "HTTP/1.1 {} OK\r\ncontent-type: {}\r\n"
+EVENT = 'data: {{"id": "{}", "choices": [{{"index": 0, "text": "{} "}}]}}\n\n'
+
+
+class FakeReplica:
+    """Says the numbers from 0 on, a token each, as a stream that can go on elsewhere; `dies_after` so many of
+    its own it goes away in the middle of an event, and `hangs_after` so many it says nothing more."""
+
+    def __init__(self, tokens: int = 6):
+        self.tokens, self.status, self.is_ready, self.is_alive = tokens, 200, True, True
+        self.dies_after: int | None = None
+        self.hangs_after: int | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.going = asyncio.Event()  # cleared: answers wait
+        self.going.set()
+        self._tasks: set[Any] = set()
+
+    async def start(self) -> "FakeReplica":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())
+        try:
+            await self._answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last at the end
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if not self.is_alive:
+            await asyncio.Event().wait()
+        path = head.split()[1]
+        if path in ("/ready", "/health"):
+            status = 200 if self.is_ready or path == "/health" else 503
+            return writer.write((HEAD.format(status, "text/plain") + "content-length: 0\r\n\r\n").encode())
+        self.headers.append(head)
+        length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length")), 0)
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        self.asked.append(body)
+        await self.going.wait()
+        if body.get("stream") and self.status == 200:
+            return await self._stream(body, writer)
+        text = json.dumps({"said": path} if self.status == 200 else {"error": {"message": "no"}}).encode()
+        if self.dies_after is not None:
+            return writer.transport.abort()
+        kind = HEAD.format(self.status, "application/json")
+        writer.write(f"{kind}content-length: {len(text)}\r\n\r\n".encode() + text)
+
+    async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        chunk = "transfer-encoding: chunked\r\n\r\n"
+        writer.write((HEAD.format(200, "text/event-stream") + chunk).encode())
+        resume = body.get("resume") or {"id": "none"}
+        known = sum(map(len, resume.get("outputs", ())))
+        for i in range(known, self.tokens):
+            if i - known == self.dies_after:
+                await self._say(writer, EVENT.format(resume["id"], i)[:20])
+                return writer.transport.abort()
+            if i - known == self.hangs_after:
+                self.is_alive = False
+                await asyncio.Event().wait()
+            comment = f': tokens {{"0": [{i}]}}\n\n' if "outputs" in resume else ""
+            await self._say(writer, ": ping\n\n" + EVENT.format(resume["id"], i) + comment)
+        await self._say(writer, "data: [DONE]\n\n" + (": end\n\n" if "outputs" in resume else ""))
+        writer.write(b"0\r\n\r\n")
+
+    async def _say(self, writer: asyncio.StreamWriter, text: str) -> None:
+        writer.write(f"{len(text):x}\r\n{text}\r\n".encode())
+        await writer.drain()

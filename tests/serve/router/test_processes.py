@@ -1,0 +1,144 @@
+"""Two servers and a router as users start them, and kills of servers in the middle of streams."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cases.waiting import until
+
+import duetto.checkpoints
+
+pytestmark = pytest.mark.minutes
+DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
+SIZES = ["--max-num-seqs", "8", "--max-prefill-tokens", "64", "--max-model-len", "512", "--page-size", "16"]
+LIMIT = 300.0
+
+
+class Process:
+    """A command that serves, from the line on that says where."""
+
+    def __init__(self, *words: str):
+        command = [sys.executable, "-m", "duetto", *words]
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        self.said: list[str] = []
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        self.said.extend(self.process.stderr or ())
+
+    @property
+    def url(self) -> str:
+        until(lambda: any("/v1" in line for line in self.said) or self.process.poll() is not None)
+        return next(found[1] for line in self.said if (found := re.search(r"at (http\S+)/v1", line)))
+
+    def end(self, sig: int = signal.SIGKILL) -> int:
+        self.process.send_signal(sig)
+        code = self.process.wait(LIMIT)
+        self.reader.join(LIMIT)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        return code
+
+
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return own.getsockname()[1]
+
+
+class Service:
+    """Two servers that tell of their pages, and a router that listens."""
+
+    def __init__(self):
+        self.ports, self.events = ([free_port(), free_port()] for _ in range(2))
+        self.replicas = [self.replica(i) for i in (0, 1)]
+        urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        words = [word for url in urls for word in ("--replica", url)]
+        words += [word for port in self.events for word in ("--kv-events", f"tcp://127.0.0.1:{port}")]
+        own = ["--tokenizer", str(DEMO), "--health-period", "0.2", "--port", "0", "--page-size", "16"]
+        assert all(one.url for one in self.replicas)
+        self.router = Process("route", *words, *own)
+        until(lambda: self.ready == 2)
+
+    def replica(self, i: int) -> Process:
+        events = ["--kv-events-endpoint", f"tcp://*:{self.events[i]}"]
+        own = ["--port", str(self.ports[i]), "--quiet", "--prompt-hold", "0", "--no-serve-while-compiling"]
+        return Process("serve", *SIZES, *events, *own)
+
+    @property
+    def ready(self) -> float:
+        return self.sum("replica_ready")
+
+    def count(self, name: str) -> float:
+        return self.sum(f"{name}_total")
+
+    def sum(self, name: str) -> float:
+        text = httpx.get(f"{self.router.url}/metrics", timeout=LIMIT).text
+        found = re.findall(rf"^duetto:router_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    codes = [made.router.end(signal.SIGTERM), *(one.end(signal.SIGTERM) for one in made.replicas)]
+    assert codes == [0, 0, 0], (made.router.said, [one.said for one in made.replicas])
+
+
+def stream(url: str, body: dict[str, Any], came: threading.Event | None = None) -> tuple[str, str | None]:
+    """The text of a stream and why it ended."""
+    text, reason = "", None
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=LIMIT) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+                reason = reason or event["choices"][0]["finish_reason"]
+                if came is not None and len(text) > 20:
+                    came.set()
+    return text, reason
+
+
+def bodies(turn: int) -> list[dict[str, Any]]:
+    asked = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
+    return [asked | {"prompt": f"def f{turn}(x{i}):\n", "seed": 100 * turn + i} for i in range(6)]
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_streams_outlive_a_server_that_is_killed(service, turn):
+    came, victim = threading.Event(), turn % 2
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(stream, service.router.url, body, came) for body in bodies(turn)]
+        assert came.wait(LIMIT)
+        service.replicas[victim].end()
+        found = [one.result(LIMIT) for one in asked]
+    alive = service.replicas[1 - victim].url
+    assert found == [stream(alive, body) for body in bodies(turn)]
+    assert service.count("resumed") > 0 and service.count("lost") >= 1
+    service.replicas[victim] = service.replica(victim)
+    until(lambda: service.ready == 2)
+
+
+def test_prompts_go_where_their_pages_are(service):
+    before, text = service.count("hit_tokens"), "import os\n" * 60
+    for i in range(4):
+        httpx.post(f"{service.router.url}/v1/completions", json={"prompt": text + str(i), "max_tokens": 1})
+        time.sleep(0.3)  # until its events are heard
+    tokens = httpx.post(f"{service.router.url}/tokenize", json={"prompt": text}).json()["count"]
+    assert service.count("hit_tokens") - before >= 3 * (tokens // 16 - 1) * 16

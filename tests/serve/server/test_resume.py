@@ -1,0 +1,142 @@
+"""Streams that go on in another server, from the tokens that came."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from duetto import LLM
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.server.app import app
+from duetto.serve.service.service import Service
+
+ID = "0123456789abcdef" * 2
+TALK = [{"role": "user", "content": "sort a list"}]
+ASKED = {
+    "text": ("completions", {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 1.0, "n": 2}),
+    "prompts": ("completions", {"prompt": ["import", [60, 61, 62]], "max_tokens": 9, "ignore_eos": True}),
+    "scores": ("completions", {"prompt": "import os", "max_tokens": 9, "logprobs": 2, "temperature": 0.0}),
+    "penalty": ("completions", {"prompt": "x = ", "max_tokens": 12, "repetition_penalty": 1.3, "stop": "zz"}),
+    "chat": ("chat/completions", {"messages": TALK, "max_tokens": 10, "logprobs": True, "top_logprobs": 1}),
+    "response": ("responses", {"input": "sort a list", "max_output_tokens": 10}),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    sizes: Any = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "page_size": 16}
+    with LLM(prompt_hold=0.0, serve_while_compiling=False, use_tqdm_on_load=False, **sizes) as llm:
+        yield llm
+
+
+def ask(llm: LLM, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        service = Service(llm, ServerOptions(), {})
+        transport = httpx.ASGITransport(app(service, [], None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            reply = await client.post(f"/v1/{path}", json=body, timeout=60)
+        await service.close()
+        return reply
+
+    return asyncio.run(asked())
+
+
+def stream(llm: LLM, path: str, body: dict[str, Any], **known: Any) -> list[tuple[list[dict], dict]]:
+    """The events of a stream, in groups with the tokens behind them."""
+    resume = {"id": ID, "created": 1_700_000_000} | known
+    reply = ask(llm, path, body | {"stream": True, "resume": resume})
+    assert reply.status_code == 200, reply.text
+    *pieces, end, nothing = reply.text.split("\n\n")
+    assert (end, nothing) == (": end", "")
+    groups, events = [], []
+    for piece in pieces:
+        if piece.startswith(": tokens "):
+            groups.append((events, json.loads(piece.removeprefix(": tokens "))))
+            events = []
+        elif not piece.startswith(":") and not piece.endswith("[DONE]"):
+            events.append(json.loads(piece.partition("data: ")[2]))
+    return [*groups, (events, {})]
+
+
+def merged(groups: list[tuple[list[dict], dict]]) -> Any:
+    """What a client makes of events: of each choice its texts and lists put together."""
+    found: dict[Any, dict[str, Any]] = {}
+    for event in (event for events, _ in groups for event in events):
+        if "sequence_number" in event:
+            own = found.setdefault("response", {"numbers": [], "text": ""})
+            own["numbers"].append(event["sequence_number"])
+            own["text"] += event.get("delta", "")
+            own["end"] = event.get("response")
+            continue
+        assert event["id"].endswith(ID) and event["created"] == 1_700_000_000
+        for choice in event["choices"]:
+            own = found.setdefault(choice["index"], {"text": "", "scores": [], "roles": 0, "end": None})
+            delta = choice.get("delta", {})
+            own["text"] += choice.get("text", "") + (delta.get("content") or "")
+            own["roles"] += "role" in delta
+            own["end"] = own["end"] or choice["finish_reason"]
+            if choice["logprobs"]:
+                own["scores"].append([*choice["logprobs"].values()])
+    for own in found.values():
+        own["scores"] = [x for parts in zip(*own.get("scores", ()), strict=True) for p in parts for x in p]
+    return found
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_stream_goes_on_from_any_of_its_tokens(llm, name):
+    path, body = ASKED[name]
+    groups = stream(llm, path, body)
+    whole = merged(groups)
+    outputs: list[list[int]] = [[], []]
+    for i, (_, tokens) in enumerate(groups[:-1], 1):
+        for choice, ids in tokens.items():
+            outputs[int(choice)] += ids
+        if i not in (1, 2, 5, len(groups) - 1):
+            continue
+        count = sum(len(events) for events, _ in groups[:i])
+        known = outputs if name in ("text", "prompts") else outputs[:1]
+        llm.engine.tables.forget()  # the other server has seen nothing of it
+        rest = stream(llm, path, body, outputs=known, events=count)
+        both = merged([*groups[:i], *rest])
+        if name == "response":  # how tokens are dealt to events is no promise
+            numbers = both["response"].pop("numbers")
+            assert numbers == list(range(len(numbers)))
+            both["response"]["numbers"] = whole["response"]["numbers"]
+        assert both == whole
+
+
+def test_tokens_that_came_are_counted(llm):
+    path, body = "completions", {"prompt": "import", "max_tokens": 8, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True}
+    groups = stream(llm, path, body)
+    known = [ids for _, tokens in groups[:3] for ids in tokens.get("0", [])]
+    (usage,) = stream(llm, path, body, outputs=[known])[-1][0]
+    assert len(known) == 3 and usage["usage"]["completion_tokens"] == 8
+
+
+WRONG = [
+    ({"id": "x", "created": 0}, "32 hexadecimal digits"),
+    ({"id": ID}, "missing required field `created`"),
+    ({"id": ID, "created": 1, "outputs": [[1], [2]]}, "at most 1 choices"),
+    ({"id": ID, "created": 1, "outputs": [[70000]]}, "outside the vocabulary"),
+    ({"id": ID, "created": 1, "outputs": [[60] * 5]}, "5 tokens are known, but the request ends after 4"),
+]
+
+
+@pytest.mark.parametrize("resume, message", WRONG)
+def test_what_cannot_go_on_is_refused(llm, resume, message):
+    body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True, "resume": resume}
+    reply = ask(llm, "completions", body)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+    assert "only with stream" in ask(llm, "completions", body | {"stream": False}).text
+
+
+def test_times_are_of_the_part_that_is_served_here(llm):
+    before = time.monotonic()
+    known = {"id": ID, "created": 1, "outputs": [[60, 61]]}
+    ask(llm, "completions", {"prompt": "x", "max_tokens": 4, "stream": True, "resume": known})
+    assert llm.engine.meter.e2e.kept[-1] <= time.monotonic() - before
