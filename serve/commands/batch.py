@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...sampling.params import SamplingParams
 from ..batch.fingerprint import fingerprint
@@ -13,7 +14,8 @@ from ..batch.job import BatchOptions
 from ..batch.run import Place, run_batch
 from ..host.devices import default_device, memory_limit
 from ..loading.folder import checked_defaults
-from ..options.flags import given, positive
+from ..options.engine import EngineOptions
+from ..options.flags import given, json_object, positive
 from ..processes.meeting import join
 from .command import (
     cache_flags,
@@ -23,12 +25,16 @@ from .command import (
     engine_flags,
     engine_options,
     finish,
+    llm_arguments,
     model_flags,
     report_flags,
     resolve_once,
     sampling_flags,
     start,
 )
+
+if TYPE_CHECKING:
+    from ..api.remote import Remote
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +57,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="say what the start is doing, and show a bar",
     )
+    parser.add_argument(
+        "--ray", type=positive, metavar="INT", help="engines in so many actors of Ray; needs duetto[ray]"
+    )
+    parser.add_argument(
+        "--ray-options",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='what Ray reserves for each actor, as {"num_gpus": 1}',
+    )
     model_flags(parser)
     report_flags(parser)
     sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
     engine_flags(parser)
     cache_flags(parser)
+
+
+def check_ray(args: argparse.Namespace) -> None:
+    """What actors cannot do ends the program as a usage error."""
+    for name in ("load_cache", "save_cache") if args.ray else ():
+        if vars(args)[name] is not None:
+            args.usage_error(
+                f"--{name.replace('_', '-')} is not allowed beside --ray: caches are the actors' own"
+            )
+    if args.ray and getattr(args, "nnodes", 1) > 1:
+        args.usage_error("--nnodes is not allowed beside --ray: each actor is one process")
+
+
+def start_actors(args: argparse.Namespace, options: EngineOptions) -> "Remote":
+    """Engines in actors of Ray's as one."""
+    from ...ray import RayCrew
+    from ..api.remote import Remote
+    from ..loading.origin import Origin
+
+    tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
+    crew = RayCrew(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
+    return Remote(crew, args.ray, tokenizer, options)
 
 
 def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
@@ -69,6 +107,7 @@ def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
 def run(args: argparse.Namespace) -> int:
     check_report(args)
     check_cache(args)
+    check_ray(args)
     asked = options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
@@ -83,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     join(asked)
     options = options.on(memory_limit(default_device()))
     job = BatchOptions(
-        in_flight=args.in_flight or 4 * options.seats,
+        in_flight=args.in_flight or 4 * options.seats * (args.ray or 1),
         seed=args.seed,
         sampling=sampling,
         model_name=args.model_name,
@@ -94,7 +133,11 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
         options = replace(options, serve_while_compiling=False)
-    begin = partial(start, args, replace(options, prompt_hold=options.patience(awaited=False)))
+    begin = partial(
+        start if args.ray is None else start_actors,
+        args,
+        replace(options, prompt_hold=options.patience(awaited=False)),
+    )
     if options.node_rank:
         begin()  # which ends with rank 0
     return run_batch(

@@ -98,16 +98,18 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     raise_on_interrupt()
     if options.has_tiers:
         check(options)  # what is wrong is said before a model is loaded
-    kept = None if args.compilation_cache == "none" else args.compilation_cache
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
-    llm = LLM(
-        args.model, dtype=args.dtype, tokenizer=args.tokenizer, revision=args.revision,
-        tokenizer_revision=args.tokenizer_revision, download_dir=args.download_dir, compilation_cache=kept,
-        **asdict(options),
-    )  # fmt: skip
+    llm = LLM(**llm_arguments(args, options))
     if args.load_cache is not None:
         llm.load_cache(args.load_cache)
     return llm
+
+
+def llm_arguments(args: argparse.Namespace, options: EngineOptions) -> dict[str, Any]:
+    """What `LLM` is made with."""
+    kept = None if args.compilation_cache == "none" else args.compilation_cache
+    names = ("model", "dtype", "tokenizer", "revision", "tokenizer_revision", "download_dir")
+    return {name: vars(args)[name] for name in names} | {"compilation_cache": kept} | asdict(options)
 
 
 def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:

@@ -7,7 +7,7 @@ from .http import Connection, Target
 from .memory import Memory
 from .prompts import Prompt
 
-ROW = 256  # tokens of prefill that a request which generates is reckoned as
+ROW = 32  # tokens of prefill that a request which generates is reckoned as
 
 
 @dataclass(eq=False)

@@ -39,6 +39,8 @@ class FakeReplica:
             await self._answer(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last at the end
             pass
+        except (ValueError, AttributeError):  # what is asked is no JSON object
+            pass
         finally:
             writer.close()
 

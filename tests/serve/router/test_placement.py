@@ -9,7 +9,7 @@ from duetto.serve.options.router import RouterOptions
 from duetto.serve.router.http import Target
 from duetto.serve.router.memory import Sent, Told
 from duetto.serve.router.prompts import Prompt, Texts, Tokens
-from duetto.serve.router.replicas import Job, Replica, best
+from duetto.serve.router.replicas import ROW, Job, Replica, best
 from duetto.serve.text.tokenizer import Tokenizer
 
 DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
@@ -51,11 +51,11 @@ def test_the_longest_prefix_wins_unless_its_replica_is_busier_by_more_than_that_
     one, two = replica(), replica()
     prompt = Prompt(NAMES, 64, 8 * 64)
     one.take(Job(prompt))
-    assert one.load == 512 + 256 and two.load == 0
-    assert best([one, two], prompt, 9, ()) is two  # 768 + 1 there, 512 here
+    assert one.load == 512 + ROW and two.load == 0
+    assert best([one, two], prompt, 9, ()) is two  # 512 + ROW + 1 there, 512 here
     begun = next(iter(one.jobs))
     one.begun(begun)
-    assert one.load == 256 and best([one, two], prompt, 9, ()) is one  # 256 + 1 there, 512 here
+    assert one.load == ROW and best([one, two], prompt, 9, ()) is one  # ROW + 1 there, 512 here
     assert best([one, two], prompt, 1, ()) is two and best([one, two], prompt, 9, {one}) is two
     two.is_ready = False
     assert best([one, two], prompt, 1, ()) is None

@@ -1,0 +1,210 @@
+"""Engines in processes of their own, on whatever runs processes, as one engine for a batch job.
+
+A job knows them by the protocol of its engine. What a process that is lost had under way is given to another:
+the tokens of a request do not depend on who computes them.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ...sampling.params import SamplingParams
+from ..host.streams import tell
+from ..options.engine import EngineOptions
+from ..outputs import RequestOutput
+from ..text.tokenizer import Tokenizer
+from .intake import Intake
+from .llm import LLM
+
+ENOUGH, MOST = (
+    0.05,
+    1.0,
+)  # seconds of steps after which a worker tells what has ended, if anything; or nothing
+LOSSES = 5  # workers that may be lost in a row, nothing having ended between
+
+
+class Asked(NamedTuple):
+    """A request as a worker is given it."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is to be known of a worker's engine before it is given requests."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    products: str | None
+    process: int = 0  # its number, where it runs
+
+
+class Gone(Exception):
+    """A worker's process has been lost."""
+
+
+class Worker:
+    """An engine that is told in a process of its own what to run, and asked what came of it."""
+
+    def __init__(self, **arguments: Any):
+        self._llm = LLM(**arguments)
+
+    def facts(self) -> Facts:
+        llm = self._llm
+        ends, products = llm._intake.eos_ids, llm.report().get("products")
+        return Facts(
+            llm.config.vocab_size, llm.engine.sizes.max_model_len, ends, products, process=os.getpid()
+        )
+
+    def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
+        """Begin some requests, and go on with all; what has ended."""
+        for id, prompt, params in new:
+            self._llm.add_request(prompt, params, id)
+        begin, ended = time.monotonic(), []
+        while self._llm.has_unfinished_requests():
+            ended += self._llm.step()
+            if time.monotonic() - begin > (ENOUGH if ended else MOST):
+                break
+        return ended
+
+    def report(self, explained: bool = False) -> dict[str, Any]:
+        return self._llm.report(explained)
+
+
+class Crew(Protocol):
+    """Who runs workers. A worker and a promise are whatever it makes of them; where a worker is lost, `got`
+    and `facts` raise Gone."""
+
+    def hire(self) -> Any: ...
+
+    def facts(self, worker: Any) -> Facts: ...
+
+    def take(self, worker: Any, new: Sequence[Asked]) -> Any:
+        """A promise of what `Worker.take` gives."""
+        ...
+
+    def first(self, promises: Sequence[Any]) -> Any:
+        """One that is kept, or broken."""
+        ...
+
+    def got(self, promise: Any) -> list[RequestOutput]: ...
+
+    def report(self, worker: Any, explained: bool) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """Let all workers go."""
+        ...
+
+
+@dataclass
+class Hand:
+    """A worker, the requests that it has, those that it has yet to be given, and what it has promised."""
+
+    worker: Any
+    has: dict[str, Asked] = field(default_factory=dict)
+    new: list[Asked] = field(default_factory=list)
+    promise: Any = None
+    is_known: bool = False  # its products are those of the first
+
+    @property
+    def load(self) -> int:
+        return len(self.has) + len(self.new)
+
+
+class Remote:
+    """Several workers as one engine: `add_request` deals to whoever has least, `step` waits for the first
+    that has something to tell.
+
+    Raises RuntimeError where workers are lost again and again, and where one multiplies otherwise than the
+    first.
+    """
+
+    def __init__(self, crew: Crew, count: int, tokenizer: Tokenizer | None, options: EngineOptions):
+        self._crew, self.tokenizer = crew, tokenizer
+        self._hands = [Hand(crew.hire()) for _ in range(count)]
+        self._facts = self._first_facts()
+        facts = self._facts
+        self._intake = Intake(facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids)
+        self.lost = self._in_a_row = 0
+
+    def _first_facts(self) -> Facts:
+        try:
+            return self._crew.facts(self._hands[0].worker)
+        except Gone as gone:
+            raise RuntimeError(f"no worker could be started: {gone}") from None
+
+    @property
+    def longest_prompt(self) -> int:
+        return self._intake.longest
+
+    def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> str:
+        """Raises ValueError or TypeError for what no worker could run."""
+        self._intake.ticket(request_id, prompt, params)
+        self._deal(Asked(request_id, prompt, params))
+        return request_id
+
+    def _deal(self, asked: Asked) -> None:
+        min(self._hands, key=lambda hand: hand.load).new.append(asked)
+
+    def step(self) -> list[RequestOutput]:
+        """What has ended since the last time; nothing where a worker was lost, or needs longer."""
+        for hand in self._hands:
+            if hand.promise is None and hand.load:
+                hand.promise = self._crew.take(hand.worker, hand.new)
+                hand.has |= {asked.id: asked for asked in hand.new}
+                hand.new = []
+        promises = [hand.promise for hand in self._hands if hand.promise is not None]
+        if not promises:
+            return []
+        first = self._crew.first(promises)
+        hand = next(hand for hand in self._hands if hand.promise is first)
+        hand.promise = None
+        try:
+            ended = self._crew.got(first)
+            self._check(hand)
+        except Gone as gone:
+            self._replace(hand, gone)
+            return []
+        for output in ended:
+            del hand.has[output.request_id]
+        self._in_a_row = 0 if ended else self._in_a_row
+        return ended
+
+    def _replace(self, hand: Hand, gone: Gone) -> None:
+        """Another worker takes the place of one that is lost; all deal its requests again."""
+        self.lost, self._in_a_row = self.lost + 1, self._in_a_row + 1
+        if self._in_a_row > LOSSES:
+            raise RuntimeError(f"{self._in_a_row} workers were lost, one after the other: {gone}")
+        tell(f"duetto: a worker is lost ({gone}); another takes its place")
+        asked = [*hand.has.values(), *hand.new]
+        hand.worker, hand.has, hand.new, hand.is_known = self._crew.hire(), {}, [], False
+        for one in asked:
+            self._deal(one)
+
+    def _check(self, hand: Hand) -> None:
+        """Raises RuntimeError where bits may be others: an accelerator's compiler may choose otherwise."""
+        if hand.is_known:
+            return
+        products = self._crew.facts(hand.worker).products
+        if products != self._facts.products:
+            raise RuntimeError(f"a worker's products are {products}, the first one's {self._facts.products}")
+        hand.is_known = True
+
+    def report(self, explained: bool = False) -> dict[str, Any]:
+        """That of the first worker, of so many."""
+        about = {"workers": len(self._hands), "workers_lost": self.lost}
+        try:
+            return self._crew.report(self._hands[0].worker, explained) | about
+        except Gone:
+            return about | {"products": self._facts.products}
+
+    def save_cache(self, path: str) -> int:
+        raise ValueError("save_cache is not allowed: the workers' caches are elsewhere")
+
+    def close(self) -> None:
+        self._crew.close()

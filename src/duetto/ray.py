@@ -1,0 +1,207 @@
+"""Batch inference on Ray, in the shape of `ray.data.llm`, and the same class for whatever else calls one with
+batches.
+
+    processor = build_processor(ProcessorConfig("Qwen/Qwen3-0.6B", concurrency=4), preprocess, postprocess)
+    dataset = processor(dataset)
+
+Ray is an extra of duetto's (`pip install 'duetto[ray]'`); `Predictor` does without it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from .sampling.params import SamplingParams
+from .serve.api.llm import LLM
+from .serve.api.remote import Asked, Facts, Gone, Worker
+from .serve.outputs import RequestOutput
+
+ERROR = "__inference_error__"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ProcessorConfig:
+    """How a dataset is answered; names are those of `vLLMEngineProcessorConfig`.
+
+    `engine_kwargs` are keywords of `LLM`; `concurrency` the number of actors, or the least and the most;
+    `batch_size` the rows that one is given at a time; `resources` what Ray reserves for each, as
+    `{"num_gpus": 1}`; `sampling_params` those of rows that do not say otherwise. A row that is wrong ends the
+    job, unless it `should_continue_on_error`: then its column `__inference_error__` says what is wrong.
+    """
+
+    model_source: str | None = None
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    concurrency: int | tuple[int, int] = 1
+    batch_size: int = 64
+    resources: Mapping[str, float] = field(default_factory=dict)
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    should_continue_on_error: bool = False
+
+
+class Predictor:
+    """Answers batches, columns by their names or pandas frames: what it is given comes back with the columns
+    `generated_text`, `generated_tokens`, `num_generated_tokens`, `num_input_tokens` and
+    `__inference_error__`, which is empty where all is well.
+
+    A row has `messages`, or `prompt`, or `tokenized_prompt`, and may have `sampling_params`. One without a
+    seed has its number in the batch for that.
+    """
+
+    def __init__(self, config: ProcessorConfig):
+        self.config = config
+        own: dict[str, Any] = {"use_tqdm_on_load": False} | dict(config.engine_kwargs)
+        self._llm = LLM(config.model_source, **own)
+        self._defaults = self._llm.get_default_sampling_params()
+
+    def __call__(self, batch: Any) -> Any:
+        is_frame = hasattr(batch, "assign")
+        columns = {name: list(batch[name]) for name in batch}
+        count = len(next(iter(columns.values()), []))
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(count)]
+        found = self._answers(rows)
+        new = {name: [row[name] for row in found] for name in (found[0] if found else answer(None, ""))}
+        return batch.assign(**new) if is_frame else columns | new
+
+    def _answers(self, rows: Sequence[Row]) -> list[Row]:
+        begun: dict[str, int] = {}
+        found: list[Row] = [{}] * len(rows)
+        for i, row in enumerate(rows):
+            try:
+                begun[self._begin(i, row)] = i
+            except Exception as error:
+                if not self.config.should_continue_on_error:
+                    self._abort(begun)
+                    raise
+                found[i] = answer(None, f"{type(error).__name__}: {error}")
+        while begun:
+            for output in self._llm.step():
+                if (place := begun.pop(output.request_id, None)) is not None:
+                    found[place] = answer(output, "")
+        return found
+
+    def _begin(self, i: int, row: Row) -> str:
+        params = self._params(row.get("sampling_params"), i)
+        if row.get("tokenized_prompt") is not None:
+            prompt: Any = [int(token) for token in row["tokenized_prompt"]]
+        elif row.get("messages") is not None:
+            prompt = self._llm.chat_prompt([dict(message) for message in row["messages"]])
+        elif isinstance(row.get("prompt"), str):
+            prompt = row["prompt"]
+        else:
+            raise ValueError("a row has messages, prompt or tokenized_prompt")
+        return self._llm.add_request(prompt, params)
+
+    def _params(self, given: Any, i: int) -> SamplingParams:
+        own = {name: plain(value) for name, value in dict(given or {}).items() if value is not None}
+        merged = {name: getattr(self._defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return SamplingParams.from_dict(merged | {"seed": i} | dict(self.config.sampling_params) | own)
+
+    def _abort(self, begun: Mapping[str, int]) -> None:
+        for id in begun:
+            self._llm.abort(id)
+        while self._llm.has_unfinished_requests():
+            self._llm.step()
+
+
+def plain(value: Any) -> Any:
+    """A value without numpy's types."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def answer(output: RequestOutput | None, error: str) -> Row:
+    """The columns of a row."""
+    one = None if output is None else output.outputs[0]
+    return {
+        "generated_text": "" if one is None else one.text,
+        "generated_tokens": [] if one is None else list(one.token_ids),
+        "num_generated_tokens": 0 if one is None else len(one.token_ids),
+        "num_input_tokens": 0 if output is None else len(output.prompt_token_ids),
+        ERROR: error,
+    }
+
+
+# ---------------------------------------------------------------- Ray
+
+
+def build_processor(
+    config: ProcessorConfig,
+    preprocess: Callable[[Row], Row] | None = None,
+    postprocess: Callable[[Row], Row] | None = None,
+) -> Callable[[Any], Any]:
+    """What makes a dataset of Ray's of another: each row goes through `preprocess`, a `Predictor` and
+    `postprocess`, which rows with an error bypass."""
+
+    def processor(dataset: Any) -> Any:
+        strategy = pool_of(config.concurrency)
+        if preprocess is not None:
+            dataset = dataset.map(preprocess)
+        dataset = dataset.map_batches(
+            Predictor,
+            fn_constructor_args=(config,),
+            batch_size=config.batch_size,
+            compute=strategy,
+            **config.resources,
+        )
+        return dataset if postprocess is None else dataset.map(partial(finished, postprocess))
+
+    return processor
+
+
+def pool_of(concurrency: int | tuple[int, int]) -> Any:
+    make = import_module("ray.data").ActorPoolStrategy
+    if isinstance(concurrency, int):
+        return make(size=concurrency)
+    return make(min_size=concurrency[0], max_size=concurrency[1])
+
+
+def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
+    return row if row[ERROR] else postprocess(row) | {ERROR: ""}
+
+
+class RayCrew:
+    """Workers as Ray's actors, for `serve/api/remote.py`. Raises ValueError, saying what to install, without
+    Ray."""
+
+    def __init__(self, arguments: Mapping[str, Any], options: Mapping[str, Any]):
+        try:
+            self._ray = import_module("ray")
+        except ImportError:
+            raise ValueError("ray is not allowed: there is no ray; pip install 'duetto[ray]'") from None
+        if not self._ray.is_initialized():
+            self._ray.init(log_to_driver=False, include_dashboard=False)
+        own = {"max_restarts": 0} | dict(options)
+        self._make = partial(self._ray.remote(Worker).options(**own).remote, **arguments)
+        self._workers: list[Any] = []
+
+    def hire(self) -> Any:
+        self._workers.append(self._make())
+        return self._workers[-1]
+
+    def facts(self, worker: Any) -> Facts:
+        return self.got(worker.facts.remote())
+
+    def take(self, worker: Any, new: Sequence[Asked]) -> Any:
+        return worker.take.remote(list(new))
+
+    def first(self, promises: Sequence[Any]) -> Any:
+        (found,), _ = self._ray.wait(list(promises), num_returns=1)
+        return found
+
+    def got(self, promise: Any) -> Any:
+        """Raises Gone where the actor has died, and RuntimeError for what its engine raised."""
+        try:
+            return self._ray.get(promise)
+        except self._ray.exceptions.RayActorError as error:
+            raise Gone(str(error).strip().splitlines()[0]) from None
+        except self._ray.exceptions.RayTaskError as error:
+            raise RuntimeError(str(error)) from None
+
+    def report(self, worker: Any, explained: bool) -> dict[str, Any]:
+        return self.got(worker.report.remote(explained))
+
+    def close(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker)
