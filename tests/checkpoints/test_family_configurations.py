@@ -96,7 +96,8 @@ def test_defaults_of_gpt_oss():
 
 
 def has_rope(kind: str, **fields) -> list[bool]:
-    return [layer.mixer.rope is not None for layer in config_of(kind, **fields).layers]
+    mixers = [layer.mixer for layer in config_of(kind, **fields).layers]
+    return [isinstance(mixer, GroupedQuery) and mixer.rope is not None for mixer in mixers]
 
 
 def test_layers_without_a_rope():

@@ -11,6 +11,7 @@ from duetto import SamplingParams
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
+from duetto.model.kinds.attention import GroupedQuery
 from duetto.sampling.neutral import NEUTRAL
 from duetto.serve.loading.folder import DEMO, load_folder
 from duetto.serve.loading.origin import Origin
@@ -109,7 +110,8 @@ def test_fields_of_config_json_can_be_overridden():
         assert {file.name for file in folder.iterdir()} == {file.name for file in DEMO.iterdir()}
     assert not folder.exists()
     assert config.max_position == 4096 and read_config(DEMO).max_position == 1024
-    assert config.layers[0].mixer.rope.kind == "yarn"
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, GroupedQuery) and mixer.rope is not None and mixer.rope.kind == "yarn"
     with overridden(DEMO, {}) as folder:
         assert folder == DEMO
 
