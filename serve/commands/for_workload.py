@@ -159,7 +159,7 @@ def estimated(answer: Answer) -> dict[str, Any]:
     return {"name": answer.candidate.name, "bears": answer.steady.rate, "devices": answer.candidate.devices}
 
 
-def summary(load: Workload) -> dict[str, float]:
+def summary(load: Workload) -> dict[str, Any]:
     names = "rate", "prompt", "output", "shared", "longest"
     return {"requests": len(load.entries)} | {name: getattr(load, name) for name in names}
 
