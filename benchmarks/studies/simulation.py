@@ -1,0 +1,233 @@
+"""The simulation held against the real engine: the Azure trace on this machine at some loads.
+
+    python benchmarks/studies/simulation.py --requests 80 --rounds 2 --json FILE
+    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python benchmarks/studies/simulation.py --processor-time
+
+For each load the shipped model serves requests of the trace, scaled down, at the trace's own moments; how
+long each of its calls took is noted (each is waited for: a CPU runs it at once anyway), and what the host
+needed for a step beside. Then the same requests are served in simulated time, with these times in two ways:
+as a line over the tokens in the cache for each shape, which is what a plan knows; and by the moment, each
+call as long as the one of its shape that was on its way then, since other work makes a machine slow for a
+while. Loads take turns, in rounds; a load is a share of what the engine gives where all requests are there at
+once. Printed is how far each simulation is off. With --processor-time the engine's clock is the process's own
+time on a processor, so that what others do there is left out: what a quiet core would show.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.traces import AZURE, Entry, Scale, read
+from duetto import LLM
+from duetto.model.pair import target_of
+from duetto.serve.engine.engine import Engine
+from duetto.serve.engine.plan import Work
+from duetto.serve.engine.request import Clock, Request
+from duetto.serve.engine.rows import batch_of
+from duetto.serve.programs.shapes import Shape
+from duetto.serve.simulation.run import GREEDY, Simulation
+from duetto.serve.simulation.times import Call, Measured
+from duetto.serve.simulation.traces import faster
+
+SEATS, LONGEST = 8, 512
+SCALE = Scale(8, 256, 64)
+LOADS = 0.3, 0.6, 0.8, 0.95
+BOUNDS = {"ttft_p50": 0.1, "tpot_p50": 0.1, "ttft_p99": 0.2, "tpot_p99": 0.2, "tokens_per_second": 0.05}
+
+
+class Sample(NamedTuple):
+    """A call: when its results arrived, and what it was."""
+
+    at: float
+    shape: Shape
+    cached: int
+    seconds: float
+
+
+class Wall:
+    """The time, and waiting until a moment."""
+
+    def __call__(self) -> float:
+        return time.monotonic()
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(moment - self(), 0))
+
+
+class Processor:
+    """Seconds that this process has had a processor, and those that it has waited for a request."""
+
+    waited = 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self.waited
+
+    def wait_until(self, moment: float) -> None:
+        self.waited += max(moment - self(), 0)
+
+
+class Moments:
+    """Times of calls by the moment: those of the call of their shape that was on its way then, or came next;
+    of shapes that did not run, those of the nearest in area, in proportion."""
+
+    stages = 1
+
+    def __init__(self, samples: list[Sample]):
+        self.clock: Callable[[], float] = lambda: 0.0
+        self.known: dict[Shape, list[tuple[float, float]]] = {}
+        for sample in samples:
+            self.known.setdefault(sample.shape, []).append((sample.at, sample.seconds))
+
+    def __call__(self, call: Call) -> tuple[float]:
+        own = [shape for shape in self.known if shape.phase == call.shape.phase]
+        near = min(own, key=lambda shape: abs(shape.area - call.shape.area))
+        found, now = self.known[near], self.clock()
+        _, seconds = found[min(bisect_right(found, (now, math.inf)), len(found) - 1)]
+        return (seconds * call.shape.area / near.area,)
+
+
+def served(
+    engine: Engine, entries: list[Entry], clock: Wall | Processor
+) -> tuple[dict[str, float], list[Sample], float]:
+    """What requests see that arrive by a clock, the calls that were made, and the host's seconds for a
+    step."""
+    begin, coming = clock(), list(enumerate(entries))
+    samples: list[Sample] = []
+    ended: list[Request] = []
+
+    own_run, cached = engine.programs.run, 0
+
+    def told(programs: Any, shape: Shape, works: dict[int, Work]) -> Any:
+        nonlocal cached
+        cached = sum(work.start for work in works.values())
+        return batch_of(programs, shape, works)
+
+    def run(shape: Shape, arguments: Any, batch: Any) -> Any:
+        at = clock()
+        given = jax.block_until_ready(own_run(shape, arguments, batch))
+        samples.append(Sample(clock() - begin, shape, cached, clock() - at))
+        return given
+
+    engine.programs.run, engine._told, engine.on_end = run, told, ended.append
+    engine.meter.now = clock
+    worked, steps = 0.0, 0
+    draw = np.random.default_rng()  # other prompts each time: none is found in the cache
+    prompts = [draw.integers(3, 2000, e.prompt).tolist() for e in entries]
+    while coming or engine.has_work:
+        now = clock() - begin
+        while coming and coming[0][1].arrival <= now:
+            i, entry = coming.pop(0)
+            end, own = entry.prompt + entry.output, Clock(begin + entry.arrival, now=clock)
+            engine.submit(Request(str(i), prompts[i], GREEDY, 0, end, arrival=i, clock=own))
+        if engine.has_work:
+            at = clock()
+            engine.step()
+            worked, steps = worked + clock() - at, steps + 1
+        elif coming:
+            clock.wait_until(begin + coming[0][1].arrival)
+    seconds = max(r.clock.finish for r in ended) - begin - entries[0].arrival
+    metrics = [r.metrics() for r in ended]
+    spans = {
+        f"{name}_p{p}": float(np.percentile([getattr(m, name) for m in metrics], p))
+        for name in ("ttft", "tpot")
+        for p in (50, 99)
+    }
+    engine.programs.run = own_run
+    host = (worked - sum(sample.seconds for sample in samples)) / steps
+    tokens = sum(m.num_generation_tokens for m in metrics)
+    return spans | {"tokens_per_second": tokens / seconds}, samples, host
+
+
+def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: float) -> dict[str, float]:
+    """The same in simulated time."""
+    engine = llm.engine
+    own = Simulation(
+        engine.config.target,
+        target_of(engine.everything),
+        llm.options,
+        engine.sizes,
+        times,
+        "cpu",
+        classes=engine.classes,
+        host=lambda rows: host,
+        inline=True,
+    )
+    if isinstance(times, Moments):
+        times.clock = own.clock
+    found = own.serve(entries)
+    spans = {f"{name}_p{p}": found[name][f"p{p}"] for name in ("ttft", "tpot") for p in (50, 99)}
+    return spans | {"tokens_per_second": found["tokens_per_second"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    clock = Processor() if args.processor_time else Wall()
+    entries = [SCALE(e) for e in read(AZURE)[: args.requests]]
+    rows: list[dict[str, Any]] = []
+    with LLM(
+        max_num_seqs=SEATS, max_model_len=LONGEST, max_prefill_tokens=256, serve_while_compiling=False
+    ) as llm:
+        at_once = [Entry(0.0, e.prompt, e.output) for e in entries]
+        served(llm.engine, at_once, clock)
+        best = served(llm.engine, at_once, clock)[0]["tokens_per_second"]
+        rate = sum(e.output for e in entries) / (entries[-1].arrival - entries[0].arrival)
+        for i in range(args.rounds):
+            for share in LOADS:
+                played = list(faster(entries, share * best / rate))
+                real, samples, host = served(llm.engine, played, clock)
+                lines = Measured.of(sample[1:] for sample in samples)
+                guesses = {
+                    "lines": simulated(llm, played, lines, host),
+                    "moments": simulated(llm, played, Moments(samples), host),
+                }
+                off = {
+                    way: {name: guess[name] / real[name] - 1 for name in real}
+                    for way, guess in guesses.items()
+                }
+                ready = os.getloadavg()[0]
+                rows.append(
+                    {"round": i, "load": share, "real": real, "off": off, "host": host, "ready": ready}
+                    | guesses
+                )
+                told = "  ".join(
+                    f"{name} {real[name]:.4g} ({off['lines'][name]:+.0%}, {off['moments'][name]:+.0%})"
+                    for name in real
+                )
+                print(f"round {i}, load {share}: {told}; {ready:.0f} processes ready", flush=True)
+    if args.json:
+        about = {
+            "date": str(date.today()),
+            "machine": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "jax": jax.__version__,
+            "model": "demo",
+            "seats": SEATS,
+            "requests": args.requests,
+            "clock": type(clock).__name__,
+            "xla_flags": os.environ.get("XLA_FLAGS"),
+            "scale": asdict(SCALE),
+            "bounds": BOUNDS,
+            "best": best,
+        }
+        Path(args.json).write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
