@@ -1,7 +1,6 @@
 """One thread that drives an engine for an event loop: requests go in through a queue, and what a step has
 brought for all of them comes out in one call."""
 
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from ..outputs import CompletionOutput, RequestOutput
 from .embedding import embedding_of, making
 from .intake import Intake, Prompt
 from .llm import LLM
+from .threads import Orders, obey
 from .ticket import Cursor, Ticket
 
 
@@ -81,7 +81,7 @@ class Driver:
     ):
         self._llm, self._session = llm, llm._session
         self._deliver, self._failed = deliver, failed
-        self._orders = queue.SimpleQueue[Callable[[], None] | None]()
+        self._orders = Orders()
         self._flows: dict[str, Flow] = {}  # under way
         self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
         self._thread.start()
@@ -126,7 +126,7 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while obey(self._orders, wait=not self._flows and not self._session.engine.has_work):
                 with self._session.turn():
                     if self._session.engine.has_work:
                         self._session.engine.step()
@@ -139,15 +139,3 @@ class Driver:
                     self._deliver(pieces)
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for answers
             self._failed(error)
-
-    def _obey(self) -> bool:
-        """Do what was asked for since the last step, or wait for it where there is nothing to do; False at
-        the end."""
-        wait = not self._flows and not self._session.engine.has_work
-        while wait or not self._orders.empty():
-            order = self._orders.get()
-            if order is None:
-                return False
-            order()
-            wait = False
-        return True

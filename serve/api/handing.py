@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ..programs.transfers import MOST
 from ..tiers.tier import Content, Key, key_of
 from ..tiers.tiering import Tiering
 from .session import Session
+from .threads import Orders, obey
 from .ticket import Ticket
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
@@ -42,7 +43,7 @@ class Prefills:
         self.room, self.is_here = int(options.host_space * GIB), False
         self.realm: bytes | None = None
         self._numbers = itertools.count()
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders = Orders()
         self._under_way: dict[int, tuple[Ticket, Ready]] = {}
         self._offers: deque[tuple[list[bytes], list[bytes], Ready]] = deque()  # names to offer, and all names
         self._thread = threading.Thread(target=self._run, name="duetto-prefills", daemon=True)
@@ -84,7 +85,7 @@ class Prefills:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while obey(self._orders, wait=not (self._under_way or self._offers)):
                 self._step()
         except Exception as error:  # noqa: BLE001 - whoever waits computes the prompts
             warn(f"no prompts are computed for others any more: {type(error).__name__}: {error}")
@@ -102,17 +103,6 @@ class Prefills:
             while True:
                 if (order := self._orders.get_nowait()) is not None:
                     order()
-
-    def _obey(self) -> bool:
-        """Do what was asked for since the last step, or wait for it where there is nothing to do."""
-        wait = not (self._under_way or self._offers)
-        while wait or not self._orders.empty():
-            order = self._orders.get()
-            if order is None:
-                return False
-            order()
-            wait = False
-        return True
 
     def _begin(self, number: int, prompt: list[int], ready: Ready) -> None:
         if self._ended or not self._is_allowed(prompt):

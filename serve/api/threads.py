@@ -1,10 +1,24 @@
-"""Steps in worker threads, for whoever iterates in an event loop."""
+"""Steps in worker threads for event loops, and orders to a thread that owns an engine."""
 
 import asyncio
+import queue
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Orders = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def obey(orders: Orders, wait: bool) -> bool:
+    """Do what was asked for since the last step, or wait for it where there is nothing to do; False at the
+    end."""
+    while wait or not orders.empty():
+        order = orders.get()
+        if order is None:
+            return False
+        order()
+        wait = False
+    return True
 
 
 class Gate:
