@@ -179,6 +179,15 @@ CASES: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "attn_temperature_tuning": False,
     },
+    "olmoe": {
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+    },
     "granitemoe": {
         "intermediate_size": 11,
         "num_local_experts": 5,
