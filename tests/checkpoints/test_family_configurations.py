@@ -282,6 +282,8 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("gpt_neox", {"num_attention_heads": 4, "num_key_value_heads": None}, "50 is not a multiple of 4"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm is True"),
         ("nemotron", {"norm_eps": 0}, "norm_eps is 0"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"head_dim": 12}, "head_dim is 12, which is not supported: expected 6"),
         ("arcee", {"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
         ("cohere", {"logit_scale": 0}, "logit_scale is 0"),
         ("cohere", {"model_max_length": 1e30}, "model_max_length is 1e+30"),
