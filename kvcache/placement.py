@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..model.config import LayerKind, Mixer
+from ..model.config import Keyed, LayerKind, Mixer
 from ..model.pair import Params, layers_of, target_of
 from ..model.sharding import DATA
 from .pages import KVCache
@@ -65,7 +65,10 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
             next((pool(mixer, layer) for mixer in kind.mixers if has(mixer)), None) for kind, layer in each
         )
 
-    return KVCache(of(lambda m: m.cached[0]), of(lambda m: m.cached[1]), of(lambda m: m.state))
+    def kept(i: int) -> tuple[Any, ...]:
+        return of(lambda mixer: isinstance(mixer, Keyed) and mixer.cached[i])
+
+    return KVCache(kept(0), kept(1), of(lambda mixer: mixer.state))
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:
@@ -80,7 +83,7 @@ def parts(layers: Sequence[LayerKind], params: Params) -> int:
     """The fewest parts that a pool is split into; a device holds one of them."""
     places, found = cache_shardings(layers, params), []
     for kind, keys, states in zip(layers, places.k, places.states, strict=True):
-        row, leaves = kind.keys and kind.keys.cached[0], kind.state and kind.state.tails
-        sizes = (row and row[0], keys), (leaves and leaves[0][0], states)
+        row, state = kind.keys and kind.keys.cached[0], kind.state
+        sizes = (row and row[0], keys), (state and state.shapes[0][0], states)
         found += [heads // own.shard_shape((heads, 1, 1, 1))[0] for heads, own in sizes if heads]
     return min(found)

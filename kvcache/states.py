@@ -35,8 +35,7 @@ class StatePool:
 
 def state_bytes(leaves: Leaves) -> int:
     """Bytes of a layer's state: it is kept in float32."""
-    shapes = (*leaves.tails, *filter(None, [leaves.memory]))
-    return sum(4 * heads * rows * size for heads, rows, size in shapes)
+    return sum(4 * heads * rows * size for heads, rows, size in leaves.shapes)
 
 
 def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
@@ -109,7 +108,7 @@ def taken_on(
     pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
 ) -> tuple[StatePool, Float[Array, "B T N U"]]:
     """The pool after the rows' new tokens, and the layer's outputs."""
-    if new.parts[0].shape[1] == 1:
+    if new.shape[1] == 1:
         return stepped(pool, rows, recurrence, new)
 
     def write(pool: StatePool, j: Int[Array, ""], state: State) -> StatePool:

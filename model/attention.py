@@ -300,7 +300,7 @@ class Causal:
     def recur(
         self, state: Any, layer: int, recurrence: Recurrence, new: Inputs
     ) -> tuple[Any, Float[Array, "B T N U"]]:
-        B, T = new.parts[0].shape[:2]
+        B, T = new.shape
         count = jnp.full(B, T, jnp.int32)
         _, out = recurrence.scan(
             empty_state(recurrence.leaves, B), new, count, lambda pools, j, after: pools, None

@@ -99,17 +99,18 @@ class Experts:
             raise ValueError(f"groups of {self.count // self.groups} experts have no two best ones")
 
 
-Mixer = GroupedQuery | Latent | DeltaNet | ShortConv | Mamba
+Keyed = GroupedQuery | Latent
+Mixer = Keyed | DeltaNet | ShortConv | Mamba
 
 
 @dataclass(frozen=True)
 class LayerKind:
     """One layer: how tokens are mixed, and what is done with each of them, if anything is.
 
-    A mixer says what its tokens leave: keys, `cached`, whose heads are split over devices with those of the
-    weight `cached_by`, or a `state`; and whether a prompt may be cut into rows that share a call with those
-    of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are given the same,
-    and what they make is added.
+    A mixer says what its tokens leave: keys, `cached`, or a `state`, whose heads are split over devices with
+    those of the weight `cached_by`. One with keys says whether a prompt may be cut into rows that share a
+    call with those of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are
+    given the same, and what they make is added.
     """
 
     mixer: Mixer
@@ -122,9 +123,9 @@ class LayerKind:
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
     @property
-    def keys(self) -> GroupedQuery | Latent | None:
+    def keys(self) -> Keyed | None:
         """The mixer that leaves keys."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, GroupedQuery | Latent)), None)
+        return next((mixer for mixer in self.mixers if isinstance(mixer, Keyed)), None)
 
     @property
     def state(self) -> Leaves | None:

@@ -168,6 +168,13 @@ def fitted(own: Sharding | None, shape: Sequence[int]) -> Sharding | None:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
+def placed(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """A sharding for each spec of a tree of them."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
 def place_at(x: Any, where: Sharding | None) -> Any:
     """A host's array, or one on a device, where a sharding says; of one over several processes, each of which
     has the whole, every process places what its devices hold."""

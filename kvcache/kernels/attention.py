@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...model.attention import Reading
 from ...model.gpus import compiles_for_gpus
-from ...model.sharding import automatic_axes, axes_of, in_shards
+from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 from ..quantised import SCALE, QuantisedPool
 from ..shards import head_axes
 from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
@@ -114,13 +114,9 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
     axis = axes_of(jax.tree.leaves(pages.k)[0], 0)
     group = tuple(name for name in axes_of(q, 3) if name not in axis)
     specs = specs_of(pages, sinks, axis, group)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_partition)
+    places = placed(mesh, specs)
     local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
     return mesh, local, places[0], places
-
-
-def is_partition(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def specs_of(pages: Pages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:

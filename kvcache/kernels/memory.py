@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ...model.gpus import compiles_for_gpus
 from ...model.recurrent.linear import Terms
-from ...model.sharding import automatic_axes, axes_of, in_shards
+from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 
 SIZES = (16, 32, 64, 128, 256)  # of keys and values
 MOST = 8192  # numbers of a memory that a block of threads holds at once
@@ -90,16 +90,9 @@ def on_each_device(interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
     """Every device of a mesh has some heads of the pool."""
     pool, place, x = shapes
     heads = axes_of(pool, 0) or None
-    specs = (
-        PartitionSpec(heads),
-        jax.tree.map(lambda _: PartitionSpec(), place),
-        jax.tree.map(lambda _: PartitionSpec(None, heads), x),
-    )
-    places = jax.tree.map(
-        lambda p: NamedSharding(mesh, p), specs, is_leaf=lambda p: isinstance(p, PartitionSpec)
-    )
-    out = places[0], NamedSharding(mesh, PartitionSpec(None, heads))
-    return mesh, partial(local, interpret=interpret), out, places
+    all_of_it, pools, rows = PartitionSpec(), PartitionSpec(heads), PartitionSpec(None, heads)
+    specs = pools, jax.tree.map(lambda _: all_of_it, place), jax.tree.map(lambda _: rows, x)
+    return mesh, partial(local, interpret=interpret), placed(mesh, (pools, rows)), placed(mesh, specs)
 
 
 def axes(interpret: bool, mesh: Any, values: Any, results: Any) -> str:

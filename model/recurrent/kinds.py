@@ -14,6 +14,11 @@ class Leaves(NamedTuple):
     tails: tuple[tuple[int, int, int], ...]
     memory: tuple[int, int, int] | None = None
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Of all that is kept."""
+        return self.tails if self.memory is None else (*self.tails, self.memory)
+
 
 @dataclass(frozen=True)
 class DeltaNet:
@@ -34,9 +39,7 @@ class DeltaNet:
     decay_rank: int | None = None
 
     window: ClassVar[int] = STATE
-    can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "k"
-    cached: ClassVar[tuple[None, None]] = (None, None)
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:
@@ -82,9 +85,7 @@ class ShortConv:
     bias: bool = False  # of the convolution and of the projections around it
 
     window: ClassVar[int] = STATE
-    can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "v"
-    cached: ClassVar[tuple[None, None]] = (None, None)
 
     @property
     def state(self) -> Leaves:
@@ -127,9 +128,7 @@ class Mamba:
     scales: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries, steps
 
     window: ClassVar[int] = STATE
-    can_share: ClassVar[bool] = False
     cached_by: ClassVar[str] = "k"
-    cached: ClassVar[tuple[None, None]] = (None, None)
 
     def __post_init__(self):
         if self.num_heads % self.key_heads:

@@ -34,6 +34,11 @@ class Inputs:
     parts: tuple[Any, ...]  # of each convolution [B,T,heads,size]
     beside: Any = None  # what else `terms` is told
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens, B and T."""
+        return jax.tree.leaves(self)[0].shape[:2]
+
 
 @pytree
 class Convolution:
@@ -90,7 +95,7 @@ class Recurrence:
     ) -> tuple[Pools, Float[Array, "B T N U"]]:
         """Take `count` of T tokens of each row through the state, block by block. `write(pools, j, state)` is
         told it after block j; returns the last pools, and the outputs."""
-        seen, T = self.seen(state, new.parts), new.parts[0].shape[1]
+        seen, T = self.seen(state, new.parts), new.shape[1]
         parts = self._convolved(seen, T)
 
         def after(pools: Pools, j: Int[Array, ""], memory: Any) -> Pools:

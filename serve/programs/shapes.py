@@ -149,7 +149,7 @@ def prefills(
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
     """Whether prompts may be cut into rows of a tile."""
-    return all(mixer.can_share for layer in layers for mixer in layer.mixers)
+    return all(not layer.state and layer.keys and layer.keys.can_share for layer in layers)
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:

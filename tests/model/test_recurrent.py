@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from duetto.model.attention import causal
 from duetto.model.recurrent.kinds import BLOCK, DeltaNet, Leaves, Mamba
 from duetto.model.recurrent.linear import Terms, faded, inverse, scan, step
 from duetto.model.recurrent.states import Convolution, Inputs, Recurrence, State, empty_state
@@ -144,3 +145,15 @@ def test_heads_that_are_no_multiples_are_refused():
 def test_a_state_of_a_convolution_alone_has_no_memory():
     state = empty_state(Leaves(((N, 2, H),)), B)
     assert state.memory is None and isinstance(state, State)
+
+
+def test_a_memory_needs_no_convolution():
+    """All that is told of a token stands beside: as plain gated linear attention has it."""
+    T, leaves = BLOCK + 5, Leaves((), (N, H, U))
+    own = Recurrence(leaves, (), terms=lambda parts, beside: beside)
+    x = jax.tree.map(jnp.asarray, drawn(T, True, False, seed=10))
+    _, out = jax.jit(lambda x: causal.recur(None, 0, own, Inputs((), x)))(x)
+    state, one_more = empty_state(leaves, B), jax.jit(own.step)
+    for t in range(T):
+        state, one = one_more(state, Inputs((), jax.tree.map(lambda leaf, t=t: leaf[:, t : t + 1], x)))
+        np.testing.assert_allclose(one[:, 0], out[:, t], atol=2e-5)
