@@ -20,11 +20,11 @@ from duetto.serve.programs.shapes import Canonical
 from duetto.serve.speculation.ngram import NgramDrafter
 from duetto.serve.speculation.suffix import SuffixDrafter
 
-CHUNKS = {"max_prefill_tokens": 64, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
+CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
 # several rows.
 TIGHT = {  # so few pages that requests are preempted
-    "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64, "fixed_products": True,
+    "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "fixed_products": True,
 }  # fmt: skip
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
     "int8": CHUNKS,  # products of sixteen rows
@@ -82,7 +82,7 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
 # Of each kind of attention and of cache: what joins late is compared with no regard to the rest of a model.
 @pytest.mark.parametrize(
     "model",
-    ["latent", "recurrent", "bfloat16", "windows, int8 cache", "demo"],
+    ["latent", "recurrent", "bfloat16", "windows, int8 cache", "tiny"],
     indirect=True,
     scope="session",
 )
@@ -306,7 +306,7 @@ def guessing(serve, model):
     """An engine that verifies seven guesses a row, with so small a cache that requests are preempted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
     sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
-    with serve(**sizes, max_prefill_tokens=64, decode_steps=1, speculative_config=config) as llm:
+    with serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config) as llm:
         yield llm
 
 

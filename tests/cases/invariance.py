@@ -24,7 +24,7 @@ LENGTHS = [1, 5, 63, 64, 65, 130, 200]
 
 BASE = {
     "max_num_seqs": 8,
-    "max_prefill_tokens": 128,
+    "max_prefill_tokens": 64,
     "max_model_len": 256,
     "page_size": 64,
     "decode_steps": 4,

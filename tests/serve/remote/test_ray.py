@@ -113,6 +113,7 @@ def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
     print(f"{len(killed)} kills, {made[0].lost} actors lost")
 
 
+@pytest.mark.usefixtures("ray")
 def test_the_command_is_killed_and_goes_on(source):
     command = [sys.executable, "-m", "duetto", "batch", str(source), str(source.with_name("ray.jsonl"))]
     flags = ["--max-num-seqs", "4", "--max-prefill-tokens", "32", "--max-model-len", "128", "--quiet"]
