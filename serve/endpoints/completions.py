@@ -4,10 +4,11 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,7 +25,7 @@ from ..service.streams import ClientLeft, while_read
 from . import answers, response_events
 from .answers import PING
 from .asked import Asked, asked_of, asked_of_response
-from .body import read_body
+from .body import SOURCE, read_body
 from .paths import READ_ERRORS, Path
 
 LONG = 1 << 14  # bytes of a body that is read in another thread
@@ -90,7 +91,9 @@ class Completions:
         id = uuid.uuid4().hex
         try:
             body = await read_body(Request(scope, receive), self.service.options)
-            asked = await asyncio.to_thread(self._asked, body) if len(body) > LONG else self._asked(body)
+            source = Headers(scope=scope).get(SOURCE)
+            read = partial(self._asked, body, source)
+            asked = await asyncio.to_thread(read) if len(body) > LONG else read()
             id = id if asked.resume is None else asked.resume.id
             async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
                 scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
@@ -103,11 +106,13 @@ class Completions:
         except ClientLeft:
             pass
 
-    def _asked(self, body: bytes) -> Asked:
+    def _asked(self, body: bytes, source: str | None) -> Asked:
         asked = self.api.asked(object_of(body, "body"), self.service.defaults)
         if asked.tasks[0].model is not None:
             self.service.known(asked.tasks[0].model)
-        return asked
+        if source is None:
+            return asked
+        return replace(asked, tasks=[replace(task, source=source) for task in asked.tasks])
 
     def _whole(self, asked: Asked, id: str, outputs: list[RequestOutput]) -> Response:
         body = self.api.whole(self.service.replies, id, asked, outputs)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..endpoints.body import read_body
+from ..endpoints.body import SOURCE, read_body
 from ..host.streams import tell
 from ..options.router import RouterOptions
 from ..options.server import ServerOptions
@@ -18,12 +18,13 @@ from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
 from .http import Connection, Headers, Lost
 from .line import Line
+from .prefills import Prefills
 from .prompts import Naming, Prompt
 from .replicas import Job, Replica
 from .streams import Plain, Resumable
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
-STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BUSY = (429, 502, 503)  # another replica may answer otherwise
 OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
 ANEW = {
@@ -31,6 +32,7 @@ ANEW = {
     b"expect",
     b"origin",
     b"sec-fetch-site",
+    SOURCE.encode(),
     *OWN,
 }  # of requests: the router has looked
 
@@ -43,6 +45,7 @@ class Asked:
     path: str
     headers: Headers
     body: bytes
+    generates: bool = False
     stream: Resumable | None = None
     has_head: bool = False  # that of the answer has been sent
 
@@ -55,8 +58,11 @@ class Proxy:
     """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
     has not begun is asked for again."""
 
-    def __init__(self, line: Line, naming: Naming, options: RouterOptions, server: ServerOptions):
-        self.line, self.naming, self.options, self.server = line, naming, options, server
+    def __init__(
+        self, line: Line, prefills: Prefills, naming: Naming, options: RouterOptions, server: ServerOptions
+    ):
+        self.line, self.prefills, self.naming = line, prefills, naming
+        self.options, self.server = options, server
         self.under_way = self.resumed = self.retried = 0
         self.idle = asyncio.Event()
         self.is_draining = False
@@ -94,9 +100,10 @@ class Proxy:
     def _asked(self, scope: Scope, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        asked, fields = Asked(scope["method"], path, headers, body), read(body)
-        if self.options.resume and fields.get("stream") is True and fields.get("resume") is None:
-            asked.stream = Resumable(fields) if scope["path"] in STREAMS else None
+        asked, fields = Asked(scope["method"], path, headers, body, scope["path"] in GENERATE), read(body)
+        can_resume = self.options.resume and asked.generates and fields.get("resume") is None
+        if can_resume and fields.get("stream") is True:
+            asked.stream = Resumable(fields)
         return asked, fields
 
     async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
@@ -154,8 +161,9 @@ class Proxy:
         connection = await Connection.to(replica.target)
         replica.connections.add(connection)
         try:
-            connection.ask(asked.method, asked.path, asked.headers, asked.sent)
-            status = await connection.status()
+            with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
+                connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
+                status = await connection.status()
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)

@@ -148,7 +148,7 @@ class Service:
 
     def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
-        flow.rank(place)
+        flow.rank(place, task.source)
         late = self._loop.call_later(self.options.max_wait, self._late, flow)
         self._places[flow] = Place(stream, stream.choices, n, place, late)
         for output in flow.known:

@@ -33,12 +33,12 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, path: str, body: dict[str, Any]) -> httpx.Response:
+def ask(llm: LLM, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     async def asked() -> httpx.Response:
         service = Service(llm, ServerOptions(), {})
         transport = httpx.ASGITransport(app(service, [], None))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            reply = await client.post(f"/v1/{path}", json=body, timeout=60)
+            reply = await client.post(f"/v1/{path}", json=body, headers=headers, timeout=60)
         await service.close()
         return reply
 
@@ -140,3 +140,11 @@ def test_times_are_of_the_part_that_is_served_here(llm):
     known = {"id": ID, "created": 1, "outputs": [[60, 61]]}
     ask(llm, "completions", {"prompt": "x", "max_tokens": 4, "stream": True, "resume": known})
     assert llm.engine.meter.e2e.kept[-1] <= time.monotonic() - before
+
+
+def test_the_engine_that_a_router_has_chosen_for_a_prompt_is_asked(llm, monkeypatch):
+    asked = []
+    monkeypatch.setattr(llm.engine.tiers, "expect", lambda *told: asked.append(told[-1]))
+    for headers in ({"x-duetto-prefill": "a:1"}, {}):
+        ask(llm, "completions", {"prompt": ["x", "y"], "max_tokens": 1}, **headers)
+    assert asked == ["a:1", "a:1", None, None]
