@@ -123,7 +123,11 @@ class Service:
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""
         await call.stream.ended()
-        return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
+        return await asyncio.to_thread(self.results, call)
+
+    def results(self, call: Call) -> list[RequestOutput]:
+        """Those of a call that is at its end."""
+        return [self._driver.output(flow) for flow in call.flows]
 
     @contextmanager
     def _room(self, count: int, is_admitted: bool) -> Iterator[None]:

@@ -115,21 +115,30 @@ def stream(url: str, body: dict[str, Any], came: threading.Event | None = None) 
     return text, reason
 
 
+def whole(url: str, body: dict[str, Any]) -> tuple[str, str]:
+    """The text of a whole answer and why it ended."""
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT)
+    (choice,) = reply.raise_for_status().json()["choices"]
+    return choice["text"], choice["finish_reason"]
+
+
 def bodies(turn: int) -> list[dict[str, Any]]:
     asked = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
     return [asked | {"prompt": f"def f{turn}(x{i}):\n", "seed": 100 * turn + i} for i in range(6)]
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_streams_outlive_a_server_that_is_killed(service, turn):
+def test_answers_outlive_a_server_that_is_killed(service, turn):
     came, victim = threading.Event(), turn % 2
-    with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(stream, service.router.url, body, came) for body in bodies(turn)]
+    url = service.router.url
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(stream, url, body, came) for body in bodies(turn)]
+        asked += [pool.submit(whole, url, body) for body in bodies(turn)]
         assert came.wait(LIMIT)
         service.replicas[victim].end()
         found = [one.result(LIMIT) for one in asked]
     alive = service.replicas[1 - victim].url
-    assert found == [stream(alive, body) for body in bodies(turn)]
+    assert found == [stream(alive, body) for body in bodies(turn)] * 2
     assert service.count("resumed") > 0 and service.count("lost") >= 1
     service.replicas[victim] = service.replica(victim)
     until(lambda: service.ready == 2)
