@@ -21,8 +21,8 @@ END = b": end\n\n"  # behind a stream's last event
 
 @dataclass(frozen=True)
 class Resume:
-    """Of an answer that can be resumed: its id (32 hexadecimal digits), its time in seconds, and the token ids
-    of each choice so far, which were told in so many events.
+    """Of an answer that can be resumed: its id (32 hexadecimal digits), its time in seconds, and the token
+    ids of each choice so far, which were told in so many events.
 
     The time is also what chat templates see; seeds that are not given are drawn from the id.
     """
