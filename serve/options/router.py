@@ -35,7 +35,7 @@ class RouterOptions:
     max_in_flight: int = knob(64, "requests of a replica at a time; others wait here")
     attempts: int = knob(3, "replicas that a request is sent to at most, one after the other")
     resume: bool = knob(
-        True, "let streams of a replica that is lost go on in another; only for duetto's servers"
+        True, "let answers of a replica that is lost go on in another; only for duetto's servers"
     )
     health_period: float = knob(1.0, "seconds between looks at a replica's health")
     health_timeout: float = knob(5.0, "seconds that its answer may take; a replica that misses two is lost")

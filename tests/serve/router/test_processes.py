@@ -161,6 +161,8 @@ class Pairs:
         self.prefills, self.decodes = ([free_port(), free_port()] for _ in range(2))
         self.doors = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         self.servers = [self.prefill(0), self.prefill(1), self.decode(0), self.decode(1)]
+
+    def route(self) -> None:
         words = [word for one in self.servers[2:] for word in ("--replica", one.url)]
         for one, door in zip(self.servers, self.doors, strict=False):
             words += ["--prefill", f"{one.url}={door}"]
@@ -182,9 +184,13 @@ class Pairs:
 @pytest.fixture
 def pairs() -> Iterator[Pairs]:
     made = Pairs()
-    yield made
-    for one in (made.router, *made.servers):
-        one.end()
+    try:
+        made.route()
+        yield made
+    finally:
+        for one in made.servers:
+            one.end()
+    made.router.end()
 
 
 def long(turn: int) -> list[dict[str, Any]]:
