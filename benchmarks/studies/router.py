@@ -45,6 +45,7 @@ from duetto.serve.router.health import Health
 from duetto.serve.router.http import Target
 from duetto.serve.router.line import Line
 from duetto.serve.router.memory import Sent, Told
+from duetto.serve.router.prefills import Prefills
 from duetto.serve.router.prompts import TOKENS, Prompt, Texts, Tokens, named
 from duetto.serve.router.proxy import Proxy
 from duetto.serve.router.replicas import ROW, Job, Replica, best, in_turn
@@ -240,7 +241,7 @@ async def ask(ports: list[int], prompts: list[list[int]], choose: Callable) -> N
     server = ServerOptions()
     replicas = replicas_of(options)
     line = Line(replicas, options.max_in_flight, server, choose)
-    proxy = Proxy(line, Texts(8), options, server)
+    proxy = Proxy(line, Prefills({}, 1), Texts(8), options, server)
     health = Health(replicas, line, options)
     transport = httpx.ASGITransport(app(replicas, proxy, server, []))
     while not all(one.is_ready for one in replicas):

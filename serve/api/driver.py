@@ -36,10 +36,11 @@ class Flow:
     def prompt(self) -> list[int]:
         return self.ticket.requests[0].prompt
 
-    def rank(self, priority: int) -> None:
-        """Its place in every queue, before it begins: smaller ones go first."""
+    def rank(self, priority: int, source: str | None = None) -> None:
+        """Its place in every queue, before it begins: smaller ones go first; and the address of the engine
+        that computes its prompt, of several."""
         for request in self.ticket.requests:
-            request.priority = priority
+            request.priority, request.source = priority, source
 
     @property
     def cached_tokens(self) -> int:

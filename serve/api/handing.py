@@ -16,11 +16,12 @@ from ..engine.request import Request
 from ..handover.door import Door
 from ..handover.far import Far
 from ..handover.peer import PeerTier
+from ..handover.peers import Peers
 from ..handover.source import Ready
 from ..host.store import warn
 from ..loading.mesh import apart
 from ..loading.start import start_engine
-from ..options.checks import GIB, place_of
+from ..options.checks import GIB, place_of, places_of
 from ..options.engine import OUTBOX, EngineOptions
 from ..programs.transfers import MOST
 from ..tiers.tier import Content, Key, key_of
@@ -184,9 +185,7 @@ def begin(config: ModelConfig, params: Decoder, options: EngineOptions, closing:
         case "prefill":
             return begin_prefill(config, params, options, closing)
         case "decode":
-            far = Far(place_of(str(options.kv_address)))
-            closing.callback(far.close)
-            return Session(start_engine(config, params, options, PeerTier(far, options.kv_patience)))
+            return begin_decode(config, params, options, closing)
     return Session(start_engine(config, params, options))
 
 
@@ -204,6 +203,16 @@ def begin_prefill(
     closing.callback(prefills.close)
     door.serve(prefills)
     return session
+
+
+def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
+    """An engine whose prompts are computed by those that it is told of."""
+    tiers = {}
+    for address, place in places_of(str(options.kv_address)).items():
+        far = Far(place)
+        closing.callback(far.close)
+        tiers[address] = PeerTier(far, options.kv_patience)
+    return Session(start_engine(config, params, options, Peers(tiers)))
 
 
 def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:

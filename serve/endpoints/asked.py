@@ -31,6 +31,17 @@ class Asked:
         if self.resume is not None:
             object.__setattr__(self, "tasks", self.resume.tasks(self.tasks))
             object.__setattr__(self, "created", self.resume.created)
+            unscored = self.goes_on or not self.resume.has_begun
+            require(
+                unscored, "resume", list(self.resume.outputs), "no tokens beside logprobs and stream false"
+            )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer tells its tokens, since it can go on elsewhere. A whole one with scores cannot:
+        those of tokens from elsewhere are not known."""
+        scores = [x for task in self.tasks for x in (task.params.logprobs, task.params.prompt_logprobs)]
+        return self.resume is not None and (self.stream or all(x is None for x in scores))
 
 
 def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
@@ -67,7 +78,7 @@ def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | N
     fields = {name: value for name, value in body.items() if value is not None}
     stream = fields.pop("stream", False)
     require(isinstance(stream, bool), "stream", stream, "true or false")
-    return fields, stream, resume_of(fields.pop("resume", None), stream)
+    return fields, stream, resume_of(fields.pop("resume", None))
 
 
 def usage_wanted(options: Any, stream: bool) -> bool:

@@ -6,6 +6,10 @@ from ..options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, within
 
+SOURCE = (
+    "x-duetto-prefill"  # header: the address of the engine that computes a prompt, of those that are asked
+)
+
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
     """A whole body. Raises HttpError where it is too long or takes too long, ClientLeft where it ends

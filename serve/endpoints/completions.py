@@ -4,10 +4,11 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ..openai.reading import object_of
 from ..openai.replies import PREFIXES, Replies
 from ..openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
-from ..openai.resume import END, taken
+from ..openai.resume import END
 from ..openai.schemas import body_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..service.errors import HttpError, json_response
@@ -24,8 +25,9 @@ from ..service.streams import ClientLeft, while_read
 from . import answers, response_events
 from .answers import PING
 from .asked import Asked, asked_of, asked_of_response
-from .body import read_body
+from .body import SOURCE, read_body
 from .paths import READ_ERRORS, Path
+from .telling import SELDOM, Told, WholeEvent
 
 LONG = 1 << 14  # bytes of a body that is read in another thread
 
@@ -90,11 +92,13 @@ class Completions:
         id = uuid.uuid4().hex
         try:
             body = await read_body(Request(scope, receive), self.service.options)
-            asked = await asyncio.to_thread(self._asked, body) if len(body) > LONG else self._asked(body)
+            source = Headers(scope=scope).get(SOURCE)
+            read = partial(self._asked, body, source)
+            asked = await asyncio.to_thread(read) if len(body) > LONG else read()
             id = id if asked.resume is None else asked.resume.id
             async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
                 scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
-                if asked.stream:
+                if asked.stream or asked.goes_on:
                     await while_read(receive, self._stream(call, asked, id, send))
                 else:
                     outputs = await while_read(receive, self.service.outputs(call))
@@ -103,23 +107,32 @@ class Completions:
         except ClientLeft:
             pass
 
-    def _asked(self, body: bytes) -> Asked:
+    def _asked(self, body: bytes, source: str | None) -> Asked:
         asked = self.api.asked(object_of(body, "body"), self.service.defaults)
         if asked.tasks[0].model is not None:
             self.service.known(asked.tasks[0].model)
-        return asked
+        if source is None:
+            return asked
+        return replace(asked, tasks=[replace(task, source=source) for task in asked.tasks])
 
     def _whole(self, asked: Asked, id: str, outputs: list[RequestOutput]) -> Response:
         body = self.api.whole(self.service.replies, id, asked, outputs)
         return json_response(body, headers={"x-request-id": id})
 
+    def _writer(self, call: Call, asked: Asked, id: str) -> EventWriter:
+        replies = self.service.replies
+        if asked.stream:
+            return self.api.events(replies, id, asked, call.flows[0].prompt)
+        return WholeEvent(lambda: self.api.whole(replies, id, asked, self.service.results(call)))
+
     async def _stream(self, call: Call, asked: Asked, id: str, send: Send) -> None:
-        events = self.api.events(self.service.replies, id, asked, call.flows[0].prompt)
+        events, tell = self._writer(call, asked, id), telling(asked)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
 
         async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def begin() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -135,7 +148,7 @@ class Completions:
                     if not begun:  # what is wrong before the first piece has a status of its own
                         await begin()
                         begun = True
-                    await write(written(events, outputs, asked) if outputs else PING)
+                    await write(events.chunks(outputs) + tell(outputs) if outputs else PING)
             except HttpError as error:
                 if not begun:
                     raise
@@ -145,8 +158,8 @@ class Completions:
         await write(events.end(**call.usage) + (b"" if asked.resume is None else END), more=False)
 
 
-def written(events: EventWriter, outputs: list[CompletionOutput], asked: Asked) -> bytes:
-    """The events of what a step has brought, and behind them the tokens where the stream may go on
-    elsewhere."""
-    told = b"" if asked.resume is None else taken(outputs)
-    return events.chunks(outputs) + told
+def telling(asked: Asked) -> Callable[[list[CompletionOutput]], bytes]:
+    """What stands behind the events of a step: its tokens, where the answer may go on elsewhere."""
+    if asked.resume is None:
+        return lambda outputs: b""
+    return Told(0.0 if asked.stream else SELDOM)

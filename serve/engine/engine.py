@@ -120,7 +120,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Put a request into the queue; capacity is a place there, never an error."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
-        request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request))
+        request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:

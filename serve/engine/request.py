@@ -79,6 +79,7 @@ class Request:
     score_from: int = 1  # the prompt's position from which on it is scored, where it is
     pool: Pool | None = None  # of the prompt, where an embedding is wanted
     patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
+    source: str | None = None  # address of the engine that computes its prompt, of several
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0

@@ -35,7 +35,8 @@ class PeerTier:
 
     # ------------------------------------------------------------ prompts
 
-    def ask(self, prompt: Sequence[int], pages: int) -> Ask | None:
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+        """There is one source, whichever is wanted."""
         with self._lock:
             if self._is_silent or not self.source.is_here:
                 return None

@@ -9,7 +9,7 @@ from ...fields import knob
 
 MODEL = "a name that the model is served under; it need not be given"
 RESUME = (
-    "of a stream that may go on elsewhere: its id, created, and token ids of each choice so far as outputs"
+    "of an answer that may go on elsewhere: its id, created, and token ids of each choice so far as outputs"
 )
 
 

@@ -1,5 +1,4 @@
-"""Answers that go on elsewhere: a stream that has ended too early is asked for again, from the tokens that
-came.
+"""Answers that go on elsewhere: one that has ended too early is asked for again, from the tokens that came.
 
 The tokens of a request depend on its prompt, its parameters and its seed alone, and the text on its tokens.
 So another server that is told the first ones gives the rest, and writes what this one would have written.
@@ -22,8 +21,8 @@ END = b": end\n\n"  # behind a stream's last event
 
 @dataclass(frozen=True)
 class Resume:
-    """Of a stream that can be resumed: the id of its answer (32 hexadecimal digits), its time in seconds, and
-    the token ids of each choice so far, which were told in so many events.
+    """Of an answer that can be resumed: its id (32 hexadecimal digits), its time in seconds, and the token
+    ids of each choice so far, which were told in so many events.
 
     The time is also what chat templates see; seeds that are not given are drawn from the id.
     """
@@ -43,7 +42,7 @@ class Resume:
         return any(self.outputs)
 
     def tasks(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks of a stream with what was decided when it began. Raises RequestError for tokens of more
+        """The tasks of an answer with what was decided when it began. Raises RequestError for tokens of more
         choices than they have."""
         n = tasks[0].params.n
         most = f"tokens of at most {len(tasks) * n} choices"
@@ -58,11 +57,10 @@ class Resume:
         return replace(task, params=params, now=datetime.fromtimestamp(self.created), known=known)
 
 
-def resume_of(value: Any, stream: bool) -> Resume | None:
+def resume_of(value: Any) -> Resume | None:
     """What the field `resume` of a body says. Raises RequestError."""
     if value is None:
         return None
-    require(stream, "resume", value, "only with stream true")
     try:
         return msgspec.convert(value, Resume)
     except msgspec.ValidationError as error:

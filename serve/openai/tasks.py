@@ -42,7 +42,8 @@ class Task:
     `pooling`.
 
     `model` is the name that it gives the model, if it names one. Of one that goes on elsewhere, `now` is the
-    time that its chat template saw, and `known` are the token ids of its completions so far.
+    time that its chat template saw, and `known` are the token ids of its completions so far. Its prompt may
+    be computed by another engine, of several the one at the address `source`.
     """
 
     form: Form
@@ -56,6 +57,7 @@ class Task:
     reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
     now: datetime | None = None
     known: tuple[tuple[int, ...], ...] = ()
+    source: str | None = None
 
 
 def task_of_body(

@@ -52,7 +52,11 @@ def check_handover(options: "EngineOptions") -> None:
     if (options.prefill_devices is None) != (options.decode_devices is None):
         raise ValueError("prefill_devices and decode_devices are not allowed without each other: set both")
     if options.kv_address is not None:
-        place_of(options.kv_address)
+        several = len(places_of(options.kv_address)) > 1
+        if several and role == "prefill":
+            raise ValueError(
+                f"kv_address {options.kv_address!r} is not allowed with kv_role prefill: only one"
+            )
     if role is None:
         return
     if not options.enable_prefix_caching:
@@ -66,6 +70,14 @@ def check_handover(options: "EngineOptions") -> None:
             f"tensor_parallel_size {size} is not allowed with kv_role both: set prefill_devices and "
             "decode_devices"
         )
+
+
+def places_of(addresses: str) -> dict[str, tuple[str, int]]:
+    """Hosts and ports of addresses with commas between them."""
+    places = {address.strip(): place_of(address.strip()) for address in addresses.split(",")}
+    if len(places) <= addresses.count(","):
+        raise ValueError(f"kv_address {addresses!r} is not allowed: each is another one")
+    return places
 
 
 def place_of(address: str) -> tuple[str, int]:

@@ -110,7 +110,10 @@ class EngineOptions:
         "prefill computes prompts for other engines, which fetch their pages; decode has its prompts computed"
         " so; both is two engines in one process (default: prompts are computed where they are asked for)",
     )
-    kv_address: str | None = knob(None, "host:port where a prefill engine hands over pages")
+    kv_address: str | None = knob(
+        None, "host:port where a prefill engine hands over pages; with commas between them, several that a "
+        "decode engine asks",
+    )  # fmt: skip
     kv_patience: float = knob(
         10.0, "seconds that the first prompt in line waits for its pages; then it is computed here"
     )

@@ -38,7 +38,7 @@ def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys:
 
     async def ready(request: Request) -> Response:
         """Whether requests are taken."""
-        takes = not proxy.is_draining and any(one.is_ready for one in replicas)
+        takes = not proxy.is_draining and any(one.is_ready for one in proxy.line.replicas)
         return Response(status_code=200 if takes else 503)
 
     async def counts(request: Request) -> Response:

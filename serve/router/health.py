@@ -19,7 +19,7 @@ class Health:
     One that answers but is not ready, as it ends, keeps what it has."""
 
     def __init__(self, replicas: Sequence[Replica], line: Line, options: RouterOptions):
-        self._replicas, self._line, self._options = replicas, line, options
+        self._line, self._options = line, options
         self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
         self._since = time.monotonic()  # when a replica was last there
 
@@ -47,7 +47,7 @@ class Health:
 
     def _fail_if_alone(self) -> None:
         now = time.monotonic()
-        if any(one.is_up for one in self._replicas):
+        if any(one.is_up for one in self._line.replicas):
             self._since = now
         elif now - self._since > self._options.max_absence:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))

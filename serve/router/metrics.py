@@ -52,5 +52,5 @@ class RouterMetrics(Collector):
                 gauge.add_metric([str(one)], float(value(one)))
             yield gauge
         yield GaugeMetricFamily("duetto:router_waiting", "requests in line", float(self._proxy.line.waiting))
-        yield CounterMetricFamily("duetto:router_resumed", "streams gone on elsewhere", self._proxy.resumed)
+        yield CounterMetricFamily("duetto:router_resumed", "answers gone on elsewhere", self._proxy.resumed)
         yield CounterMetricFamily("duetto:router_retried", "requests asked again", self._proxy.retried)

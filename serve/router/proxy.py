@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..endpoints.body import read_body
+from ..endpoints.body import SOURCE, read_body
 from ..host.streams import tell
 from ..options.router import RouterOptions
 from ..options.server import ServerOptions
@@ -18,12 +18,13 @@ from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
 from .http import Connection, Headers, Lost
 from .line import Line
+from .prefills import Prefills
 from .prompts import Naming, Prompt
 from .replicas import Job, Replica
-from .streams import Plain, Resumable
+from .streams import Plain, Resumable, said_in
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
-STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BUSY = (429, 502, 503)  # another replica may answer otherwise
 OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
 ANEW = {
@@ -31,6 +32,7 @@ ANEW = {
     b"expect",
     b"origin",
     b"sec-fetch-site",
+    SOURCE.encode(),
     *OWN,
 }  # of requests: the router has looked
 
@@ -43,8 +45,13 @@ class Asked:
     path: str
     headers: Headers
     body: bytes
+    generates: bool = False
     stream: Resumable | None = None
     has_head: bool = False  # that of the answer has been sent
+
+    @property
+    def has_begun(self) -> bool:
+        return self.has_head or (self.stream is not None and self.stream.has_begun)
 
     @property
     def sent(self) -> bytes:
@@ -55,8 +62,11 @@ class Proxy:
     """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
     has not begun is asked for again."""
 
-    def __init__(self, line: Line, naming: Naming, options: RouterOptions, server: ServerOptions):
-        self.line, self.naming, self.options, self.server = line, naming, options, server
+    def __init__(
+        self, line: Line, prefills: Prefills, naming: Naming, options: RouterOptions, server: ServerOptions
+    ):
+        self.line, self.prefills, self.naming = line, prefills, naming
+        self.options, self.server = options, server
         self.under_way = self.resumed = self.retried = 0
         self.idle = asyncio.Event()
         self.is_draining = False
@@ -94,9 +104,9 @@ class Proxy:
     def _asked(self, scope: Scope, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        asked, fields = Asked(scope["method"], path, headers, body), read(body)
-        if self.options.resume and fields.get("stream") is True and fields.get("resume") is None:
-            asked.stream = Resumable(fields) if scope["path"] in STREAMS else None
+        asked, fields = Asked(scope["method"], path, headers, body, scope["path"] in GENERATE), read(body)
+        if self.options.resume and asked.generates and fields and fields.get("resume") is None:
+            asked.stream = Resumable(fields)
         return asked, fields
 
     async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
@@ -125,8 +135,8 @@ class Proxy:
                     return
             finally:
                 self.line.leave(replica, job)
-            self.resumed += asked.has_head
-            self.retried += not asked.has_head
+            self.resumed += asked.has_begun
+            self.retried += not asked.has_begun
 
     async def _replica(self, asked: Asked, job: Job, place: int, send: Send) -> Replica | None:
         """Whoever has the request next; none where the client was told that there is nobody."""
@@ -154,8 +164,9 @@ class Proxy:
         connection = await Connection.to(replica.target)
         replica.connections.add(connection)
         try:
-            connection.ask(asked.method, asked.path, asked.headers, asked.sent)
-            status = await connection.status()
+            with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
+                connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
+                status = await connection.status()
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)
@@ -176,17 +187,29 @@ class Proxy:
         body = await connection.body()
         if asked.has_head:  # a stream that cannot go on there
             return await fail(HttpError(502, told_in(body), "replica_lost"), send)
-        headers = [header for header in connection.headers if header[0] not in OWN]
-        await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
-        await send({"type": "http.response.body", "body": body})
+        await answer(asked, status, headers_of(connection), body, send)
+
+    async def _gathered(
+        self, connection: Connection, stream: Resumable, asked: Asked, send: Send, last: bool
+    ) -> None:
+        """A whole answer, of whose tokens the replica has told before."""
+        async with aclosing(connection.pieces()) as pieces:
+            events = b"".join([stream.take(piece) async for piece in pieces])
+        body = said_in(events + stream.held)
+        if not stream.is_whole and not (last and body):
+            raise Lost("the answer has ended before it was whole")
+        headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        await answer(asked, 200 if stream.is_whole else 502, headers, body, send)
 
     async def _stream(self, connection: Connection, asked: Asked, send: Send, last: bool) -> None:
         stream = asked.stream
-        if not asked.has_head:
-            headers = [header for header in connection.headers if header[0] not in OWN]
-            await begin(asked, 200, headers, send)
         if stream is not None:
             stream.begin()
+            if not stream.is_stream:
+                return await self._gathered(connection, stream, asked, send, last)
+        if not asked.has_head:
+            await begin(asked, 200, headers_of(connection), send)
         own = stream or Plain()
         async with aclosing(connection.pieces()) as pieces:
             async for piece in pieces:
@@ -200,6 +223,16 @@ class Proxy:
 async def begin(asked: Asked, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     asked.has_head = True
+
+
+async def answer(asked: Asked, status: int, headers: Headers, body: bytes, send: Send) -> None:
+    await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+    await send({"type": "http.response.body", "body": body})
+
+
+def headers_of(connection: Connection) -> Headers:
+    """Those of an answer that are passed on."""
+    return [header for header in connection.headers if header[0] not in OWN]
 
 
 async def fail(error: HttpError, send: Send) -> None:

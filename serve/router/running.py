@@ -21,6 +21,7 @@ from .health import Health
 from .http import Target
 from .line import Line
 from .memory import Sent, Told
+from .prefills import Prefills
 from .prompts import Naming, Texts, Tokens
 from .proxy import Proxy
 from .replicas import Replica
@@ -49,7 +50,17 @@ def naming(options: RouterOptions) -> Naming:
 def replicas_of(options: RouterOptions) -> list[Replica]:
     """The servers, and what is known of their pages."""
     told, most = options.kv_events is not None, options.cache_tokens // options.page_size
-    return [Replica(Target.of(url), Told() if told else Sent(most)) for url in options.replica]
+    return [Replica(Target.of(url), Told() if told else Sent(most)) for url in options.servers]
+
+
+def line_and_prefills(
+    replicas: Sequence[Replica], options: RouterOptions, server: ServerOptions
+) -> tuple[Line, Prefills]:
+    """Of all servers those that answer, and those that prefill."""
+    count, most = len(options.replica), options.max_in_flight
+    addresses = [pair.partition("=")[2] for pair in options.prefill]
+    prefills = dict(zip(replicas[count:], addresses, strict=True))
+    return Line(replicas[:count], most, server), Prefills(prefills, most)
 
 
 def routed(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
@@ -59,8 +70,8 @@ def routed(options: RouterOptions, server: ServerOptions, own: socket.socket, ke
 
 async def route(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
     replicas = replicas_of(options)
-    line = Line(replicas, options.max_in_flight, server)
-    proxy = Proxy(line, naming(options), options, server)
+    line, prefills = line_and_prefills(replicas, options, server)
+    proxy = Proxy(line, prefills, naming(options), options, server)
     health, listener = Health(replicas, line, options), listening(replicas, options)
     config = uvicorn.Config(
         app(replicas, proxy, server, keys), http=protocol(server.receive_timeout), ws="none", loop="none",

@@ -1,5 +1,4 @@
-"""Streams of events that can go on in another replica: what of them has been passed on, and from which
-tokens."""
+"""Answers that can go on in another replica: what of them has been passed on, and from which tokens."""
 
 import time
 import uuid
@@ -8,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-TOKENS, COMMENT, END = b": tokens ", b":", b": end"
+TOKENS, COMMENT, END, DATA = b": tokens ", b":", b": end", b"data: "
 
 
 class Plain:
@@ -23,10 +22,12 @@ class Plain:
 
 
 class Resumable:
-    """What a client has of a stream. Events are passed on once the tokens that they came from are known; so
-    whatever a lost replica has told without them is told again by the next."""
+    """What a client has of a stream, or will have of a whole answer, which is the last event of one. Events
+    are passed on once the tokens that they came from are known; so whatever a lost replica has told without
+    them is told again by the next."""
 
     def __init__(self, body: Mapping[str, Any]):
+        self.is_stream = body.get("stream") is True  # or a whole answer, which is told as the last event
         self.id, self._body = uuid.uuid4().hex, dict(body)
         self._created = int(time.time())
         self._outputs: list[list[int]] = []
@@ -34,6 +35,10 @@ class Resumable:
         self._rest = b""  # of an event that is not whole
         self._held: list[bytes] = []  # events whose tokens are not known
         self.is_whole = False
+
+    @property
+    def has_begun(self) -> bool:
+        return any(self._outputs)
 
     @property
     def body(self) -> bytes:
@@ -73,3 +78,9 @@ class Resumable:
         for choice, ids in tokens.items():
             self._outputs += [[] for _ in range(choice + 1 - len(self._outputs))]
             self._outputs[choice] += ids
+
+
+def said_in(events: bytes) -> bytes:
+    """What the first of some events says; nothing where all are comments."""
+    said = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
+    return next(said, b"")

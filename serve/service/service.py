@@ -123,7 +123,11 @@ class Service:
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""
         await call.stream.ended()
-        return await asyncio.to_thread(lambda: [self._driver.output(flow) for flow in call.flows])
+        return await asyncio.to_thread(self.results, call)
+
+    def results(self, call: Call) -> list[RequestOutput]:
+        """Those of a call that is at its end."""
+        return [self._driver.output(flow) for flow in call.flows]
 
     @contextmanager
     def _room(self, count: int, is_admitted: bool) -> Iterator[None]:
@@ -148,7 +152,7 @@ class Service:
 
     def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
-        flow.rank(place)
+        flow.rank(place, task.source)
         late = self._loop.call_later(self.options.max_wait, self._late, flow)
         self._places[flow] = Place(stream, stream.choices, n, place, late)
         for output in flow.known:

@@ -14,6 +14,7 @@ class Ask:
 
     prompt: Sequence[int]
     pages: int
+    at: str = ""  # the other engine's address, where there are several
     done: threading.Event = field(default_factory=threading.Event)
     number: int | None = None  # once the other engine was asked
     until: float | None = None  # the time when nobody waits any more, once somebody does
@@ -23,8 +24,9 @@ class Ask:
 class Peer(Tier, Protocol):
     """Pages that another engine has computed for this one. No method waits but `fetch`, and none raises."""
 
-    def ask(self, prompt: Sequence[int], pages: int) -> Ask | None:
-        """Have a prompt of so many full pages computed; None where nobody can be asked now."""
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+        """Have a prompt of so many full pages computed, `at` an address rather than at others; None where
+        nobody can be asked now."""
         ...
 
     def awaits(self, ask: Ask) -> bool:

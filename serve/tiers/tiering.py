@@ -34,9 +34,11 @@ class Untiered:
     def __init__(self, tables: PageTables):
         self.tables = tables
 
-    def expect(self, prompt: Sequence[int], names: Sequence[bytes]) -> Ticket | None:
+    def expect(
+        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
+    ) -> Ticket | None:
         """A prompt whose pages have these names comes into line: another engine is asked to compute it, if
-        there is one."""
+        there is one, and of several the one at the address `source`."""
 
     def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
         """Pages of the longest prefix that is here, has been fetched, or may yet be fetched."""
@@ -105,11 +107,13 @@ class Tiering(Untiered):
 
     # ------------------------------------------------------------ a prompt in line
 
-    def expect(self, prompt: Sequence[int], names: Sequence[bytes]) -> Ticket | None:
+    def expect(
+        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
+    ) -> Ticket | None:
         peer = self.mover.peer
         if peer is None or len(self.find(names, None)[0]) == len(names):
             return None
-        ask = peer.ask(prompt, len(names))
+        ask = peer.ask(prompt, len(names), source)
         return None if ask is None else Ticket(ask)
 
     def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:

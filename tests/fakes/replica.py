@@ -14,6 +14,7 @@ class FakeReplica:
 
     def __init__(self, tokens: int = 6):
         self.tokens, self.status, self.is_ready, self.is_alive = tokens, 200, True, True
+        self.tells = True  # of whole answers too, which tokens they have so far
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
         self.asked: list[dict[str, Any]] = []
@@ -57,7 +58,7 @@ class FakeReplica:
         body = json.loads(await reader.readexactly(length) or b"{}")
         self.asked.append(body)
         await self.going.wait()
-        if body.get("stream") and self.status == 200:
+        if self.status == 200 and (body.get("stream") or (self.tells and "resume" in body)):
             return await self._stream(body, writer)
         text = json.dumps({"said": path} if self.status == 200 else {"error": {"message": "no"}}).encode()
         if self.dies_after is not None:
@@ -70,6 +71,7 @@ class FakeReplica:
         writer.write((HEAD.format(200, "text/event-stream") + chunk).encode())
         resume = body.get("resume") or {"id": "none"}
         known = sum(map(len, resume.get("outputs", ())))
+        is_whole = not body.get("stream")
         for i in range(known, self.tokens):
             if i - known == self.dies_after:
                 await self._say(writer, EVENT.format(resume["id"], i)[:20])
@@ -78,8 +80,10 @@ class FakeReplica:
                 self.is_alive = False
                 await asyncio.Event().wait()
             comment = f': tokens {{"0": [{i}]}}\n\n' if "outputs" in resume else ""
-            await self._say(writer, ": ping\n\n" + EVENT.format(resume["id"], i) + comment)
-        await self._say(writer, "data: [DONE]\n\n" + (": end\n\n" if "outputs" in resume else ""))
+            event = "" if is_whole else EVENT.format(resume["id"], i)
+            await self._say(writer, ": ping\n\n" + event + comment)
+        last = json.dumps({"said": list(range(self.tokens))}) if is_whole else "[DONE]"
+        await self._say(writer, f"data: {last}\n\n" + (": end\n\n" if "outputs" in resume else ""))
         writer.write(b"0\r\n\r\n")
 
     async def _say(self, writer: asyncio.StreamWriter, text: str) -> None:

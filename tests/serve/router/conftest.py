@@ -14,8 +14,9 @@ from duetto.serve.options.server import ServerOptions
 from duetto.serve.router.app import app
 from duetto.serve.router.health import Health
 from duetto.serve.router.line import Line
+from duetto.serve.router.prefills import Prefills
 from duetto.serve.router.proxy import Proxy
-from duetto.serve.router.running import naming, replicas_of
+from duetto.serve.router.running import line_and_prefills, naming, replicas_of
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Router:
     fakes: list[FakeReplica]
     replicas: list[Any]
     line: Line
+    prefills: Prefills
     proxy: Proxy
     client: httpx.AsyncClient
 
@@ -43,7 +45,7 @@ class Router:
 
 @pytest.fixture
 def routing() -> Callable[..., None]:
-    """Runs a test with a router in front of so many replicas."""
+    """Runs a test with a router in front of so many replicas, and of so many `prefills`."""
 
     def run(
         test: Callable[[Router], Awaitable[None]], count: int = 2, keys: Any = (), **options: Any
@@ -56,17 +58,19 @@ def routing() -> Callable[..., None]:
 async def routed(test: Callable[[Router], Awaitable[None]], count: int, keys: list[str], given: dict) -> None:
     limits = {name: given.pop(name) for name in ("max_queued", "max_wait") if name in given}
     server = ServerOptions(**limits)
-    fakes = [await FakeReplica().start() for _ in range(count)]
-    quick = {"health_period": 0.02, "health_timeout": 0.2, "replica": [fake.url for fake in fakes]}
+    helpers = given.pop("prefills", 0)  # the last of the fakes, at addresses p:0, p:1 and so on
+    fakes = [await FakeReplica().start() for _ in range(count + helpers)]
+    quick = {"health_period": 0.02, "health_timeout": 0.2, "replica": [fake.url for fake in fakes[:count]]}
+    quick["prefill"] = [f"{fake.url}=p:{i}" for i, fake in enumerate(fakes[count:])]
     options = RouterOptions(**(quick | given))
     replicas = replicas_of(options)
-    line = Line(replicas, options.max_in_flight, server)
-    proxy = Proxy(line, naming(options), options, server)
+    line, prefills = line_and_prefills(replicas, options, server)
+    proxy = Proxy(line, prefills, naming(options), options, server)
     health = Health(replicas, line, options)
     transport = httpx.ASGITransport(app(replicas, proxy, server, keys))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
-            router = Router(fakes, replicas, line, proxy, client)
+            router = Router(fakes, replicas, line, prefills, proxy, client)
             await router.until(lambda: all(one.is_ready for one in replicas))
             await test(router)
     finally:

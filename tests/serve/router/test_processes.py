@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 from cases.waiting import until
 
 import duetto.checkpoints
+from duetto.serve.processes.supervisor import free_port
 
 pytestmark = pytest.mark.minutes
 DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
@@ -54,10 +54,15 @@ class Process:
         return code
 
 
-def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return own.getsockname()[1]
+def replica_at(port: int, *words: str) -> Process:
+    own = ["--port", str(port), "--quiet", "--prompt-hold", "0", "--no-serve-while-compiling"]
+    return Process("serve", *SIZES, *own, *words)
+
+
+def total(url: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    text = httpx.get(f"{url}/metrics", timeout=LIMIT).text
+    return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)", text, re.MULTILINE)))
 
 
 class Service:
@@ -75,9 +80,7 @@ class Service:
         until(lambda: self.ready == 2)
 
     def replica(self, i: int) -> Process:
-        events = ["--kv-events-endpoint", f"tcp://*:{self.events[i]}"]
-        own = ["--port", str(self.ports[i]), "--quiet", "--prompt-hold", "0", "--no-serve-while-compiling"]
-        return Process("serve", *SIZES, *events, *own)
+        return replica_at(self.ports[i], "--kv-events-endpoint", f"tcp://*:{self.events[i]}")
 
     @property
     def ready(self) -> float:
@@ -87,9 +90,7 @@ class Service:
         return self.sum(f"{name}_total")
 
     def sum(self, name: str) -> float:
-        text = httpx.get(f"{self.router.url}/metrics", timeout=LIMIT).text
-        found = re.findall(rf"^duetto:router_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE)
-        return sum(map(float, found))
+        return total(self.router.url, f"duetto:router_{name}")
 
 
 @pytest.fixture(scope="module")
@@ -115,21 +116,30 @@ def stream(url: str, body: dict[str, Any], came: threading.Event | None = None) 
     return text, reason
 
 
+def whole(url: str, body: dict[str, Any]) -> tuple[str, str]:
+    """The text of a whole answer and why it ended."""
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT)
+    (choice,) = reply.raise_for_status().json()["choices"]
+    return choice["text"], choice["finish_reason"]
+
+
 def bodies(turn: int) -> list[dict[str, Any]]:
     asked = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
     return [asked | {"prompt": f"def f{turn}(x{i}):\n", "seed": 100 * turn + i} for i in range(6)]
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_streams_outlive_a_server_that_is_killed(service, turn):
+def test_answers_outlive_a_server_that_is_killed(service, turn):
     came, victim = threading.Event(), turn % 2
-    with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(stream, service.router.url, body, came) for body in bodies(turn)]
+    url = service.router.url
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(stream, url, body, came) for body in bodies(turn)]
+        asked += [pool.submit(whole, url, body) for body in bodies(turn)]
         assert came.wait(LIMIT)
         service.replicas[victim].end()
         found = [one.result(LIMIT) for one in asked]
     alive = service.replicas[1 - victim].url
-    assert found == [stream(alive, body) for body in bodies(turn)]
+    assert found == [stream(alive, body) for body in bodies(turn)] * 2
     assert service.count("resumed") > 0 and service.count("lost") >= 1
     service.replicas[victim] = service.replica(victim)
     until(lambda: service.ready == 2)
@@ -142,3 +152,65 @@ def test_prompts_go_where_their_pages_are(service):
         time.sleep(0.3)  # until its events are heard
     tokens = httpx.post(f"{service.router.url}/tokenize", json={"prompt": text}).json()["count"]
     assert service.count("hit_tokens") - before >= 3 * (tokens // 16 - 1) * 16
+
+
+class Pairs:
+    """Two servers that prefill, two that decode, and a router."""
+
+    def __init__(self):
+        self.prefills, self.decodes = ([free_port(), free_port()] for _ in range(2))
+        self.doors = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        self.servers = [self.prefill(0), self.prefill(1), self.decode(0), self.decode(1)]
+
+    def route(self) -> None:
+        words = [word for one in self.servers[2:] for word in ("--replica", one.url)]
+        for one, door in zip(self.servers, self.doors, strict=False):
+            words += ["--prefill", f"{one.url}={door}"]
+        own = ["--tokenizer", str(DEMO), "--health-period", "0.2", "--port", "0", "--page-size", "16"]
+        self.router = Process("route", *words, *own)
+        until(lambda: total(self.router.url, "duetto:router_replica_ready") == 4)
+
+    def prefill(self, i: int) -> Process:
+        return replica_at(self.prefills[i], "--kv-role", "prefill", "--kv-address", self.doors[i])
+
+    def decode(self, i: int) -> Process:
+        return replica_at(self.decodes[i], "--kv-role", "decode", "--kv-address", ",".join(self.doors))
+
+    def computed(self) -> list[float]:
+        """Tokens of prompts that each server has computed or found."""
+        return [total(one.url, "vllm:prompt_tokens_total") for one in self.servers]
+
+
+@pytest.fixture
+def pairs() -> Iterator[Pairs]:
+    made = Pairs()
+    try:
+        made.route()
+        yield made
+    finally:
+        for one in made.servers:
+            one.end()
+    made.router.end()
+
+
+def long(turn: int) -> list[dict[str, Any]]:
+    texts = [f"def f{turn}(x{i}):\n" + f"    y{i} = x{i} + {turn}\n" * 8 for i in range(4)]
+    asked = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.9, "seed": turn}
+    return [asked | {"prompt": text} for text in texts]
+
+
+def test_prompts_are_computed_by_the_engine_that_the_router_names_and_any_may_be_killed(pairs):
+    def answers(turn: int) -> list[Any]:
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, pairs.router.url, b) for ask in (stream, whole) for b in long(turn)]
+            if turn:  # a prefill engine, then one that decodes
+                time.sleep(0.1)
+                pairs.servers[turn - 1 if turn == 1 else turn].end()
+            return [one.result(LIMIT) for one in asked]
+
+    found = [answers(0)]
+    assert min(pairs.computed()) > 0
+    assert total(pairs.servers[2].url, "vllm:prefix_cache_hits_total") > 0
+    found += [answers(1), answers(2)]
+    alone = pairs.servers[1].url  # answers whom it is asked by, too
+    assert found == [[stream(alone, body) for body in long(turn)] * 2 for turn in range(3)]

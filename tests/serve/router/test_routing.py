@@ -41,6 +41,24 @@ def test_a_stream_goes_on_elsewhere_from_its_tokens(routing, dies_after):
     routing(test)
 
 
+@pytest.mark.parametrize("dies_after", range(7))
+def test_a_whole_answer_goes_on_elsewhere_from_its_tokens(routing, dies_after):
+    async def test(router):
+        router.fakes[0].dies_after = dies_after
+        for _ in range(2):
+            reply = await router.client.post("/v1/completions", json={"prompt": "x"})
+            assert reply.json() == {"said": list(range(6))}
+            assert reply.headers["content-type"] == "application/json"
+        first, second = router.fakes
+        if dies_after < 6:
+            known = [asked["resume"]["outputs"] for asked in second.asked if asked["resume"]["outputs"]]
+            assert known == [[list(range(dies_after))]] * len(known) and bool(known) == bool(dies_after)
+            assert router.proxy.resumed + router.proxy.retried == len(first.asked) > 0
+            assert bool(router.proxy.resumed) == bool(dies_after)
+
+    routing(test)
+
+
 def test_a_replica_that_hangs_is_lost(routing):
     async def test(router):
         router.fakes[0].hangs_after = 3
@@ -58,6 +76,7 @@ def test_what_has_not_begun_is_asked_again(routing):
     async def test(router):
         for fake in router.fakes[:2]:
             fake.dies_after = 0
+        router.fakes[2].tells = False
         for path in ("/v1/completions", "/v1/embeddings", "/tokenize"):
             reply = await router.client.post(path, json={"prompt": "x", "input": "x"})
             assert reply.json() == {"said": path}

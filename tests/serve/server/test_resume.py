@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from duetto import LLM
+from duetto.serve.endpoints import completions
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.app import app
 from duetto.serve.service.service import Service
@@ -33,12 +34,12 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, path: str, body: dict[str, Any]) -> httpx.Response:
+def ask(llm: LLM, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     async def asked() -> httpx.Response:
         service = Service(llm, ServerOptions(), {})
         transport = httpx.ASGITransport(app(service, [], None))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            reply = await client.post(f"/v1/{path}", json=body, timeout=60)
+            reply = await client.post(f"/v1/{path}", json=body, headers=headers, timeout=60)
         await service.close()
         return reply
 
@@ -109,6 +110,48 @@ def test_a_stream_goes_on_from_any_of_its_tokens(llm, name):
         assert both == whole
 
 
+def whole(llm: LLM, path: str, body: dict[str, Any], **known: Any) -> tuple[list[dict], dict[str, Any]]:
+    """The tokens that are told of a whole answer, one word after the other, and the answer."""
+    reply = ask(llm, path, body | {"resume": {"id": ID, "created": 1_700_000_000} | known})
+    *told, answer, end, nothing = reply.text.split("\n\n")
+    assert (end, nothing) == (": end", ""), reply.text
+    return [json.loads(one.removeprefix(": tokens ")) for one in told], json.loads(answer[6:])
+
+
+@pytest.mark.parametrize("name", ["text", "prompts", "penalty", "talk", "response"])
+def test_a_whole_answer_goes_on_from_any_of_its_tokens(llm, name, monkeypatch):
+    monkeypatch.setattr(completions, "SELDOM", 0.0)
+    path, body = ASKED["chat" if name == "talk" else name]
+    body = {field: value for field, value in body.items() if "logprobs" not in field} | {"seed": 5}
+    told, answer = whole(llm, path, body)
+    plain = ask(llm, path, body).json()
+    assert plain | {"id": 0, "created": 0} == answer | {"id": 0, "created": 0} or name == "response"
+    assert answer["id"].endswith(ID)
+    outputs: list[list[int]] = [[], []]
+    for i, tokens in enumerate(told, 1):
+        for choice, ids in tokens.items():
+            outputs[int(choice)] += ids
+        if i in (1, 4, len(told)):
+            llm.engine.tables.forget()
+            _, again = whole(llm, path, body, outputs=outputs if name in ("text", "prompts") else outputs[:1])
+            assert uncached(again) == uncached(answer)
+
+
+def uncached(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without how many tokens were found in a cache."""
+    usage = {name: value for name, value in answer["usage"].items() if "details" not in name}
+    return answer | {"usage": usage}
+
+
+def test_of_whole_answers_with_scores_no_tokens_are_told(llm):
+    path, body = ASKED["scores"]
+    given = {"resume": {"id": ID, "created": 1_700_000_000}}
+    found, plain = ask(llm, path, body | given).json(), ask(llm, path, body).json()
+    assert found["choices"] == plain["choices"] and found["id"].endswith(ID)
+    given["resume"]["outputs"] = [[60]]
+    assert "no tokens beside logprobs" in ask(llm, path, body | given).json()["error"]["message"]
+
+
 def test_tokens_that_came_are_counted(llm):
     path, body = "completions", {"prompt": "import", "max_tokens": 8, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
@@ -132,7 +175,6 @@ def test_what_cannot_go_on_is_refused(llm, resume, message):
     body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True, "resume": resume}
     reply = ask(llm, "completions", body)
     assert reply.status_code == 400 and message in reply.json()["error"]["message"]
-    assert "only with stream" in ask(llm, "completions", body | {"stream": False}).text
 
 
 def test_times_are_of_the_part_that_is_served_here(llm):
@@ -140,3 +182,11 @@ def test_times_are_of_the_part_that_is_served_here(llm):
     known = {"id": ID, "created": 1, "outputs": [[60, 61]]}
     ask(llm, "completions", {"prompt": "x", "max_tokens": 4, "stream": True, "resume": known})
     assert llm.engine.meter.e2e.kept[-1] <= time.monotonic() - before
+
+
+def test_the_engine_that_a_router_has_chosen_for_a_prompt_is_asked(llm, monkeypatch):
+    asked = []
+    monkeypatch.setattr(llm.engine.tiers, "expect", lambda *told: asked.append(told[-1]))
+    for headers in ({"x-duetto-prefill": "a:1"}, {}):
+        ask(llm, "completions", {"prompt": ["x", "y"], "max_tokens": 1}, **headers)
+    assert asked == ["a:1", "a:1", None, None]
