@@ -92,16 +92,14 @@ def halved_places(config: ModelConfig, layout: Layout, mesh: Mesh | None, device
     if mesh is not None:
         raise ValueError(
             f"experimental_ffn_devices {layout.ffn} is not allowed with a mesh of your own: "
-            "one device attends, and the next ones have the feed-forward layers"
+            "one device attends, and the next one has the feed-forward layers"
         )
     if layout.size > len(devices):
         raise ValueError(
             f"experimental_ffn_devices {layout.ffn} is not allowed: with the one that attends they are "
             f"{layout.size}, devices here are {len(devices)}"
         )
-    own, rest = on_one(config, devices[0]), devices[1 : layout.size]
-    theirs = places(config, Layout(layout.ffn, layout.experts), devices=rest) or on_one(config, rest[0])
-    return halved(own, theirs)
+    return halved(on_one(config, devices[0]), on_one(config, devices[1]))
 
 
 def on_one(config: ModelConfig, device: Any) -> Decoder:

@@ -43,6 +43,8 @@ def check_stages(options: "EngineOptions", count: int) -> None:
     if options.kv_role is not None:
         raise ValueError(f"kv_role {options.kv_role} is not allowed with {beside}")
     only(options, {"decode_steps": 1} | UNTIERED, beside)
+    if apart is not None and apart > 1:
+        raise ValueError(f"experimental_ffn_devices {apart} is not allowed: 1, more were never run")
     if apart:
         only(options, dict.fromkeys(LAYOUTS, 1), beside)
 

@@ -123,6 +123,7 @@ def test_layers_that_read_more_than_the_stream_are_not_cut():
         ({"kv_role": "both"}, "kv_role both is not allowed with experimental_ffn_devices 1"),
         ({"micro_batches": 9, "max_num_seqs": 8}, "micro_batches 9 is not allowed with max_num_seqs 8"),
         ({"experimental_ffn_devices": 0}, "experimental_ffn_devices 0 is not allowed: 1 or more"),
+        ({"experimental_ffn_devices": 2}, "experimental_ffn_devices 2 is not allowed: 1"),
         ({"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}}, "ngram and suffix"),
     ],
 )
