@@ -1,5 +1,8 @@
 """The stages of a pipeline: consecutive layers on devices of their own (GPipe, Huang et al., arXiv
-1811.06965), read off where the parameters lie. Keys stay with the layers that make them."""
+1811.06965), read off where the parameters lie. Keys stay with the layers that make them.
+
+Feed-forward layers may lie apart, on devices of their own: then a step goes to and fro in each layer.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -52,6 +55,31 @@ def check(params: Decoder, found: Sequence[range]) -> None:
         if devices(part) != places[stage]:
             which = "first" if stage == 0 else "last"
             raise ValueError(f"parameter {name} must lie on the devices of the {which} layer of a pipeline")
+
+
+def is_apart(params: Params) -> bool:
+    """Whether feed-forward layers lie on other devices than the rest."""
+    return any(devices(layer.ffn) - devices(layer.any_norm) for layer in target_of(params).layers)
+
+
+def stations(params: Params) -> int:
+    """How many groups of devices a step visits: a pipeline's stages, attention's and the feed-forward
+    layers', or one."""
+    return 2 if is_apart(params) else len(stages(params))
+
+
+def attending(params: Decoder) -> Decoder:
+    """All parameters but the feed-forward layers'."""
+    return replace(params, layers=tuple(map(attention_of, params.layers)))
+
+
+def feeding(params: Decoder) -> tuple[Any, ...]:
+    """The feed-forward layers' parameters."""
+    return tuple(layer.ffn for layer in params.layers)
+
+
+def attention_of(layer: Layer) -> Layer:
+    return replace(layer, ffn=None)
 
 
 def borrows(layer: Layer) -> bool:

@@ -31,17 +31,19 @@ MOST = 256  # devices that are tried for an error's text
 class Layout:
     """How a model is spread: every layer over `tensor` devices, with whole experts on each (`experts`) or a
     part of every expert; the layers over so many `stages` of such devices; and rows over `data` groups of
-    them, over which whole experts are split too."""
+    them, over which whole experts are split too. Feed-forward layers may have `ffn` devices
+    of their own."""
 
     tensor: int = 1
     experts: bool = False
     stages: int = 1
     data: int = 1
+    ffn: int = 0
 
     @property
     def size(self) -> int:
         """All devices."""
-        return self.tensor * self.stages * self.data
+        return self.tensor * self.stages * self.data + self.ffn
 
     def axes(self, layers: Sequence[LayerKind]) -> dict[str, int]:
         """The mesh's axes with their sizes. Where key heads are fewer than devices there are two: devices

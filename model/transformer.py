@@ -134,27 +134,60 @@ def layer(
     own: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x and attend's state after layer i; `own` is the layer's own input, where it has one."""
-
-    def normed(y: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
-        return y if norm is None else normalise(y, norm, c.norm)
-
-    def added(x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None) -> Float[Array, "B T D"]:
-        return x + scaled(normed(y, post), c.residual_scale)
-
-    inner = normed(x, w.attention_norm)
-    state, mixed = mix(w, kind, inner, turn, attend, state, i)
-    outer = added(x, mixed, w.attention_post_norm)
+    outer, inner, state = attention_half(w, kind, c, x, turn, attend, state, i)
     if kind.ffn is None:
         return outer, state
+    return after_ffn(w, c, outer, ffn_half(w.ffn, kind, inner), own), state
+
+
+def attention_half(
+    w: Layer,
+    kind: LayerKind,
+    c: ModelConfig,
+    x: Float[Array, "B T D"],
+    turn: Turn | None,
+    attend: Attend,
+    state: Any,
+    i: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+    """x after the mixers of layer i, what its feed-forward layer is given, and attend's state."""
+    inner = normed(c, x, w.attention_norm)
+    state, mixed = mix(w, kind, inner, turn, attend, state, i)
+    outer = added(c, x, mixed, w.attention_post_norm)
     if c.parallel is None:
-        inner = normed(outer, w.ffn_norm)
+        inner = normed(c, outer, w.ffn_norm)
     elif w.ffn_norm is not None:
-        inner = normed(x, w.ffn_norm)
-    think = SUBLAYERS[type(kind.ffn)][1]
-    out = added(outer, think(w.ffn, kind.ffn, inner), w.ffn_post_norm)
+        inner = normed(c, x, w.ffn_norm)
+    return outer, inner, state
+
+
+def ffn_half(w: Any, kind: LayerKind, inner: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """What the feed-forward layer makes, which knows of no other token and keeps nothing."""
+    return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, inner)
+
+
+def after_ffn(
+    w: Layer,
+    c: ModelConfig,
+    outer: Float[Array, "B T D"],
+    made: Float[Array, "B T D"],
+    own: Float[Array, "B T P"] | None = None,
+) -> Float[Array, "B T D"]:
+    """x after a layer whose feed-forward layer has made this of it."""
+    out = added(c, outer, made, w.ffn_post_norm)
     if w.input is not None:
         out = with_input(w.input, c, out, own)
-    return out if w.scale is None else out * w.scale[None, None], state
+    return out if w.scale is None else out * w.scale[None, None]
+
+
+def normed(c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
+    return x if norm is None else normalise(x, norm, c.norm)
+
+
+def added(
+    c: ModelConfig, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None
+) -> Float[Array, "B T D"]:
+    return x + scaled(normed(c, y, post), c.residual_scale)
 
 
 def mix(

@@ -4,7 +4,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...kvcache.stages import stages
+from ...kvcache.stages import stations
 from ..engine.params import require_own
 from ..tiers import snapshot
 from ..tiers.disk import place_at
@@ -54,8 +54,10 @@ def mover_at(llm: "LLM", method: str) -> Mover:
     if not llm.options.enable_prefix_caching:
         raise ValueError(f"{method} is not allowed without enable_prefix_caching: pages lack names")
     engine = llm.engine
-    if (count := len(stages(engine.everything))) > 1:
-        raise ValueError(f"{method} is not allowed with {count} pipeline stages")
+    if (count := stations(engine.everything)) > 1:
+        apart = llm.options.experimental_ffn_devices
+        beside = f"experimental_ffn_devices {apart}" if apart else f"{count} pipeline stages"
+        raise ValueError(f"{method} is not allowed with {beside}")
     require_own(engine.everything, method)
     if engine.sizes.shards > 1:
         raise ValueError(f"{method} is not allowed with data_parallel_size {engine.sizes.shards}: only 1")

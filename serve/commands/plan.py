@@ -14,7 +14,7 @@ from ..roofline.presets import PRESETS
 from ..roofline.products import alike
 from ..roofline.table import Cost, floored, render_fact, render_table
 from ..roofline.targets import find_target, here, is_gpu
-from . import for_workload, planned_stages
+from . import for_workload, planned_halves, planned_stages
 from .command import engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
@@ -139,6 +139,15 @@ def staged(plan: EnginePlan, arguments: Arguments, compiled: list[Shape], args: 
     return "\n\n".join([head(plan), *planned_stages.render(plan, arguments, found)])
 
 
+def halved(plan: EnginePlan, arguments: Arguments, args: argparse.Namespace) -> str:
+    """The plan of attention and feed-forward layers apart. Raises ValueError where it is to be measured."""
+    if args.measure:
+        raise ValueError("--measure is not allowed with experimental_ffn_devices: it runs one program")
+    if args.json:
+        return json.dumps(facts_of(plan) | planned_halves.as_json(plan, arguments))
+    return "\n\n".join([head(plan), *planned_halves.render(plan, arguments)])
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -184,6 +193,9 @@ def run(args: argparse.Namespace) -> int:
     choices = {"main": main_shapes(plan.shapes), "all": plan.shapes, "none": []}
     if options.pipeline_parallel_size > 1:
         print(staged(plan, arguments, choices[args.compile], args))
+        return 0
+    if options.experimental_ffn_devices:
+        print(halved(plan, arguments, args))
         return 0
     rows = make_rows(plan, arguments, choices[args.compile])
     memory = memory_of(plan, arguments, rows)

@@ -108,7 +108,7 @@ def plan_job(
         weights = abstract(form_spec(config, options.quantization), jnp.dtype(chosen))
     else:
         weights = read_shapes(folder, chosen, options.quantization)
-    options.check_stages(options.pipeline_parallel_size)
+    options.check_stages(options.stations)
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)

@@ -49,7 +49,7 @@ def load_folder(
     """
     defaults = checked_defaults(path)
     device = default_device() if mesh is None else mesh.devices.flat[0]
-    options.on(memory_limit(device)).check_stages(options.pipeline_parallel_size)
+    options.on(memory_limit(device)).check_stages(options.stations)
     where = places(read_config(path), layout_of(options), mesh) or device
     is_random = options.load_format == "dummy"
     read = random_folder if is_random else read_folder

@@ -7,14 +7,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ...kvcache.stages import devices as devices_of
-from ...kvcache.stages import stages
+from ...kvcache.stages import is_apart, stages
 from ...model.config import ModelConfig
 from ...model.experts import MoE, inner_dims
 from ...model.sharding import DATA, Layout, axes_of, fitted, place_at, rules_for, shardings
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import is_spec
 from ..options.engine import EngineOptions
-from .stages import device_groups, staged, with_head
+from .stages import check_halves, device_groups, halved, staged, with_head
 
 
 def layout_of(options: EngineOptions) -> Layout:
@@ -23,6 +23,7 @@ def layout_of(options: EngineOptions) -> Layout:
         options.enable_expert_parallel,
         options.pipeline_parallel_size,
         options.data_parallel_size,
+        options.experimental_ffn_devices or 0,
     )
 
 
@@ -37,6 +38,8 @@ def places(config: ModelConfig, layout: Layout, mesh: Mesh | None = None, device
         check_processes(layout, len(devices))
     if layout.stages > 1:
         return staged_places(config, layout, mesh, devices)
+    if layout.ffn:
+        return halved_places(config, layout, mesh, devices)
     if mesh is None and layout.size == 1:
         return None
     if mesh is None:
@@ -83,6 +86,22 @@ def staged_places(config: ModelConfig, layout: Layout, mesh: Mesh | None, device
     return staged(config, list(found))
 
 
+def halved_places(config: ModelConfig, layout: Layout, mesh: Mesh | None, devices: Any) -> Decoder:
+    """The same where feed-forward layers lie apart."""
+    check_halves(config, layout.ffn)
+    if mesh is not None:
+        raise ValueError(
+            f"experimental_ffn_devices {layout.ffn} is not allowed with a mesh of your own: "
+            "one device attends, and the next one has the feed-forward layers"
+        )
+    if layout.size > len(devices):
+        raise ValueError(
+            f"experimental_ffn_devices {layout.ffn} is not allowed: with the one that attends they are "
+            f"{layout.size}, devices here are {len(devices)}"
+        )
+    return halved(on_one(config, devices[0]), on_one(config, devices[1]))
+
+
 def on_one(config: ModelConfig, device: Any) -> Decoder:
     """All parameters on one device."""
     one = SingleDeviceSharding(device)
@@ -108,7 +127,13 @@ def spread(config: ModelConfig, params: Decoder, layout: Layout) -> Decoder:
     Raises ValueError where the layout is of another number of devices.
     """
     n = len(devices_of(params))
-    if layout.size == 1 or (n == layout.size and len(stages(params)) == layout.stages):
+    if is_apart(params) and not layout.ffn:
+        raise ValueError(
+            "feed-forward layers that lie on devices of their own are experimental: "
+            "set experimental_ffn_devices"
+        )
+    is_laid_out = is_apart(params) == bool(layout.ffn) and len(stages(params)) == layout.stages
+    if layout.size == 1 or (n == layout.size and is_laid_out):
         if layout.data > 1 and shards_of(params) != layout.data:
             raise ValueError(
                 f"data_parallel_size {layout.data} is not allowed: the parameters lie on a mesh without an "

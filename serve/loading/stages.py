@@ -1,4 +1,5 @@
-"""Where a pipeline's parameters go: the devices of each stage, and what lies there."""
+"""Where parameters go: the devices of a pipeline's stages, or of either half of all layers, and what lies
+there."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from ...kvcache.stages import devices
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
-from ..pipeline.split import split
+from ..pipeline.split import borrowed, split
 
 
 def device_groups(found: Sequence[Any], stages: int, each: int) -> list[Sequence[Any]]:
@@ -30,6 +31,26 @@ def staged(config: ModelConfig, places: Sequence[Decoder]) -> Decoder:
     layers = tuple(places[i].layers[layer] for i, span in enumerate(spans) for layer in span)
     last = places[-1]
     return replace(places[0], layers=layers, norm=last.norm, head=last.head, head_bias=last.head_bias)
+
+
+def halved(own: Decoder, theirs: Decoder) -> Decoder:
+    """Of two trees of shardings the second's feed-forward layers, and all else of the first."""
+    each = zip(own.layers, theirs.layers, strict=True)
+    return replace(own, layers=tuple(replace(layer, ffn=other.ffn) for layer, other in each))
+
+
+def check_halves(config: ModelConfig, ffn: int) -> None:
+    """Raise ValueError for layers that cannot be cut in two."""
+    found = {
+        "inputs of their own": config.layer_input,
+        "the keys of others": any(map(borrowed, config.layers)),
+        "no feed-forward layer": any(kind.ffn is None for kind in config.layers),
+    }
+    for what, is_so in found.items():
+        if is_so:
+            raise ValueError(
+                f"experimental_ffn_devices {ffn} is not allowed for a model whose layers have {what}"
+            )
 
 
 def with_head(params: Decoder) -> Decoder:

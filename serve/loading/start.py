@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ...kvcache.stages import devices, params_of, stages
+from ...kvcache.stages import attending, devices, feeding, is_apart, params_of, stages, stations
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, Params, target_of
 from ...model.transformer import Decoder
@@ -73,7 +73,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = prepared(params, options.fixed_products)
     if device.platform == "cpu":
         keep_freed()
-    count = len(stages(params))
+    count = stations(params)
     options.check_stages(count)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
@@ -119,7 +119,7 @@ def limits_of(
 
 def kind_of(params: Params) -> type[Programs]:
     """Programs for where parameters lie."""
-    if len(stages(params)) > 1:
+    if stations(params) > 1:
         return StagedPrograms
     return Programs if target_of(params).embed.is_fully_addressable else SharedPrograms
 
@@ -190,6 +190,10 @@ def on_devices(params: Decoder) -> Decoder:
     how.
     """
     require_arrays(params)
+    if is_apart(params):
+        require_together(attending(params))
+        require_together(feeding(params))
+        return params
     params = with_head(params)
     found = stages(params) if params.layers else []
     for span in found if len(found) > 1 else [range(len(params.layers))]:
@@ -208,8 +212,8 @@ def require_arrays(params: Decoder) -> None:
             )
 
 
-def require_together(params: Decoder) -> None:
-    """The same within the parameters of a stage, or of all of them."""
+def require_together(params: Any) -> None:
+    """The same within the parameters of a stage or of a half, or of all of them."""
     path, first = next(iter(paths(params).items()))
     expected = first.sharding.device_set
     for other, leaf in paths(params).items():

@@ -1,6 +1,7 @@
 """What options of an engine allow beside each other: each check raises ValueError with the option's name."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,11 +10,43 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of, and one that every table has
 UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
+LAYOUTS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
 ROLES = ("prefill", "decode", "both")
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def only(options: "EngineOptions", most: Mapping[str, int], beside: str) -> None:
+    """Nothing of what is more beside another option."""
+    for name, limit in most.items():
+        if getattr(options, name) > limit:
+            raise ValueError(f"{name} {getattr(options, name)} is not allowed with {beside}: only {limit}")
+
+
+def check_stages(options: "EngineOptions", count: int) -> None:
+    """A pipeline of so many stages, or two parts of each layer."""
+    groups, seats, apart = options.micro_batches, options.max_num_seqs, options.experimental_ffn_devices
+    if groups is not None and count == 1:
+        raise ValueError(f"micro_batches {groups} is not allowed without a pipeline's stages")
+    if groups is not None and seats is not None and groups > seats:
+        raise ValueError(f"micro_batches {groups} is not allowed with max_num_seqs {seats}: 1 to {seats}")
+    if count == 1:
+        return
+    beside = f"experimental_ffn_devices {apart}" if apart else f"{count} pipeline stages"
+    if options.speculation.model is not None:
+        raise ValueError(
+            f"speculative_config: model {options.speculation.model!r} is not allowed with {beside}: "
+            "ngram and suffix draft there"
+        )
+    if options.kv_role is not None:
+        raise ValueError(f"kv_role {options.kv_role} is not allowed with {beside}")
+    only(options, {"decode_steps": 1} | UNTIERED, beside)
+    if apart is not None and apart > 1:
+        raise ValueError(f"experimental_ffn_devices {apart} is not allowed: 1, more were never run")
+    if apart:
+        only(options, dict.fromkeys(LAYOUTS, 1), beside)
 
 
 def check_tiers(options: "EngineOptions") -> None:

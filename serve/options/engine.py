@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...fields import knob
 from ...sampling.checks import ALL, MAX_LOGPROBS
-from .checks import UNTIERED, check_buckets, check_handover, check_tiers, round_up
+from .checks import UNTIERED, check_buckets, check_handover, check_stages, check_tiers, only, round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
@@ -82,7 +82,13 @@ class EngineOptions:
     pipeline_parallel_size: int = knob(1, "stages of consecutive layers, each on a device of its own")
     micro_batches: int | None = knob(
         None,
-        "groups of requests whose steps a pipeline has in flight together; default: as many as it has stages",
+        "groups of requests whose steps a pipeline has in flight together, or two parts pass to each other; "
+        "default: as many as there are stages or parts",
+    )
+    experimental_ffn_devices: int | None = knob(
+        None,
+        "experimental: devices that have the feed-forward layers, next to the one that has all else; "
+        "default: they lie together",
     )
     decode_steps: int = knob(1, "decode steps taken in one dispatch while no prompt waits")
     reproducible: bool = knob(True, "a request's bits depend on the request alone; False may narrow decode")
@@ -192,8 +198,8 @@ class EngineOptions:
         self._check_nodes()
         self._check_shards()
         check_buckets(self)
-        if self.pipeline_parallel_size > 1:
-            self.check_stages(self.pipeline_parallel_size)
+        if self.stations > 1:
+            self.check_stages(self.stations)
         if self.decode_steps > MAX_DECODE_STEPS:
             raise ValueError(f"decode_steps {self.decode_steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
         if self.guesses and self.decode_steps > 1:
@@ -210,13 +216,7 @@ class EngineOptions:
             raise ValueError(f"node_rank {self.node_rank} is not allowed: 0 to nnodes - 1, {self.nnodes - 1}")
         if self.nnodes > 1:
             alone = "pipeline_parallel_size", "data_parallel_size"
-            self._only(dict.fromkeys(alone, 1) | UNTIERED, f"nnodes {self.nnodes}")
-
-    def _only(self, most: Mapping[str, int], beside: str) -> None:
-        """Raise ValueError for an option that is more beside another."""
-        for name, limit in most.items():
-            if getattr(self, name) > limit:
-                raise ValueError(f"{name} {getattr(self, name)} is not allowed with {beside}: only {limit}")
+            only(self, dict.fromkeys(alone, 1) | UNTIERED, f"nnodes {self.nnodes}")
 
     def _check_shards(self) -> None:
         d = self.data_parallel_size
@@ -227,7 +227,7 @@ class EngineOptions:
                 raise ValueError(
                     f"{name} {value} is not allowed with data_parallel_size {d}: only a multiple of it"
                 )
-        self._only({"pipeline_parallel_size": 1} | UNTIERED, f"data_parallel_size {d}")
+        only(self, {"pipeline_parallel_size": 1} | UNTIERED, f"data_parallel_size {d}")
         if self.speculation.model is not None:
             raise ValueError(
                 f"speculative_config: model {self.speculation.model!r} is not allowed with "
@@ -244,24 +244,14 @@ class EngineOptions:
         """GiB of the host's memory for pages; whoever hands them over needs some."""
         return self.swap_space or (OUTBOX if self.kv_role == "prefill" else 0.0)
 
+    @property
+    def stations(self) -> int:
+        """Groups of devices that a step visits: stages, or attention's and the feed-forward layers'."""
+        return 2 if self.experimental_ffn_devices else self.pipeline_parallel_size
+
     def check_stages(self, count: int) -> None:
-        """Raise ValueError for what a pipeline of so many stages cannot do."""
-        if self.micro_batches is not None and count == 1:
-            raise ValueError(f"micro_batches {self.micro_batches} is not allowed without a pipeline's stages")
-        seats = self.max_num_seqs
-        if self.micro_batches is not None and seats is not None and self.micro_batches > seats:
-            raise ValueError(
-                f"micro_batches {self.micro_batches} is not allowed with max_num_seqs {seats}: 1 to {seats}"
-            )
-        if count > 1 and self.speculation.model is not None:
-            raise ValueError(
-                f"speculative_config: model {self.speculation.model!r} is not allowed with {count} pipeline "
-                "stages: ngram and suffix draft there"
-            )
-        if count > 1 and self.kv_role is not None:
-            raise ValueError(f"kv_role {self.kv_role} is not allowed with {count} pipeline stages")
-        if count > 1:
-            self._only({"decode_steps": 1} | UNTIERED, f"{count} pipeline stages")
+        """Raise ValueError for what a pipeline of so many stages, or two parts of each layer, cannot do."""
+        check_stages(self, count)
 
     def require_unstored(self, what: str) -> None:
         """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""

@@ -27,12 +27,13 @@ RESET = Run(0.0, 0.0, 0.0, None, None)  # what was called before it does not cou
 
 class Clock:
     """Seconds in which each stage computed: from when its inputs were there until its results were; and
-    seconds in which a step was in one of the stages.
+    seconds in which a step was in one of the stages, which it leaves at the stage `exit`.
 
     A thread a stage waits for arrays, so that nothing else has to; `stop` ends these.
     """
 
-    def __init__(self, stages: int):
+    def __init__(self, stages: int, exit: int = -1):
+        self._exit = exit
         self._stages = [Stage() for _ in range(stages)]
         self._threads = [threading.Thread(target=stage.watch, daemon=True) for stage in self._stages]
         for thread in self._threads:
@@ -57,7 +58,7 @@ class Clock:
     def report(self) -> dict[str, Any]:
         """Seconds with a step under way, in how many of them each stage computed, and the share of all
         stages' seconds in which they did not: the bubbles."""
-        busy, seconds = [stage.busy for stage in self._stages], self._stages[-1].under_way
+        busy, seconds = [stage.busy for stage in self._stages], self._stages[self._exit].under_way
         bubbles = max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0
         return {"seconds": seconds, "busy_seconds": busy, "bubbles": bubbles}
 

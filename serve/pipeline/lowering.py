@@ -1,12 +1,13 @@
 """The programs of a pipeline's stages, each for its own devices, before they are compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Sharding
 
+from ...kvcache.pages import KVCache
 from ...kvcache.placement import whole
 from ...kvcache.stages import cache_of, params_of
 from ...model.pair import target_of
@@ -14,7 +15,26 @@ from ..programs.compile import Arguments, batch_like
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
 from ..programs.step import Front
+from .relay import Ear, Relay, Stages
 from .steps import Cut, front_of
+
+
+class Course(Protocol):
+    """A step's way over groups of devices: through stages of consecutive layers, or to and fro between the
+    halves of each layer."""
+
+    @property
+    def caches(self) -> Sequence[KVCache]:
+        """Shapes of the cache's parts."""
+        ...
+
+    def place(self, stage: int) -> Sharding: ...
+
+    def lower(self, shape: Shape) -> list[jax.stages.Lowered]: ...
+
+    def joined(self, stages: Stages, ear: Ear, programs: Sequence[Any]) -> Callable[..., Any]:
+        """A shape's compiled programs, in the order of `lower`, called as one device's is."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,8 +53,12 @@ class Lowering:
         return whole(layer.any_norm.gain.sharding)
 
     @property
-    def front(self) -> Front:
-        return at(front_of(self.like.slots), self.place(0))
+    def caches(self) -> list[KVCache]:
+        return [cache_of(self.like.cache, span) for span in self.spans]
+
+    def joined(self, stages: Stages, ear: Ear, programs: Sequence[Any]) -> Relay:
+        hand = tuple(self.place(stage) for stage in range(1, len(self.spans)))
+        return Relay(stages, tuple(programs), hand, self.place(0), ear)
 
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
         """A program for each stage."""
@@ -53,12 +77,17 @@ class Lowering:
         batch = batch_like(shape, self.sizes, here)
         if stage == 0:
             jitted = jax.jit(cut.enter, donate_argnums=1, out_shardings=(pools, here))
-            return jitted.trace(params, cache, self.front, batch)
+            return jitted.trace(params, cache, front_at(self.like, here), batch)
         if stage < len(self.spans) - 1:
             jitted = jax.jit(cut.go_on, donate_argnums=1, out_shardings=(pools, here))
             return jitted.trace(params, cache, at(handed, here), batch)
         jitted = jax.jit(cut.leave, donate_argnums=(1, 2), out_shardings=(pools, here, here, here))
         return jitted.trace(params, cache, self.like.slots, at(handed, here), batch)
+
+
+def front_at(like: Arguments, where: Sharding) -> Front:
+    """The shapes of what the first stage knows of the slots."""
+    return at(front_of(like.slots), where)
 
 
 def at(tree: Any, where: Sharding) -> Any:

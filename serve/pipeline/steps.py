@@ -41,14 +41,18 @@ class Cut:
 
     def enter(self, params: Decoder, cache: KVCache, front: Front, batch: Batch) -> tuple[KVCache, Handed]:
         """The first stage."""
+        return self.go_on(params, cache, self.embedded(params, front, batch), batch)
+
+    def embedded(self, params: Decoder, front: Front, batch: Batch) -> Handed:
+        """What the first layer is handed."""
         batch = awake(front, batch)
-        fed = self._fed(batch)
+        fed = self.fed(batch)
         x = embed(params, self.config, fed.tokens, positions(fed))
-        return self.go_on(params, cache, Handed(x, batch.tokens, batch.count, lengths(front, fed)), batch)
+        return Handed(x, batch.tokens, batch.count, lengths(front, fed))
 
     def go_on(self, params: Decoder, cache: KVCache, handed: Handed, batch: Batch) -> tuple[KVCache, Handed]:
         """A stage's layers."""
-        fed = self._fed(told(batch, handed))
+        fed = self.fed(told(batch, handed))
         attend, config = Paged(fed, self.config.windows), config_of(self.config, self.span)
         x, cache = through(
             params.layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache
@@ -60,14 +64,20 @@ class Cut:
     ) -> tuple[KVCache, Slots, Output, Front]:
         """The last stage."""
         cache, handed = self.go_on(params, cache, handed, batch)
+        return cache, *self.left(params, slots, handed, batch)
+
+    def left(
+        self, params: Decoder, slots: Slots, handed: Handed, batch: Batch
+    ) -> tuple[Slots, Output, Front]:
+        """What comes of what the last layer hands on."""
         batch, hidden = told(batch, handed), normalise(handed.hidden, params.norm, self.config.norm)
         if self.phase == "verify":
             slots, output = judged(params, self.config, slots, batch, hidden, None, RULES[self.acceptance])
         else:
             slots, output = sampled(params, self.config, slots, batch, hidden)
-        return cache, slots, output, front_of(slots)
+        return slots, output, front_of(slots)
 
-    def _fed(self, batch: Batch) -> Batch:
+    def fed(self, batch: Batch) -> Batch:
         return rows_of_one(batch) if self.phase == "verify" else batch
 
 

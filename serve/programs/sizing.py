@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ...kvcache.pages import BLOCK, page_bytes
 from ...kvcache.placement import parts
 from ...kvcache.quantised import Kept, kept_as
-from ...kvcache.stages import devices, params_of, stages
+from ...kvcache.stages import attending, devices, is_apart, params_of, stages
 from ...kvcache.tables import state_pages, state_stride, window_pages
 from ...model.config import Experts, LayerKind, windows_of
 from ...model.latent import chooser_of
@@ -108,6 +108,7 @@ def rooms(config: PairConfig, options: EngineOptions, params: Params, memory: in
     """What each stage has, in bytes of memory of each accelerator."""
     found, target = stages(params), target_of(params)
     if len(found) == 1:
+        params = attending(target) if is_apart(params) else params
         budget = cache_budget(config, options, params, target.embed.dtype, memory)
         return [Room(slice(None), budget, parts(config.layers, params))]
     each = [(slice(span.start, span.stop), params_of(target, span)) for span in found]

@@ -2,7 +2,7 @@
 
 from ...kvcache.placement import everywhere
 from ...kvcache.shards import splits_experts
-from ...kvcache.stages import stages
+from ...kvcache.stages import stations
 from ..engine.engine import Engine
 from ..programs.shapes import Shape
 from .facts import facts
@@ -17,8 +17,8 @@ def explain(engine: Engine) -> str:
     Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are
     taken for one prompt's. On a host the peaks are measured first, in about a second.
     """
-    if len(stages(engine.everything)) > 1:
-        return "a pipeline's stages have no table here: duetto plan shows their floors"
+    if stations(engine.everything) > 1:
+        return "stages and halves have no table here: duetto plan shows their floors"
     target = here(measure=True) if here().peaks is None else here()
     shapes = [shape for shape in list(engine.programs.steps) if str(shape) in engine.meter.spans]
     rows = [row_of(engine, shape, target) for shape in sorted(shapes)]

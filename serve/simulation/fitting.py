@@ -66,6 +66,8 @@ def fit(job: Job, options: EngineOptions, params: Decoder) -> Fitted:
     """
     options = options.on(job.target.memory)
     layout, pair = layout_of(options), PairConfig(job.config)
+    if layout.ffn:
+        raise ValueError("experimental_ffn_devices is not allowed here: its steps have no model of time")
     options.check_stages(layout.stages)
     if layout.size > job.target.count:
         raise ValueError(f"{layout.size} devices are not allowed: {job.target.name} has {job.target.count}")

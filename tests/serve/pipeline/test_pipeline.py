@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases.models import RANDOM
+from cases.models import ATTENTION, RANDOM
 
+from duetto.model.config import LayerKind
+from duetto.serve.loading.stages import check_halves
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.pipeline.clock import Clock
 from duetto.serve.pipeline.relay import Stages
 from duetto.serve.pipeline.split import balanced, split
@@ -20,16 +23,23 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "file, devices, least", [("two_stages.py", 2, 29), ("three_stages.py", 3, 1), ("two_by_two.py", 4, 2)]
+    "file, devices, least, marks",
+    [
+        ("two_stages.py", 2, 29, ""),
+        ("three_stages.py", 3, 1, ""),
+        ("two_by_two.py", 4, 2, ""),
+        ("two_halves.py", 2, 7, ""),
+        pytest.param("two_halves.py", 2, 1, "minutes", marks=pytest.mark.minutes),
+    ],
 )
-def test_stages_give_the_tokens_of_one_device(file: str, devices: int, least: int):
+def test_stages_give_the_tokens_of_one_device(file: str, devices: int, least: int, marks: str):
     """Stages of one device each have no collectives, so that there may be more of them than cores; those of
     several take turns."""
     flags = {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
     command = [sys.executable, "-m", "pytest", *options, str(TESTS / file)]
     done = subprocess.run(
         command, env=os.environ | flags, cwd=TESTS.parents[2], capture_output=True, text=True,
@@ -58,6 +68,21 @@ def test_what_ran_before_a_clock_is_reset_does_not_count():
     assert not any(thread.is_alive() for thread in clock._threads)
 
 
+def test_no_thread_waits_for_what_has_yet_to_come():
+    """A job of the first stage is asked for before what it needs of the second: the first goes on with
+    others."""
+    both, may = Stages([range(1), range(1, 2)]), threading.Event()
+    late = both.do(0, lambda x: x + 1, both.do(1, lambda: may.wait(timeout=600) and 1))
+    assert both.do(0, lambda: 7).arrived() == 7
+    may.set()
+    assert late.arrived() == 2
+    one, failed = both.results(2, 0, lambda: 1 / 0)
+    for promise in (one, failed, both.do(1, lambda x: x, one)):
+        with pytest.raises(ZeroDivisionError):
+            promise.arrived()
+    both.drain()
+
+
 def test_stages_work_at_the_same_time():
     """The second stage's step and the first one's next wait for each other: in turn they would wait for
     ever."""
@@ -84,6 +109,37 @@ def test_layers_that_read_more_than_the_stream_are_not_cut():
         split(own, 2)
     with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed .* the keys of others"):
         split(keys, 2)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size 2 is not allowed with experimental_ffn_devices 1",
+        ),
+        ({"decode_steps": 4}, "decode_steps 4 is not allowed with experimental_ffn_devices 1: only 1"),
+        ({"swap_space": 1.0}, "swap_space 1.0 is not allowed with experimental_ffn_devices 1"),
+        ({"kv_role": "both"}, "kv_role both is not allowed with experimental_ffn_devices 1"),
+        ({"micro_batches": 9, "max_num_seqs": 8}, "micro_batches 9 is not allowed with max_num_seqs 8"),
+        ({"experimental_ffn_devices": 0}, "experimental_ffn_devices 0 is not allowed: 1 or more"),
+        ({"experimental_ffn_devices": 2}, "experimental_ffn_devices 2 is not allowed: 1"),
+        ({"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 2}}, "ngram and suffix"),
+    ],
+)
+def test_what_halves_cannot_do_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        EngineOptions(**{"experimental_ffn_devices": 1} | options)
+
+
+def test_layers_without_two_halves_are_not_cut():
+    with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have inputs of their own"):
+        check_halves(RANDOM["borrowed"], 1)
+    with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have the keys of others"):
+        check_halves(replace(RANDOM["borrowed"], layer_input=None), 1)
+    bare = replace(RANDOM["tiny"], layers=(*RANDOM["tiny"].layers, LayerKind(ATTENTION, None)))
+    with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have no feed-forward layer"):
+        check_halves(bare, 1)
 
 
 @pytest.mark.parametrize(
