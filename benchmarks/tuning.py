@@ -19,8 +19,8 @@ from duetto.serve.roofline.targets import known_target
 from duetto.serve.simulation import candidates, estimate, run, search, times
 from duetto.serve.simulation.candidates import Candidate, Space
 from duetto.serve.simulation.fitting import Job
-from duetto.serve.simulation.run import Within
 from duetto.serve.simulation.search import Aim, Answer, bear, improved, per_device, ranked
+from duetto.serve.simulation.tally import Within
 from duetto.serve.simulation.times import STATED, Call, Demands, Roofline
 from duetto.serve.simulation.traces import drawn
 from duetto.serve.simulation.workload import Workload

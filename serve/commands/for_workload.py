@@ -23,8 +23,8 @@ from ..roofline.presets import PRESETS
 from ..roofline.targets import known_target
 from ..simulation.candidates import Space
 from ..simulation.fitting import Job
-from ..simulation.run import Within
 from ..simulation.search import Aim, Answer, Point, search, served, without
+from ..simulation.tally import Within
 from ..simulation.times import STATED, Efficiency
 from ..simulation.traces import drawn, read
 from ..simulation.workload import Workload
@@ -172,7 +172,7 @@ def describe(
     full = None if borne is None else borne.rate * load.output / own.devices
     facts: dict[str, Any] = {
         "name": own.name,
-        "command": own.command(args.shape.upper() if args.shape else args.model),
+        "commands": own.commands(args.shape.upper() if args.shape else args.model),
         "devices": own.devices,
         "bears": borne and borne.rate,
         "tokens_per_second_and_device": full,
@@ -253,7 +253,7 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     if "price_full" in own:
         now = f"{own['price']:.3g} at this load, " if "price" in own else ""
         lines.append(f"   a million generated tokens cost {now}{own['price_full']:.3g} at full load")
-    return [*lines, f"   {own['command']}"]
+    return [*lines, *(f"   {command}" for command in own["commands"])]
 
 
 def render_seen(own: dict[str, Any], load: Workload) -> list[str]:

@@ -91,17 +91,24 @@ class Scheduler:
 
         The group's must be settled too where `guess` is given.
         """
-        seats = 0 if self._room() is None else self._seats()
+        seats = self.open_seats()
         steps = 1 if self.reading or seats else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seated = self._admit(seats)
-        chunks = list(self._chunks())
+        seated, chunks = self.read(seats)
         if guess is not None:
             rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
         return StepPlan(seated, chunks, verify=rows) if verify else StepPlan(seated, chunks, decode=rows)
+
+    def open_seats(self) -> int:
+        """How many requests may be seated in the next step."""
+        return 0 if self._room() is None else self._seats()
+
+    def read(self, seats: int) -> tuple[list[Request], list[Work]]:
+        """Seat at most so many requests; with them the chunks of prompts that the next step computes."""
+        return self._admit(seats), list(self._chunks())
 
     def dispatched(self, plan: StepPlan) -> None:
         """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from

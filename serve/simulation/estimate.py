@@ -8,7 +8,7 @@ from functools import cache, partial
 from ..pipeline.bubbles import cycle
 from ..programs.shapes import Shape, smallest
 from .candidates import Candidate
-from .run import Within
+from .tally import Within
 from .times import Call
 from .workload import Workload
 
@@ -19,8 +19,8 @@ ROUNDS = 24  # of halving a rate's interval
 
 @dataclass(frozen=True)
 class Steady:
-    """Requests a second of one replica, seconds between a request's tokens, rows that decode at the same
-    time, and what keeps it from more."""
+    """Requests a second of one replica, seconds between a request's tokens, rows that an engine decodes at
+    the same time, and what keeps it from more."""
 
     rate: float
     tpot: float
@@ -52,16 +52,17 @@ def steady(
 ) -> Steady:
     """The state at a rate, and the bound that it exceeds, "" if none: rows follow from the time of a step,
     and that from the rows and the prefills between steps."""
-    busy = rate * prefill
-    if busy > FULL:
+    reading = rate * prefill  # share of its time that an engine reads prompts
+    if reading > FULL:
         return Steady(rate, 0.0, 0.0, "prefill")
+    own_rate, beside = rate / own.decoders, 0.0 if own.apart else reading
     rows, tpot, seats = 1.0, 0.0, own.options.seats
     for _ in range(ROUNDS):
-        tpot = decode(max(1, round(rows))) / (1 - busy)
-        rows = rate * load.output * tpot
+        tpot = decode(max(1, round(rows))) / (1 - beside)
+        rows = own_rate * load.output * tpot
         if rows > seats:
             return Steady(rate, tpot, rows, "seats")
-    ttft = prefill * (1 + busy / (1 - busy)) + tpot
+    ttft = prefill * (1 + reading / (1 - reading)) + tpot
     bounds = (
         (rows * (load.prompt * (1 - load.shared) + load.output) > own.fitted.cached_tokens, "cache"),
         (tpot > within.tpot, "time between tokens"),
