@@ -5,7 +5,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -68,8 +68,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, options: EngineOptions) -> int:
     """Prints the answer. Raises ValueError for what cannot be planned."""
     aim = checked(args, lambda: aim_of(args))
-    load = workload_of(args)
-    job, options = job_of(args, options, load)
+    asked = workload_of(args)
+    job, options = job_of(args, options, asked)
+    load = asked.within(options.max_model_len or asked.longest)
+    if not load.entries:
+        raise ValueError(f"every request has more than the {options.max_model_len} tokens that are allowed")
     space = Space(job, options, efficiency_of(args), args.acceptance, args.quantised)
     begin = time.monotonic()
     every = search(space, load, aim)
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> int:
     if args.plot:
         plot(found, load, aim, f"{job.name} on {job.target.name}", Path(args.plot))
     facts = {
-        "workload": summary(load),
+        "workload": summary(load) | {"too_long": len(asked.entries) - len(load.entries)},
         "target": asdict(job.target),
         "efficiency": space.efficiency._asdict(),
         "limits": aim.within._asdict() | {"share": aim.share},
@@ -137,7 +140,9 @@ def job_of(args: argparse.Namespace, options: EngineOptions, load: Workload) -> 
     target = known_target(args.target)
     if args.shape:
         options.require_unstored("a shape has no checkpoint")
-        job = Job(args.shape, PRESETS[args.shape], target, name)
+        own = PRESETS[args.shape]  # sizes: how far its positions reach is no part of them
+        longest = max(own.max_position, round_up(load.longest, 256))
+        job = Job(args.shape, replace(own, max_position=longest), target, name)
     else:
         folder = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir).model
         options = options_with(options, quantization=stored_form(folder, options.quantization))
@@ -217,6 +222,8 @@ def render(job: Job, load: Workload, aim: Aim, facts: dict[str, Any]) -> str:
         f"{len(load.entries)} requests, {load.rate:.3g} a second: prompts of {load.prompt:.0f} tokens "
         f"({load.shared:.0%} of them as an earlier prompt begins), answers of {load.output:.0f}"
     )
+    too_long = facts["workload"]["too_long"]
+    asked += f"; {too_long} more are longer than the model takes, and left out" if too_long else ""
     lines = [head, asked, f"{aim.share:.0%} of requests with {' and '.join(limits) or 'no limit'}"]
     for i, own in enumerate(facts["answers"], 1):
         lines += ["", *render_answer(i, own, load)]

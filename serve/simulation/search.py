@@ -101,7 +101,7 @@ def splits(answer: Answer, load: Workload, aim: Aim) -> list[Answer]:
 
 
 def ranked(candidate: Candidate, load: Workload, aim: Aim) -> Answer:
-    return Answer(candidate, estimate(candidate, load, aim.within))
+    return Answer(candidate, estimate(candidate, load, aim.within, aim.share))
 
 
 def per_device(answer: Answer) -> float:
