@@ -282,7 +282,6 @@ class Engine:
         return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
-        """Seat a plan's requests, and run the calls of its work; they are on their way."""
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
         self._state = replace(self._state, cache=cache)
         for request in plan.seats:
@@ -293,8 +292,7 @@ class Engine:
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
-        found = (calls(shapes, works, self.sizes) for shapes, works in phases if works)
-        ran = [self._run(*call) for own in found for call in own]
+        ran = [self._run(*call) for own, works in phases if works for call in calls(own, works, self.sizes)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
@@ -330,8 +328,7 @@ class Engine:
         where it has finished, or reached what its keys are good for."""
         request, tokens = work.request, len(work.request.tokens)
         if tokens <= request.reach:
-            known = min(work.start + work.count, request.computed, tokens - 1)
-            self.scheduler.name_pages(request, work.start, known)
+            self.scheduler.name_pages(request, work.start, min(work.end, request.computed, tokens - 1))
         if request.finished:
             self.scheduler.release(request)
             self._ended(request)

@@ -182,8 +182,8 @@ def simulated(
 ) -> dict[str, Any]:
     """What comes of so many requests a second at some replicas, in whose engines about so many run at the
     same time each."""
-    engines = own.decoders * replicas
-    count = int(min(max(FEWEST, LIFETIMES * rows), MOST)) * engines
+    lasting = MOST if own.apart else LIFETIMES * rows  # a line of prompts grows slowly
+    count = int(min(max(FEWEST, lasting), MOST)) * own.decoders * replicas
     entries = dealt(load, count, rate)
     return fleet_of(own, replicas).serve(entries, aim.within, most_late=(1 - aim.share) * count)
 

@@ -182,7 +182,8 @@ class Together:
         self._move(ended)
         for row in turned:
             self._turn(row)
-        plan = StepPlan(*scheduler.read(seats)) if seats or scheduler.reading else StepPlan()
+        seated = scheduler.admit(seats) if seats else []
+        plan = StepPlan(seated, list(scheduler.chunks()) if scheduler.reading else [])
         self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.seats else self._noted(plan))
         if before is not None:
             self._commit(before, turned, ended)
