@@ -16,11 +16,11 @@ from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline.floor import Demand
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import known_target
-from duetto.serve.simulation import candidates, estimate, run, search, times
+from duetto.serve.simulation import candidates, estimate, fleet, handed, run, search, tally, times, together
 from duetto.serve.simulation.candidates import Candidate, Space
 from duetto.serve.simulation.fitting import Job
-from duetto.serve.simulation.run import Within
 from duetto.serve.simulation.search import Aim, Answer, bear, improved, per_device, ranked
+from duetto.serve.simulation.tally import Within
 from duetto.serve.simulation.times import STATED, Call, Demands, Roofline
 from duetto.serve.simulation.traces import drawn
 from duetto.serve.simulation.workload import Workload
@@ -31,6 +31,7 @@ BATCHES, CONTEXT = (1, 8, 32, 64), 1024
 PIPELINES = 2, 4, 8, 16
 LOAD = Workload(list(drawn(2000, rate=5.0, prompt=1000, output=250)))  # as long as Azure's conversations
 AIM = Aim(Within(ttft=1.0, tpot=0.05), share=0.99)
+SPLITS, SPLIT_LIMITS = (1, 3), (0.05, 0.012)  # engines that decode for one that does not; seconds
 H200 = known_target("h200").peaks
 
 
@@ -160,6 +161,22 @@ def many() -> Iterator[list[str]]:
             print(f"{shape} on {target}: {best.candidate.name}", flush=True)
 
 
+def split() -> Iterator[list[str]]:
+    """Prefill and decode mixed in engines, or apart in ratios: what eight devices bear of the 8B shape."""
+    own = space("8b", "8xh200").candidate()
+    assert own is not None
+    for tpot in SPLIT_LIMITS:
+        aim = Aim(Within(ttft=1.0, tpot=tpot), share=0.99)
+        for candidate in (own, *(c for c in own.splits() if c.apart in SPLITS)):
+            answer = ranked(candidate, LOAD, aim)
+            bear(answer, LOAD, aim, answer.steady.rate / search.RATIO, until=1.0, clock=lambda: 0.0)
+            engines = f"1 + {candidate.apart}" if candidate.apart else "mixed"
+            _, rate, _, spans, _ = told(answer)
+            limit = f"{tpot * 1e3:g}"
+            yield [limit, f"{candidate.replicas} x ({engines})", rate, spans, answer.steady.bound]
+            print(f"{limit} ms: {candidate.name}", flush=True)
+
+
 def told(best: Answer) -> list[str]:
     point = best.borne(AIM.share)
     if point is None:
@@ -188,8 +205,12 @@ SIMULATED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
         "model | target | engines | requests/s | tokens/s a device | p99 of TTFT, TPOT in ms | bound",
         many,
     ),
+    "split": (
+        "limit of TPOT, ms | engines | requests/s | p99 of TTFT, TPOT in ms | bound",
+        split,
+    ),
 }
-MADE_OF = estimate, run, search, times, candidates
+MADE_OF = estimate, fleet, handed, run, search, tally, times, together, candidates
 
 
 def stamp() -> str:
@@ -208,11 +229,11 @@ def filled(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
+    made = {name: table(head, rows()) for name, (head, rows) in (CLOSED | SIMULATED).items()}
     page = PAGE.read_text()
-    for name, (head, rows) in (CLOSED | SIMULATED).items():
-        page = filled(page, name, table(head, rows()))
-        print(name, flush=True)
-    PAGE.write_text(filled(page, "made from", f"Simulated by the code of {stamp()}."))
+    for name, text in (made | {"made from": f"Simulated by the code of {stamp()}."}).items():
+        page = filled(page, name, text)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

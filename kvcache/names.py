@@ -26,8 +26,11 @@ def extend(
     their own.
     """
     assert pages * page_size <= len(tokens), f"{pages} pages of {page_size} from {len(tokens)} tokens"
-    for i in range(len(names), pages):
-        page = np.asarray(tokens[i * page_size : (i + 1) * page_size], np.int32).tobytes()
-        parent = names[i - 1] if i else start
+    first, size = len(names), 4 * page_size
+    lacking = np.asarray(tokens[first * page_size : pages * page_size], np.int32).tobytes()
+    parent = names[-1] if names else start
+    for i in range(first, pages):
+        page = lacking[(i - first) * size : (i - first + 1) * size]
         decoded = b"" if prompt is None or (i + 1) * page_size <= prompt else b"decoded behind %d" % prompt
-        names.append(hashlib.blake2b(parent + page + decoded, digest_size=16).digest())
+        parent = hashlib.blake2b(parent + page + decoded, digest_size=16).digest()
+        names.append(parent)

@@ -37,6 +37,7 @@ from duetto.serve.engine.plan import Work
 from duetto.serve.engine.request import Clock, Request
 from duetto.serve.engine.rows import batch_of
 from duetto.serve.programs.shapes import Shape
+from duetto.serve.simulation.fleet import Fleet
 from duetto.serve.simulation.run import GREEDY, Simulation
 from duetto.serve.simulation.times import Call, Measured
 from duetto.serve.simulation.traces import faster
@@ -166,7 +167,7 @@ def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: f
     )
     if isinstance(times, Moments):
         times.clock = own.clock
-    found = own.serve(entries)
+    found = Fleet([own]).serve(entries)
     spans = {f"{name}_p{p}": found[name][f"p{p}"] for name in ("ttft", "tpot") for p in (50, 99)}
     return spans | {"tokens_per_second": found["tokens_per_second"]}
 

@@ -5,7 +5,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -23,8 +23,8 @@ from ..roofline.presets import PRESETS
 from ..roofline.targets import known_target
 from ..simulation.candidates import Space
 from ..simulation.fitting import Job
-from ..simulation.run import Within
 from ..simulation.search import Aim, Answer, Point, search, served, without
+from ..simulation.tally import Within
 from ..simulation.times import STATED, Efficiency
 from ..simulation.traces import drawn, read
 from ..simulation.workload import Workload
@@ -68,8 +68,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, options: EngineOptions) -> int:
     """Prints the answer. Raises ValueError for what cannot be planned."""
     aim = checked(args, lambda: aim_of(args))
-    load = workload_of(args)
-    job, options = job_of(args, options, load)
+    asked = workload_of(args)
+    job, options = job_of(args, options, asked)
+    load = asked.within(options.max_model_len or asked.longest)
+    if not load.entries:
+        raise ValueError(f"every request has more than the {options.max_model_len} tokens that are allowed")
     space = Space(job, options, efficiency_of(args), args.acceptance, args.quantised)
     begin = time.monotonic()
     every = search(space, load, aim)
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> int:
     if args.plot:
         plot(found, load, aim, f"{job.name} on {job.target.name}", Path(args.plot))
     facts = {
-        "workload": summary(load),
+        "workload": summary(load) | {"too_long": len(asked.entries) - len(load.entries)},
         "target": asdict(job.target),
         "efficiency": space.efficiency._asdict(),
         "limits": aim.within._asdict() | {"share": aim.share},
@@ -137,7 +140,9 @@ def job_of(args: argparse.Namespace, options: EngineOptions, load: Workload) -> 
     target = known_target(args.target)
     if args.shape:
         options.require_unstored("a shape has no checkpoint")
-        job = Job(args.shape, PRESETS[args.shape], target, name)
+        own = PRESETS[args.shape]  # sizes: how far its positions reach is no part of them
+        longest = max(own.max_position, round_up(load.longest, 256))
+        job = Job(args.shape, replace(own, max_position=longest), target, name)
     else:
         folder = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir).model
         options = options_with(options, quantization=stored_form(folder, options.quantization))
@@ -172,7 +177,7 @@ def describe(
     full = None if borne is None else borne.rate * load.output / own.devices
     facts: dict[str, Any] = {
         "name": own.name,
-        "command": own.command(args.shape.upper() if args.shape else args.model),
+        "commands": own.commands(args.shape.upper() if args.shape else args.model),
         "devices": own.devices,
         "bears": borne and borne.rate,
         "tokens_per_second_and_device": full,
@@ -217,6 +222,8 @@ def render(job: Job, load: Workload, aim: Aim, facts: dict[str, Any]) -> str:
         f"{len(load.entries)} requests, {load.rate:.3g} a second: prompts of {load.prompt:.0f} tokens "
         f"({load.shared:.0%} of them as an earlier prompt begins), answers of {load.output:.0f}"
     )
+    too_long = facts["workload"]["too_long"]
+    asked += f"; {too_long} more are longer than the model takes, and left out" if too_long else ""
     lines = [head, asked, f"{aim.share:.0%} of requests with {' and '.join(limits) or 'no limit'}"]
     for i, own in enumerate(facts["answers"], 1):
         lines += ["", *render_answer(i, own, load)]
@@ -253,7 +260,7 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     if "price_full" in own:
         now = f"{own['price']:.3g} at this load, " if "price" in own else ""
         lines.append(f"   a million generated tokens cost {now}{own['price_full']:.3g} at full load")
-    return [*lines, f"   {own['command']}"]
+    return [*lines, *(f"   {command}" for command in own["commands"])]
 
 
 def render_seen(own: dict[str, Any], load: Workload) -> list[str]:

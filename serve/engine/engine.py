@@ -194,7 +194,7 @@ class Engine:
             self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self._conclude(request, len(request.tokens) - 1)
+                self.conclude(Work(request, len(request.tokens) - 1, 1))
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
@@ -273,7 +273,7 @@ class Engine:
             assert plan is not None
         if not (plan or self.flights):
             self.tiers.pause()
-        self.flights.add(self._dispatch(plan))
+        self.flights.add(self.dispatch(plan))
         due = self.flights.beyond(self.scheduler.most_flights if plan else len(self.flights) - 1)
         return touched + [request for flight in due for request in self._commit(flight)]
 
@@ -281,7 +281,7 @@ class Engine:
         """Take in all steps in flight, or those up to the last with rows of a group."""
         return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
-    def _dispatch(self, plan: StepPlan) -> list[Ran]:
+    def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
         self._state = replace(self._state, cache=cache)
         for request in plan.seats:
@@ -292,7 +292,7 @@ class Engine:
             (classes.decode, plan.decode),
             (classes.verify, plan.verify),
         )
-        ran = [self._run(*call) for shapes, works in phases for call in calls(shapes, works, self.sizes)]
+        ran = [self._run(*call) for own, works in phases if works for call in calls(own, works, self.sizes)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
@@ -319,16 +319,16 @@ class Engine:
         if self.speculation is not None and taken:
             self.speculation.took(taken, self.meter.arrived, waited)
         for row in taken:
-            if row.work.request.slot is not None:
-                self._conclude(row.work.request, row.work.start)
+            if row.work.request.slot is not None and row.has_news:
+                self.conclude(row.work)
         return [row.work.request for row in taken if row.tokens]
 
-    def _conclude(self, request: Request, since: int) -> None:
-        """A step has computed a request's tokens from `since` on: its full pages are named, and it gives up
-        its seat where it has finished, or reached what its keys are good for."""
-        tokens = len(request.tokens)
+    def conclude(self, work: Work) -> None:
+        """A step has computed a request's tokens: full pages of them are named, and it gives up its seat
+        where it has finished, or reached what its keys are good for."""
+        request, tokens = work.request, len(work.request.tokens)
         if tokens <= request.reach:
-            self.scheduler.name_pages(request, since, min(request.computed, tokens - 1))
+            self.scheduler.name_pages(request, work.start, min(work.end, request.computed, tokens - 1))
         if request.finished:
             self.scheduler.release(request)
             self._ended(request)

@@ -27,6 +27,12 @@ class Taken(NamedTuple):
     tokens: list[int]
     prompt: bool
 
+    @property
+    def has_news(self) -> bool:
+        """Whether its request has got further than was known at its dispatch: a row within a prompt has
+        not."""
+        return bool(self.tokens) or not self.prompt
+
 
 class Arrival(NamedTuple):
     """When a step's results arrived, whether the next waited for them, and whether it computed prompts."""

@@ -43,7 +43,7 @@ class PageScores:
 
     def known(self, request: Request, pages: int) -> int:
         """As many of a request's first pages, `pages` at most, as it lacks no scores of that are not kept."""
-        for page in range(pages):
+        for page in range(pages if request.scored else 0):
             if self.are_wanted(request, page) and self._key(request, page) not in self._kept:
                 return page
         return pages

@@ -22,6 +22,10 @@ class Work:
     count: int
     guesses: tuple[int, ...] = ()
 
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
 
 Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
 

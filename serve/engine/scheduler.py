@@ -91,13 +91,13 @@ class Scheduler:
 
         The group's must be settled too where `guess` is given.
         """
-        seats = 0 if self._room() is None else self._seats()
+        seats = self.open_seats()
         steps = 1 if self.reading or seats else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seated = self._admit(seats)
-        chunks = list(self._chunks())
+        seated = self.admit(seats)
+        chunks = list(self.chunks())
         if guess is not None:
             rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
@@ -202,11 +202,11 @@ class Scheduler:
             return request.end
         return min(request.end, self.boundary + 1)
 
-    def _seats(self) -> int:
+    def open_seats(self) -> int:
         """How many requests may be seated in this step, where there is room for the first in line. None is
         held back where all have seats, and while prompts are read, whose prefills it can share."""
-        free = len(self.free_slots)
-        if self.gathering is None or self.reading or len(self.waiting) <= free:
+        free = 0 if self._room() is None else len(self.free_slots)
+        if not free or self.gathering is None or self.reading or len(self.waiting) <= free:
             return free
         return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
 
@@ -218,7 +218,7 @@ class Scheduler:
             (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line), budget, row
         )
 
-    def _admit(self, most: int) -> list[Request]:
+    def admit(self, most: int) -> list[Request]:
         seated = []
         while len(seated) < most and (found := self._room()) is not None:
             _, request = heapq.heappop(self.waiting)
@@ -295,7 +295,7 @@ class Scheduler:
         full = (len(request.tokens) - 1) // self.page_size
         return self._extend_names(request, full)[: self.scores.known(request, full)]
 
-    def _chunks(self) -> Iterable[Work]:
+    def chunks(self) -> Iterable[Work]:
         """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
         count as full."""
         budget = [self.limits.max_prefill_tokens] * self.limits.shards

@@ -18,6 +18,9 @@ from .times import Demands, Efficiency, Roofline
 GUESSES = (2, 4)  # a step, where an acceptance is given
 SEATS = (16, 32, 64, 128, 256, 512)
 NARROW = {"gpu": ("fp8", "fp8_e4m3"), "tpu": ("int8", "int8")}  # of weights and of keys
+HANDED = 50e9  # bytes/s from a device to another engine's: PCIe 5.0 x16, through the host's memory
+MOST_APART = 8  # engines of one that computes prompts, itself among them
+ADDRESS = "localhost:5700"  # of an engine that computes prompts
 PREFILLS = (512, 1024, 2048, 4096, 8192)
 
 
@@ -32,6 +35,7 @@ class Candidate:
     replicas: int
     platform: str
     acceptance: float = 0.0
+    apart: int = 0  # engines that decode beside one that computes their prompts; 0: one engine does both
 
     @property
     def options(self) -> EngineOptions:
@@ -40,7 +44,26 @@ class Candidate:
     @property
     def devices(self) -> int:
         """Of one replica."""
-        return self.fitted.layout.size
+        return self.fitted.layout.size * (1 + self.apart)
+
+    @property
+    def decoders(self) -> int:
+        """Engines of one replica that decode."""
+        return self.apart or 1
+
+    @property
+    def token_seconds(self) -> float:
+        """That a token's keys take from one engine to another, each device's part through its host."""
+        own = self.fitted
+        return own.cache / (max(own.sizes.pages) * own.sizes.page_size) / HANDED
+
+    def splits(self) -> Iterator["Candidate"]:
+        """The same with prompts computed apart, for one engine that decodes, or more."""
+        lay = self.fitted.layout
+        if self.apart or lay.data > 1 or lay.stages > 1 or not self.options.enable_prefix_caching:
+            return
+        for decoders in range(1, min(self.replicas, MOST_APART)):
+            yield replace(self, apart=decoders, replicas=self.replicas // (1 + decoders))
 
     @property
     def name(self) -> str:
@@ -56,14 +79,21 @@ class Candidate:
         parts += [f"{o.micro_batches} micro-batches"] if o.micro_batches else []
         parts += [f"{o.decode_steps} steps"] if o.decode_steps > 1 else []
         parts += [f"{o.guesses} guesses"] if o.guesses else []
+        parts += [f"prefill apart, 1 for {self.apart}"] if self.apart else []
         return ", ".join(parts)
 
-    def command(self, model: str | None) -> str:
-        """What starts one of its replicas."""
+    def commands(self, model: str | None) -> list[str]:
+        """What starts each of the engines of one of its replicas."""
+        if not self.apart:
+            return [self._command(model, self.options)]
+        roles = "prefill", *["decode"] * self.apart
+        return [self._command(model, replace(self.options, kv_role=r, kv_address=ADDRESS)) for r in roles]
+
+    def _command(self, model: str | None, options: EngineOptions) -> str:
         default = EngineOptions()
         words = ["duetto", "serve", *(["--model", model] if model else [])]
         for f in fields(EngineOptions):
-            value = getattr(self.options, f.name)
+            value = getattr(options, f.name)
             if value != getattr(default, f.name) and f.metadata.get("flag", True):
                 words += flag(f.name, value)
         return shlex.join(words)

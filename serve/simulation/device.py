@@ -80,13 +80,16 @@ class SimulatedPrograms:
         before it the first."""
         tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         call, seats = Call(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
-        at = self.dispatch(call, seats)
+        coming = self.coming(shape, works, self.dispatch(call, seats))
+        return arguments.cache, arguments.slots, coming
+
+    def coming(self, shape: Shape, works: Mapping[int, Work], at: float) -> Coming:
+        """What the rows of a call have sampled, at a moment."""
         sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
-        for (row, work), seat in zip(works.items(), seats, strict=True):
-            first, end = self._sampled(shape, work, self._known[seat])
+        for row, work in works.items():
+            first, end = self._sampled(shape, work, self._known[_seat(work)])
             sampled[row, first:end] = TOKEN
-        output = Output(Sampled(sampled, None, None, None, None), None)
-        return arguments.cache, arguments.slots, Coming(output, at, self.clock)
+        return Coming(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
 
     def dispatch(self, call: Call, seats: Iterable[int] = ()) -> float:
         """When the results of a call for some seats, asked for now, arrive."""

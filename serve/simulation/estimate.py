@@ -4,11 +4,12 @@ end. It ranks candidates; what is reported has been simulated."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 from ..pipeline.bubbles import cycle
 from ..programs.shapes import Shape, smallest
 from .candidates import Candidate
-from .run import Within
+from .tally import Within
 from .times import Call
 from .workload import Workload
 
@@ -19,8 +20,8 @@ ROUNDS = 24  # of halving a rate's interval
 
 @dataclass(frozen=True)
 class Steady:
-    """Requests a second of one replica, seconds between a request's tokens, rows that decode at the same
-    time, and what keeps it from more."""
+    """Requests a second of one replica, seconds between a request's tokens, rows that an engine decodes at
+    the same time, and what keeps it from more."""
 
     rate: float
     tpot: float
@@ -28,10 +29,17 @@ class Steady:
     bound: str
 
 
-def estimate(own: Candidate, load: Workload, within: Within) -> Steady:
-    """The most load at which no bound is exceeded."""
+class Reading(NamedTuple):
+    """Seconds of a prompt's prefill, on average, and of one that is longer than most."""
+
+    mean: float
+    long: float
+
+
+def estimate(own: Candidate, load: Workload, within: Within, share: float = 0.99) -> Steady:
+    """The most load at which no bound is exceeded, of which so many requests are in time."""
     decode = cache(partial(token_seconds, own, load.context))
-    at = partial(steady, own, load, within, prefill_seconds(own, load), decode)
+    at = partial(steady, own, load, within, prefill_seconds(own, load, share), decode)
     low, high = 0.0, 1.0
     while at(high).bound == "" and high < 1e6:
         low, high = high, 2 * high
@@ -46,22 +54,23 @@ def steady(
     own: Candidate,
     load: Workload,
     within: Within,
-    prefill: float,
+    prefill: Reading,
     decode: Callable[[int], float],
     rate: float,
 ) -> Steady:
     """The state at a rate, and the bound that it exceeds, "" if none: rows follow from the time of a step,
     and that from the rows and the prefills between steps."""
-    busy = rate * prefill
-    if busy > FULL:
+    reading = rate * prefill.mean  # share of its time that an engine reads prompts
+    if reading > FULL:
         return Steady(rate, 0.0, 0.0, "prefill")
+    own_rate, beside = rate / own.decoders, 0.0 if own.apart else reading
     rows, tpot, seats = 1.0, 0.0, own.options.seats
     for _ in range(ROUNDS):
-        tpot = decode(max(1, round(rows))) / (1 - busy)
-        rows = rate * load.output * tpot
+        tpot = decode(max(1, round(rows))) / (1 - beside)
+        rows = own_rate * load.output * tpot
         if rows > seats:
             return Steady(rate, tpot, rows, "seats")
-    ttft = prefill * (1 + busy / (1 - busy)) + tpot
+    ttft = prefill.long + prefill.mean * reading / (1 - reading) + tpot
     bounds = (
         (rows * (load.prompt * (1 - load.shared) + load.output) > own.fitted.cached_tokens, "cache"),
         (tpot > within.tpot, "time between tokens"),
@@ -99,13 +108,14 @@ def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> S
     return smallest(fewest, min(rows, max(s.rows for s in fewest)), fewest[0].tokens)
 
 
-def prefill_seconds(own: Candidate, load: Workload) -> float:
-    """Seconds of a prompt's prefill in chunks, on average, of the stage that takes the longest."""
-    entries = load.entries[:: max(1, len(load.entries) // SAMPLE)]
+def prefill_seconds(own: Candidate, load: Workload, share: float) -> Reading:
+    """Of a prompt's prefill in chunks, of the stage that takes the longest; prompts lack what they share."""
     lone = [s for s in own.shapes if s.phase == "prefill" and s.rows == 1]
-    seconds: Callable[[int], float] = partial(prompt_seconds, own, lone)
-    total = sum(seconds(max(1, round(e.prompt * (1 - load.shared)))) for e in entries)
-    return total / len(entries) / own.fitted.layout.data
+    prompts = sorted(max(1, round(e.prompt * (1 - load.shared))) for e in load.entries)
+    some = prompts[:: max(1, len(prompts) // SAMPLE)]
+    total = sum(prompt_seconds(own, lone, tokens) for tokens in some)
+    last = prompts[min(int(share * len(prompts)), len(prompts) - 1)]
+    return Reading(total / len(some) / own.fitted.layout.data, prompt_seconds(own, lone, last))
 
 
 def prompt_seconds(own: Candidate, lone: list[Shape], tokens: int) -> float:

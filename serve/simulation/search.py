@@ -10,7 +10,9 @@ from typing import Any
 
 from .candidates import Candidate, Space
 from .estimate import Steady, estimate
-from .run import Simulation, Within
+from .fleet import Fleet
+from .run import Simulation
+from .tally import Within
 from .traces import Entry, faster
 from .workload import Workload
 
@@ -21,6 +23,7 @@ LAYOUTS, VARIED = 4, 2  # candidates that are simulated, and whose knobs are cha
 TRIES = 6  # loads of a candidate
 FEWEST, MOST = 128, 600  # requests of a simulation
 LIFETIMES = 2  # of a request that a simulation lasts, about
+FLEET = 8  # replicas that are simulated together; of more, so many stand for all
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def search(
     chosen = list(found[:LAYOUTS])
     chosen += [improved(space, answer, load, aim, lambda: clock() < until) for answer in found[:VARIED]]
     chosen = [a for i, a in enumerate(chosen) if all(a.candidate is not b.candidate for b in chosen[:i])]
+    chosen += splits(max(chosen, key=per_device), load, aim)
     chosen.sort(key=per_device, reverse=True)
     each = aim.seconds / max(1, min(SIMULATED, len(chosen)))
     for i, answer in enumerate(chosen):
@@ -90,8 +94,14 @@ def search(
     return sorted(chosen, key=lambda a: (a.rate(aim.share), per_device(a)), reverse=True)
 
 
+def splits(answer: Answer, load: Workload, aim: Aim) -> list[Answer]:
+    """The candidate with prompts computed apart, in the ratio that is estimated to be the best."""
+    found = (ranked(other, load, aim) for other in answer.candidate.splits())
+    return sorted(found, key=per_device, reverse=True)[:1]
+
+
 def ranked(candidate: Candidate, load: Workload, aim: Aim) -> Answer:
-    return Answer(candidate, estimate(candidate, load, aim.within))
+    return Answer(candidate, estimate(candidate, load, aim.within, aim.share))
 
 
 def per_device(answer: Answer) -> float:
@@ -156,21 +166,33 @@ def without(
 
 
 def served(answer: Answer, load: Workload, aim: Aim) -> tuple[int, Point] | None:
-    """How many replicas bear the workload's own rate, and what one of them sees; None where none bears
+    """How many replicas bear the workload's own rate, and what requests see of them; None where none bears
     anything, or all requests are there at once."""
     borne = answer.borne(aim.share)
     if borne is None or math.isinf(load.rate):
         return None
     count = math.ceil(load.rate / borne.rate)
-    rate = load.rate / count
-    free = replace(aim, share=0.0)
-    return count, Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, free))
+    some, free = min(count, FLEET), replace(aim, share=0.0)
+    rate = load.rate * some / count
+    return count, Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, free, some))
 
 
-def simulated(own: Candidate, load: Workload, rate: float, rows: float, aim: Aim) -> dict[str, Any]:
-    """What comes of so many requests a second at one replica, where about so many run at the same time."""
-    count = int(min(max(FEWEST, LIFETIMES * rows), MOST))
-    return simulation_of(own).serve(dealt(load, count, rate), aim.within, most_late=(1 - aim.share) * count)
+def simulated(
+    own: Candidate, load: Workload, rate: float, rows: float, aim: Aim, replicas: int = 1
+) -> dict[str, Any]:
+    """What comes of so many requests a second at some replicas, in whose engines about so many run at the
+    same time each."""
+    lasting = MOST if own.apart else LIFETIMES * rows  # a line of prompts grows slowly
+    count = int(min(max(FEWEST, lasting), MOST)) * own.decoders * replicas
+    entries = dealt(load, count, rate)
+    return fleet_of(own, replicas).serve(entries, aim.within, most_late=(1 - aim.share) * count)
+
+
+def fleet_of(own: Candidate, replicas: int = 1) -> Fleet:
+    """Replicas of a candidate behind the router's placement; of each its engines."""
+    engines = [simulation_of(own) for _ in range(own.decoders * replicas)]
+    prefills = [simulation_of(own) for _ in range(replicas)] if own.apart else []
+    return Fleet(engines, prefills, own.token_seconds)
 
 
 def simulation_of(own: Candidate) -> Simulation:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .traces import BLOCK, Entry, faster
 
@@ -12,32 +13,32 @@ class Workload:
 
     entries: Sequence[Entry]
 
-    @property
+    @cached_property
     def rate(self) -> float:
         """Requests a second; infinite where all are there at once."""
         seconds = self.entries[-1].arrival - self.entries[0].arrival
         return (len(self.entries) - 1) / seconds if seconds > 0 else float("inf")
 
-    @property
+    @cached_property
     def prompt(self) -> float:
         return sum(e.prompt for e in self.entries) / len(self.entries)
 
-    @property
+    @cached_property
     def output(self) -> float:
         return sum(e.output for e in self.entries) / len(self.entries)
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        return max(e.prompt + e.output for e in self.entries)
+        return max(map(length, self.entries))
 
-    @property
+    @cached_property
     def context(self) -> float:
         """Tokens in the cache of a row of decode, of all such rows on average."""
         return sum(e.output * (e.prompt + e.output / 2) for e in self.entries) / (
             self.output * len(self.entries)
         )
 
-    @property
+    @cached_property
     def shared(self) -> float:
         """Share of the prompts' tokens that begin as an earlier prompt does, were all of them kept."""
         seen: set[tuple[int, int]] = set()
@@ -47,6 +48,10 @@ class Workload:
             found += BLOCK * sum(block in seen for block in blocks)
             seen.update(blocks)
         return min(found / (self.prompt * len(self.entries)), 1.0)
+
+    def within(self, tokens: int) -> "Workload":
+        """The requests of at most so many tokens."""
+        return self if self.longest <= tokens else Workload([e for e in self.entries if length(e) <= tokens])
 
     def faster(self, times: float) -> "Workload":
         """The same requests, so many times as often."""
@@ -66,3 +71,8 @@ class Workload:
             ]
             turn += 1
         return Workload(entries[: max(count, len(self.entries))])
+
+
+def length(entry: Entry) -> int:
+    """Tokens that a request ends with."""
+    return entry.prompt + entry.output

@@ -21,7 +21,7 @@ def test_an_answer_names_engines_that_start(capsys):
     assert best["bears"] > 0 and best["replicas"] >= 1 and best["price"] > best["price_full"] > 0
     assert best["seen"]["ttft"]["p50"] > 0 and best["seen"]["given_up"] is False
     for answer in found["answers"]:
-        words = shlex.split(answer["command"])
+        words = shlex.split(answer["commands"][0])
         assert words[0] == "duetto"
         options = engine_options(parse(words[1:]))
         assert f"{options.max_num_seqs} seats" in answer["name"]

@@ -1,23 +1,28 @@
-"""The real engine in simulated time: leaps change nothing, times are those of the model of time, and nothing
-is kept of requests that have ended."""
+"""The real engine in simulated time: rows that are taken together change nothing, times are those of the
+model of time, and nothing is kept of requests that have ended."""
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from cases.models import RANDOM, TINY
+from cases.simulated import Even, simulation
 
+from duetto.kvcache.dealing import DealtTables
+from duetto.kvcache.pool import PagePool
 from duetto.model.sharding import Layout
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
-from duetto.serve.options.engine import EngineOptions
 from duetto.serve.pipeline.bubbles import endless
-from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline.floor import demand
 from duetto.serve.roofline.targets import GPUS
 from duetto.serve.simulation.clock import Stages
-from duetto.serve.simulation.run import Simulation, Within
+from duetto.serve.simulation.fleet import Fleet
+from duetto.serve.simulation.run import Simulation
+from duetto.serve.simulation.tally import Within
 from duetto.serve.simulation.times import Call, Demands, Efficiency, Measured, Roofline
 from duetto.serve.simulation.traces import Entry, drawn
 
@@ -25,28 +30,8 @@ PERFECT = Efficiency(compute=1, memory=1, call=0, exchange=0)
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-class Even:
-    """Every call takes a second in each stage, or what it is told."""
-
-    def __init__(self, stages: int = 1, seconds: float = 1.0):
-        self.stages, self.seconds = stages, seconds
-
-    def __call__(self, call: Call) -> list[float]:
-        return [self.seconds] * self.stages
-
-
-def simulation(
-    times=None, pages: int = 40, config=TINY, acceptance: float = 0.0, host=0.0, **options
-) -> Simulation:
-    given = {"max_num_seqs": 8, "page_size": 16, "max_model_len": 256, "max_prefill_tokens": 128}
-    chosen = EngineOptions(**given | options)
-    counts = tuple(pages if window is None else 8 * 17 for window in config.windows)
-    sizes = Sizes(256, chosen.seats, counts, chosen.page_size)
-    params = abstract(decoder_spec(config), jnp.dtype("float32"))
-    known = times or Measured({Shape("prefill", 1, 64): (0.5, 1e-3), Shape("decode", 8, 1): (0.1, 1e-4)})
-    return Simulation(
-        config, params, chosen, sizes, known, "cpu", acceptance=acceptance, host=lambda rows: host * rows
-    )
+def served(own: Simulation, *asked, **limits) -> dict[str, Any]:
+    return Fleet([own]).serve(*asked, **limits)
 
 
 def workload(count: int = 60) -> list[Entry]:
@@ -56,20 +41,28 @@ def workload(count: int = 60) -> list[Entry]:
     return [replace(e, blocks=(i % 3,) if i % 2 else ()) for i, e in enumerate(fits)]
 
 
-@pytest.mark.parametrize("name, pages", [("tiny", 99), ("tiny", 18), ("windows", 99)])
-def test_a_leap_is_the_steps_one_by_one(name, pages):
+@pytest.mark.parametrize(
+    "name, pages, shards", [("tiny", 99, 1), ("tiny", 18, 1), ("windows", 99, 1), ("tiny", 17, 2)]
+)
+def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shards):
     found = []
-    for leaps in (False, True):
-        own = simulation(pages=pages, config=RANDOM[name], host=0.01)
-        found.append(own.serve(workload(), Within(1.5, 1), leaps=leaps))
-        assert own.engine.tables.pools[0].free == pages
+    for together in (False, True):
+        own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards)
+        own.together = own.together if together else None
+        found.append(served(own, workload(), Within(1.5, 1)))
+        assert all(pool.free == pages for pool in first_pools(own.engine.tables))
+        assert own.together is None or own.together.number > 100
     assert found[0] == found[1]
     assert found[0]["requests"] == 60 and 0 < found[0]["in_time"] < 1 and found[0]["prefix_hit_rate"] > 0
-    assert (found[0]["preemptions"] > 0) == (pages == 18)
+    assert (found[0]["preemptions"] > 0) == (pages < 20)
+
+
+def first_pools(tables) -> list[PagePool]:
+    return [part.pools[0] for part in (tables.shards if isinstance(tables, DealtTables) else [tables])]
 
 
 def test_times_of_a_lone_request_are_those_of_its_calls():
-    found = simulation(Even()).serve([Entry(5.0, 100, 11)])
+    found = served(simulation(Even()), [Entry(5.0, 100, 11)])
     # a chunk of 128 tokens in one call, then a step for each further token
     assert found["ttft"]["p50"] == pytest.approx(1) and found["tpot"]["p50"] == pytest.approx(1)
     assert found["e2e"]["p50"] == pytest.approx(11) == found["seconds"] and found["busy"] == pytest.approx(1)
@@ -77,8 +70,8 @@ def test_times_of_a_lone_request_are_those_of_its_calls():
 
 
 def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():
-    quick = simulation(Even(), host=0.4).serve([Entry(0.0, 100, 41)])
-    slow = simulation(Even(), host=1.5).serve([Entry(0.0, 100, 41)])
+    quick = served(simulation(Even(), host=0.4), [Entry(0.0, 100, 41)])
+    slow = served(simulation(Even(), host=1.5), [Entry(0.0, 100, 41)])
     assert quick["tpot"]["p50"] == pytest.approx(1.0, rel=0.02)
     assert slow["tpot"]["p50"] == pytest.approx(1.5, rel=0.02)
 
@@ -87,7 +80,7 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
     def between(inline: bool) -> float:
         own = simulation(Even(), host=0.4)
         own.programs._inline = inline
-        return own.serve([Entry(0.0, 100, 41)])["tpot"]["p50"]
+        return served(own, [Entry(0.0, 100, 41)])["tpot"]["p50"]
 
     assert between(True) == pytest.approx(1.4, rel=0.05)
     assert between(False) == pytest.approx(1.0, rel=0.05)
@@ -96,7 +89,7 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
 def test_guesses_are_right_as_often_as_is_said():
     def tokens_per_step(acceptance: float) -> float:
         own = simulation(Even(), acceptance=acceptance, speculative_config=SPECULATIVE)
-        found = own.serve([Entry(0.0, 20, 200)])
+        found = served(own, [Entry(0.0, 20, 200)])
         return 199 / sum(n for name, n in found["steps"].items() if not name.startswith("prefill"))
 
     assert tokens_per_step(0.0) == pytest.approx(1, rel=0.02)
@@ -108,7 +101,7 @@ def test_guesses_are_right_as_often_as_is_said():
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_bubbles_of_a_pipeline_are_those_of_the_formula(micro_batches):
     own = simulation(Even(stages=2), pages=200, pipeline_parallel_size=2, micro_batches=micro_batches)
-    found = own.serve([Entry(0.0, 10, 200) for _ in range(8)])
+    found = served(own, [Entry(0.0, 10, 200) for _ in range(8)])
     assert found["bubbles"] == pytest.approx(endless([1.0, 1.0], micro_batches), abs=0.05)
     cycle = max(1, 2 / micro_batches) * micro_batches  # of all groups
     assert found["tpot"]["p50"] == pytest.approx(cycle, rel=0.1)
@@ -122,12 +115,12 @@ def test_stages_do_one_call_at_a_time():
 
 def test_a_hopeless_load_is_given_up_early():
     entries = [Entry(0.0, 100, 40) for _ in range(60)]
-    found = simulation(Even()).serve(entries, Within(ttft=2.0), most_late=5)
+    found = served(simulation(Even()), entries, Within(ttft=2.0), most_late=5)
     assert found["given_up"] and found["requests"] < 20
 
 
 def test_requests_that_are_too_long_are_left_out_and_count_as_late():
-    found = simulation(Even()).serve([Entry(0.0, 250, 10), Entry(0.0, 10, 10)])
+    found = served(simulation(Even()), [Entry(0.0, 250, 10), Entry(0.0, 10, 10)])
     assert (found["left_out"], found["requests"], found["in_time"]) == (1, 1, 0.5)
 
 
@@ -140,7 +133,7 @@ def test_a_trace_is_read_as_time_passes():
             yield replace(entry, prompt=min(entry.prompt, 150), output=min(entry.output, 40))
 
     own = simulation()
-    assert own.serve(entries())["requests"] == 300
+    assert served(own, entries())["requests"] == 300
     assert max(seen) < 30
 
 
