@@ -21,21 +21,24 @@ class FakeReplica:
         self.headers: list[str] = []
         self.going = asyncio.Event()  # cleared: answers wait
         self.going.set()
-        self._tasks: set[Any] = set()
+        self._tasks: dict[Any, asyncio.StreamWriter] = {}  # of each connection
 
     async def start(self) -> "FakeReplica":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def close(self) -> None:
         self._server.close()
-        for task in self._tasks:
+        for task, writer in self._tasks.items():
             task.cancel()
+            writer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks[asyncio.ensure_future(self._serve(reader, writer))] = writer
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.current_task())
         try:
             await self._answer(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last at the end

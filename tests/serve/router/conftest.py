@@ -60,7 +60,7 @@ async def routed(test: Callable[[Router], Awaitable[None]], count: int, keys: li
     server = ServerOptions(**limits)
     helpers = given.pop("prefills", 0)  # the last of the fakes, at addresses p:0, p:1 and so on
     fakes = [await FakeReplica().start() for _ in range(count + helpers)]
-    quick = {"health_period": 0.02, "health_timeout": 0.2, "replica": [fake.url for fake in fakes[:count]]}
+    quick = {"health_period": 0.02, "health_timeout": 10, "replica": [fake.url for fake in fakes[:count]]}
     quick["prefill"] = [f"{fake.url}=p:{i}" for i, fake in enumerate(fakes[count:])]
     options = RouterOptions(**(quick | given))
     replicas = replicas_of(options)

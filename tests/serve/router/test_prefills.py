@@ -66,7 +66,7 @@ def test_without_prefill_engines_replicas_compute_prompts(routing):
         await router.until(lambda: not any(one.is_ready for one in router.line.replicas))
         assert (await router.client.get("/ready")).status_code == 503
 
-    routing(test, **PAIRS)
+    routing(test, health_timeout=0.5, **PAIRS)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])

@@ -69,7 +69,7 @@ def test_a_replica_that_hangs_is_lost(routing):
         router.fakes[0].hangs_after = None
         await router.until(lambda: router.replicas[0].is_ready)
 
-    routing(test)
+    routing(test, health_timeout=0.5)
 
 
 def test_what_has_not_begun_is_asked_again(routing):
