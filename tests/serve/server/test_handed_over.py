@@ -151,8 +151,8 @@ def computed(side: Server) -> float:
 
 
 @pytest.mark.minutes
-def test_requests_survive_twenty_kills_of_either_side():
+def test_requests_survive_fifty_kills_of_either_side():
     """Each ends with one engine's tokens, or with an error that a retry mends."""
-    done = serve_apart(20).done
+    done = serve_apart(50).done
     print(dict(done))
-    assert done["WRONG"] == 0 and done["right"] > 120
+    assert done["WRONG"] == 0 and done["right"] > 300
