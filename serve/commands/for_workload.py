@@ -241,7 +241,10 @@ def render(job: Job, load: Workload, aim: Aim, facts: dict[str, Any]) -> str:
 def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     """A candidate in a few lines."""
     if not own["bears"]:
-        return [f"{i}. {own['name']}: bears nothing within the limits; its bound is {own['bound']}"]
+        return [
+            f"{i}. {own['name']}: bears nothing within the limits; its bound is {own['bound']}",
+            *nearest(own),
+        ]
     full, each = own["full"], devices(own["devices"])
     bears = (
         f"   one replica on {each} bears {own['bears']:.3g} requests/s, "
@@ -263,17 +266,32 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     return [*lines, *(f"   {command}" for command in own["commands"])]
 
 
+def nearest(own: dict[str, Any]) -> list[str]:
+    """Of an engine that bears nothing, the load that came nearest to it."""
+    if not own["points"]:
+        return []
+    best = max(own["points"], key=lambda point: point["outcome"]["in_time"])
+    share, spans = best["outcome"]["in_time"], seen(best["outcome"])
+    line = (
+        f"at {best['rate']:.3g} requests/s and a replica {share:.1%} of those looked at are in time: {spans}"
+    )
+    return [f"   {line}"]
+
+
 def render_seen(own: dict[str, Any], load: Workload) -> list[str]:
     """How many replicas the workload's own rate takes, and what its requests see."""
     if "replicas" not in own:
         return []
     fits = "" if own["fits"] else " (MORE THAN THE TARGET HAS)"
-    seen = ", ".join(
-        f"{name} p50 {milli(own['seen'][key], 'p50')} p99 {milli(own['seen'][key], 'p99')}"
+    total, spans = devices(own["replicas"] * own["devices"]), seen(own["seen"])
+    return [f"   {load.rate:.3g} requests/s take {own['replicas']} of them, {total}{fits}: {spans}"]
+
+
+def seen(outcome: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} p50 {milli(outcome[key], 'p50')} p99 {milli(outcome[key], 'p99')}"
         for name, key in (("first token", "ttft"), ("between tokens", "tpot"))
     )
-    total = devices(own["replicas"] * own["devices"])
-    return [f"   {load.rate:.3g} requests/s take {own['replicas']} of them, {total}{fits}: {seen}"]
 
 
 def devices(count: int) -> str:

@@ -31,7 +31,9 @@ class Handed(Untiered):
         super().__init__(tables)
         self._there: set[bytes] = set()
 
-    def expect(self, prompt: Sequence[int], names: Sequence[bytes]) -> Ticket | None:
+    def expect(
+        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
+    ) -> Ticket | None:
         self._there.update(names)
         return None
 

@@ -146,13 +146,13 @@ def bear(
                 return
             rate = math.sqrt(low * high)
         else:
-            rate = rate * RATIO if low else rate / RATIO**2
+            rate = rate * RATIO if low else rate / RATIO ** (2 * len(answer.points))
 
 
 def without(
     answer: Answer, load: Workload, aim: Aim, until: float, clock: Callable[[], float] = time.monotonic
 ) -> dict[str, float]:
-    """Requests a second that one replica would bear without each limit; those for which there was time."""
+    """Requests a second that one replica would bear without each limit; those that time sufficed to find."""
     found: dict[str, float] = {}
     for name in Within._fields:
         if getattr(aim.within, name) < math.inf and clock() < until:
@@ -160,8 +160,8 @@ def without(
             own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
             start = RATIO * borne.rate if borne else answer.steady.rate / RATIO
             bear(own, load, free, start, until, clock)
-            best = own.borne(aim.share) or borne
-            found[name] = best.rate if best else 0.0
+            if best := own.borne(aim.share) or borne:
+                found[name] = best.rate
     return found
 
 

@@ -94,7 +94,7 @@ def test_an_indexer_that_may_choose_all_is_left_out():
     """Its keys are not kept, and what is seen is all."""
     config = RANDOM["latent"]
     first, rest = (config.within(length).layers[0] for length in (21, 20))
-    assert first == config.layers[0] and first.mixer.cached[1] == (1, 12) and chooser_of(first)
+    assert first == config.layers[0] and first.keys and first.keys.cached[1] == (1, 12) and chooser_of(first)
     assert isinstance(rest.mixer, Latent) and rest.mixer.indexer is not None
     assert rest.mixer.cached[1] is None and chooser_of(rest) is None
 
