@@ -27,7 +27,7 @@ class Flow:
     def __init__(self):
         self.priority = 0
 
-    def rank(self, priority: int) -> None:
+    def rank(self, priority: int, source: str | None = None) -> None:
         self.priority = priority
 
 
