@@ -6,14 +6,12 @@ were made from.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from duetto.model.sharding import Layout
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.pipeline.bubbles import drained, endless
 from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.floor import Demand
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import known_target
 from duetto.serve.simulation import candidates, estimate, fleet, handed, run, search, tally, times, together
@@ -21,7 +19,7 @@ from duetto.serve.simulation.candidates import Candidate, Space
 from duetto.serve.simulation.fitting import Job
 from duetto.serve.simulation.search import Aim, Answer, bear, improved, per_device, ranked
 from duetto.serve.simulation.tally import Within
-from duetto.serve.simulation.times import STATED, Call, Demands, Roofline
+from duetto.serve.simulation.times import STATED, Call, Roofline
 from duetto.serve.simulation.traces import drawn
 from duetto.serve.simulation.workload import Workload
 
@@ -83,52 +81,6 @@ def chunks() -> Iterator[list[str]]:
     for tokens in (256, 512, 1024, 2048, 4096, 8192):
         (chunk,) = model(Call(Shape("prefill", 1, tokens), 1, tokens, 0))
         yield [str(tokens), f"{chunk * 1e3:.1f}", f"{(alone + chunk) * 1e3:.1f}", f"{tokens / chunk:.0f}"]
-
-
-def apart() -> Iterator[list[str]]:
-    """DeepSeek-V3's layers in fp8 on sixteen H200: experts dealt over devices that all compute attention, or
-    attention and feed-forward layers on devices of their own, which take two halves of the rows in turn."""
-    counted = Halves()
-    D, layers = PRESETS["deepseek-v3"].hidden_size, PRESETS["deepseek-v3"].num_layers
-    for rows in (256, 1024, 4096):
-        attention, inner = counted.seconds(rows // 16, 1), counted.seconds(rows // 16, 16, inner=True)
-        together = attention + inner + layers * exchange(2 * rows // 16 * D * 15)
-        cells = [f"{together * 1e3:.1f}, {rows / together:.0f}"]
-        for own in (2, 4, 8):
-            half = rows // 2
-            sides = (
-                counted.seconds(-(-half // own), 1),
-                counted.seconds(-(-half // (16 - own)), 16 - own, inner=True),
-            )
-            each = max(*sides) + layers * exchange(2 * half // own * D * 8)
-            cells.append(f"{2 * each * 1e3:.1f}, {rows / (2 * each):.0f}")
-        yield [str(rows), *cells]
-
-
-def exchange(bytes_sent: float) -> float:
-    return 2 * (bytes_sent / H200.link + STATED.exchange)
-
-
-class Halves:
-    """What attention and what feed-forward layers demand, each alone: a layer is counted with and without the
-    latter."""
-
-    def __init__(self):
-        config = PRESETS["deepseek-v3"]
-        params = Job("", config, known_target("h200")).params("fp8")
-        bare = replace(config, layers=tuple(replace(kind, ffn=None) for kind in config.layers))
-        layers = tuple(replace(layer, ffn=None, ffn_norm=None) for layer in params.layers)
-        self.whole = Demands(config, params, "bfloat16")
-        self.bare = Demands(bare, replace(params, layers=layers), "bfloat16")
-
-    def seconds(self, rows: int, shards: int, inner: bool = False) -> float:
-        """Of one of so many devices, each with so many rows, for a step of all layers."""
-        shape, span = Shape("decode", max(rows, 1), 1), range(1, self.whole.config.num_layers - 1)
-        own = self.bare.of(shape, CONTEXT, span, 1)
-        if inner:
-            both = self.whole.of(shape, CONTEXT, span, shards)
-            own = Demand(both.flops - own.flops, both.bytes - own.bytes)
-        return own.floor(STATED.compute * H200.flops16, STATED.memory * H200.bandwidth)
 
 
 # ---------------------------------------------------------------- simulations
@@ -197,7 +149,6 @@ CLOSED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
     ),
     "bubbles": ("stages | 1 micro-batch | as many as stages | twice as many", bubbles),
     "chunks": ("tokens of the chunk | its ms | ms of the step | prefill tokens/s", chunks),
-    "apart": ("rows | experts dealt over 16 | attention on 2 | on 4 | on 8", apart),
     "lone": ("model | target | layout | ms a token | tokens/s", lone),
 }
 SIMULATED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {

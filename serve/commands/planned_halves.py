@@ -105,8 +105,9 @@ def render_memory(found: list[Part]) -> str:
     heads = "weights", "cache", "slots", "temporaries", "total"
     lines = [f"{'part':<10}{'devices':>9}" + "".join(f"{name:>13}" for name in heads) + "  MiB"]
     for part in found:
-        sizes = [getattr(part.memory, name) / 2**20 for name in heads]
-        lines.append(f"{part.name:<10}{part.devices:>9}" + "".join(f"{size:>13.1f}" for size in sizes))
+        m = part.memory
+        sizes = m.weights, m.cache, m.slots, m.temporaries, m.total
+        lines.append(f"{part.name:<10}{part.devices:>9}" + "".join(f"{n / 2**20:>13.1f}" for n in sizes))
     return "\n".join(lines)
 
 

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..tiers.peer import Ask
+from ..tiers.peer import Ask, Peer
 from ..tiers.tier import Content, Counts, Key, window_of
 from .source import Source
 
 MOST_KEYS = 1 << 16  # of pages that are remembered to be there
 
 
-class PeerTier:
+class PeerTier(Peer):
     """Pages of prompts that a source computes. It takes none, and has those that the source has told of.
 
     Prompts are asked for as long as their pages have room at the source until they are fetched, the others
     wait here. The first in line waits for `patience` seconds. Where that was not enough nobody waits, and
     nothing is asked, until the source has answered something: prompts are computed here.
     """
-
-    name, lasts, keeps = "peer", False, False
 
     def __init__(self, source: Source, patience: float):
         self.source, self.patience, self.counts = source, patience, Counts()
@@ -104,9 +102,6 @@ class PeerTier:
     def has(self, key: Key) -> bool:
         return key in self._known
 
-    def offer(self, key: Key, content: Content) -> None:
-        """Nothing: the source has what it computes."""
-
     def fetch(self, key: Key) -> Content | None:
         with self.counts.fetching():
             content = self.source.fetch(key)
@@ -129,17 +124,6 @@ class PeerTier:
             self._known.clear()
             self.page_bytes = page_bytes
         self.source.renew(realm, page_bytes)
-
-    def refresh(self) -> None:
-        """Nothing: the source tells."""
-
-    def settle(self, until: float, most: int = 0) -> int:
-        """Nothing: it takes no pages."""
-        return 0
-
-    def own(self) -> list[tuple[Key, Content]]:
-        """None: they are the source's."""
-        return []
 
     def report(self) -> dict[str, Any]:
         own = {

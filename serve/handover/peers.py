@@ -3,19 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..tiers.peer import Ask
+from ..tiers.peer import Ask, Peer
 from ..tiers.tier import Chain, Content, Key
 from .peer import PeerTier
 
 
-class Peers:
+class Peers(Peer):
     """The tiers of several engines, each under its address, as one.
 
     A prompt is asked of the engine that its request names. Where that is not there, or none of these, it is
     the one that is asked for the least: so a request can choose among these addresses, and reach no other.
     """
-
-    name, lasts, keeps = "peer", False, False
 
     def __init__(self, tiers: Mapping[str, PeerTier]):
         self.tiers = dict(tiers)
@@ -46,26 +44,12 @@ class Peers:
     def has(self, key: Key) -> bool:
         return self._chain.has(key)
 
-    def offer(self, key: Key, content: Content) -> None:
-        """Nothing: these engines have what they compute."""
-
     def fetch(self, key: Key) -> Content | None:
         return self._chain.fetch(key)
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         for tier in self.tiers.values():
             tier.renew(realm, page_bytes)
-
-    def refresh(self) -> None:
-        """Nothing: these engines tell."""
-
-    def settle(self, until: float, most: int = 0) -> int:
-        """Nothing: they take no pages."""
-        return 0
-
-    def own(self) -> list[tuple[Key, Content]]:
-        """None: they are those engines'."""
-        return []
 
     def report(self) -> dict[str, Any]:
         """The sums over all, and each `at` its address."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .tier import Tier
+from .tier import Content, Key, Tier
 
 
 @dataclass(eq=False)
@@ -22,7 +22,15 @@ class Ask:
 
 
 class Peer(Tier, Protocol):
-    """Pages that another engine has computed for this one. No method waits but `fetch`, and none raises."""
+    """Pages that another engine has computed for this one, which takes none and looks for none: it is told.
+    No method waits but `fetch`, and none raises."""
+
+    name, lasts = "peer", False
+
+    @property
+    def keeps(self) -> bool:
+        """False: it takes no pages."""
+        return False
 
     def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
         """Have a prompt of so many full pages computed, `at` an address rather than at others; None where
@@ -41,3 +49,16 @@ class Peer(Tier, Protocol):
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         """Pages of this realm are wanted from now on, each of a window of so many bytes; None: of none."""
         ...
+
+    def offer(self, key: Key, content: Content) -> None:
+        """Nothing: the other engine has what it computes."""
+
+    def refresh(self) -> None:
+        """Nothing: it tells."""
+
+    def settle(self, until: float, most: int = 0) -> int:
+        return 0
+
+    def own(self) -> list[tuple[Key, Content]]:
+        """None: they are the other engine's."""
+        return []
