@@ -98,7 +98,7 @@ def lone() -> Iterator[list[str]]:
 
 
 def layout_of(own: Candidate) -> str:
-    return candidates.layout_name(own.options)
+    return candidates.layout_name(own.options, {})
 
 
 def many() -> Iterator[list[str]]:

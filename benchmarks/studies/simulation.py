@@ -5,9 +5,10 @@
 
 For each load the shipped model serves requests of the trace, scaled down, at the trace's own moments; how
 long each of its calls took is noted (each is waited for: a CPU runs it at once anyway), and what the host
-needed for a step beside. Then the same requests are served in simulated time, with these times in two ways:
-as a line over the tokens in the cache for each shape, which is what a plan knows; and by the moment, each
-call as long as the one of its shape that was on its way then, since other work makes a machine slow for a
+needed beside, for a step, for each of its rows and for each request that took its seat. Then the same
+requests are served in simulated time, with these times in two ways: as a line over the tokens in the cache
+for each shape with the spread around it, which is what a plan knows; and by the moment, each call as long as
+the one of its shape that was on its way then, since other work makes a machine slow for a
 while. Loads take turns, in rounds; a load is a share of what the engine gives where all requests are there at
 once. Printed is how far each simulation is off. With --processor-time the engine's clock is the process's own
 time on a processor, so that what others do there is left out: what a quiet core would show.
@@ -39,7 +40,7 @@ from duetto.serve.engine.rows import batch_of
 from duetto.serve.programs.shapes import Shape
 from duetto.serve.simulation.fleet import Fleet
 from duetto.serve.simulation.run import GREEDY, Simulation
-from duetto.serve.simulation.times import Call, Measured
+from duetto.serve.simulation.times import Call, Host, Measured
 from duetto.serve.simulation.traces import faster
 
 SEATS, LONGEST = 8, 512
@@ -55,6 +56,14 @@ class Sample(NamedTuple):
     shape: Shape
     cached: int
     seconds: float
+
+
+class Step(NamedTuple):
+    """What the host needed for a step beside its calls, the requests in it, and those that took a seat."""
+
+    seconds: float
+    rows: int
+    seated: int
 
 
 class Wall:
@@ -101,9 +110,8 @@ class Moments:
 
 def served(
     engine: Engine, entries: list[Entry], clock: Wall | Processor
-) -> tuple[dict[str, float], list[Sample], float]:
-    """What requests see that arrive by a clock, the calls that were made, and the host's seconds for a
-    step."""
+) -> tuple[dict[str, float], list[Sample], Host]:
+    """What requests see that arrive by a clock, the calls that were made, and the host's seconds."""
     begin, coming = clock(), list(enumerate(entries))
     samples: list[Sample] = []
     ended: list[Request] = []
@@ -123,7 +131,7 @@ def served(
 
     engine.programs.run, engine._told, engine.on_end = run, told, ended.append
     engine.meter.now = clock
-    worked, steps = 0.0, 0
+    steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
     prompts = [draw.integers(3, 2000, e.prompt).tolist() for e in entries]
     while coming or engine.has_work:
@@ -133,9 +141,7 @@ def served(
             end, own = entry.prompt + entry.output, Clock(begin + entry.arrival, now=clock)
             engine.submit(Request(str(i), prompts[i], GREEDY, 0, end, arrival=i, clock=own))
         if engine.has_work:
-            at = clock()
-            engine.step()
-            worked, steps = worked + clock() - at, steps + 1
+            steps.append(stepped(engine, clock, samples))
         elif coming:
             clock.wait_until(begin + coming[0][1].arrival)
     seconds = max(r.clock.finish for r in ended) - begin - entries[0].arrival
@@ -146,12 +152,26 @@ def served(
         for p in (50, 99)
     }
     engine.programs.run = own_run
-    host = (worked - sum(sample.seconds for sample in samples)) / steps
     tokens = sum(m.num_generation_tokens for m in metrics)
-    return spans | {"tokens_per_second": tokens / seconds}, samples, host
+    return spans | {"tokens_per_second": tokens / seconds}, samples, host_of(steps)
 
 
-def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: float) -> dict[str, float]:
+def stepped(engine: Engine, clock: Wall | Processor, samples: list[Sample]) -> Step:
+    """Let the engine take a step."""
+    calls, waiting, at = len(samples), len(engine.scheduler.waiting), clock()
+    engine.step()
+    beside = clock() - at - sum(sample.seconds for sample in samples[calls:])
+    return Step(beside, len(engine.scheduler.running), waiting - len(engine.scheduler.waiting))
+
+
+def host_of(steps: list[Step]) -> Host:
+    """The host's seconds by least squares; no part takes less than none."""
+    told = np.array([(1, step.rows, step.seated) for step in steps], float)
+    found = np.linalg.lstsq(told, np.array([step.seconds for step in steps]), rcond=None)[0]
+    return Host(*np.maximum(found, 0).tolist())
+
+
+def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: Host) -> dict[str, float]:
     """The same in simulated time."""
     engine = llm.engine
     own = Simulation(
@@ -162,7 +182,7 @@ def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: f
         times,
         "cpu",
         classes=engine.classes,
-        host=lambda rows: host,
+        host=host,
         inline=True,
     )
     if isinstance(times, Moments):
@@ -204,7 +224,14 @@ def main() -> None:
                 }
                 ready = os.getloadavg()[0]
                 rows.append(
-                    {"round": i, "load": share, "real": real, "off": off, "host": host, "ready": ready}
+                    {
+                        "round": i,
+                        "load": share,
+                        "real": real,
+                        "off": off,
+                        "host": host._asdict(),
+                        "ready": ready,
+                    }
                     | guesses
                 )
                 told = "  ".join(

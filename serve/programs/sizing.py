@@ -134,11 +134,15 @@ def cache_budget(
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(devices(params))
     slots = 2 * slot_bytes(config, options)  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params, dtype)
-    if options.has_tiers:
-        kept = kept_as(options.kv_cache_dtype, dtype)
-        moved = (OFFERED + STAGED) * sum(page_bytes(config.layers, options.page_size, kept))
-        scratch += moved // parts(config.layers, params)
+    scratch += moved_bytes(config, options, dtype) // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
+
+
+def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
+    """Of pages on their way to tiers and back."""
+    kept = kept_as(options.kv_cache_dtype, dtype)
+    pages = OFFERED + STAGED if options.has_tiers else 0
+    return pages * sum(page_bytes(config.layers, options.page_size, kept))
 
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:

@@ -3,13 +3,16 @@ starts each."""
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax.numpy as jnp
+
+from ...kvcache.pages import page_bytes
+from ...kvcache.quantised import kept_as
 from ...model.config import Experts, ModelConfig
 from ...model.transformer import Decoder
-from ..loading.mesh import layout_of
 from ..options.engine import EngineOptions
 from ..programs.shapes import Shape, can_share, doublings, table
 from .fitting import Fitted, Job, fit
@@ -56,6 +59,14 @@ class Candidate:
         """That a token's keys take from one engine to another, each device's part through its host."""
         own = self.fitted
         return own.cache / (max(own.sizes.pages) * own.sizes.page_size) / HANDED
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Of a page of each window, on all devices of an engine."""
+        demands, o = self.times.demands, self.options
+        kept = kept_as(o.kv_cache_dtype, jnp.dtype(demands.dtype))
+        layers = demands.config.within(self.fitted.sizes.max_model_len).layers
+        return page_bytes(layers, o.page_size, kept)
 
     def splits(self) -> Iterator["Candidate"]:
         """The same with prompts computed apart, for one engine that decodes, or more."""
@@ -130,8 +141,7 @@ class Space:
             options = replace(self.base, **changes)
             fitted = fit(self.job, options, self.params(options.quantization))
         except ValueError as error:
-            own = replace(self.base, **{k: v for k, v in changes.items() if k in LAYOUT})
-            self.refused.setdefault(layout_name(own), str(error))
+            self.refused.setdefault(layout_name(self.base, changes), str(error))
             return None
         o, sizes = fitted.options, fitted.sizes
         times = Roofline(self.demands(o), self.job.target.peaks, fitted.layout, self.efficiency)
@@ -189,9 +199,10 @@ class Space:
 LAYOUT = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"
 
 
-def layout_name(o: EngineOptions) -> str:
-    lay = layout_of(o)
-    return f"TP{lay.tensor} PP{lay.stages} DP{lay.data}" + (" EP" if lay.experts else "")
+def layout_name(base: EngineOptions, changes: Mapping[str, Any]) -> str:
+    """Of options that may be none that are allowed."""
+    tensor, stages, data, experts = (changes.get(name, getattr(base, name)) for name in LAYOUT)
+    return f"TP{tensor} PP{stages} DP{data}" + (" EP" if experts else "")
 
 
 def layouts(config: ModelConfig, devices: int) -> Iterator[dict[str, Any]]:

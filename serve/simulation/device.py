@@ -36,7 +36,8 @@ class Coming:
 
 class SimulatedPrograms:
     """What an engine asks of `Programs`, on `Stages`. Guesses are right with the probability `acceptance`,
-    each after those before it. `inline` is a host's own processor: whoever asks for a call runs it."""
+    each after those before it. `inline` is a host's own processor: whoever asks for a call runs it. A request
+    that takes a seat takes `seating` seconds of the host."""
 
     count, seconds, age = 0, 0.0, 0.0
     ready: ClassVar[dict[Shape, float]] = {}
@@ -49,10 +50,12 @@ class SimulatedPrograms:
         clock: SimulatedClock,
         acceptance: float = 0.0,
         inline: bool = False,
+        seating: float = 0.0,
     ):
         self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
         self.stages = Stages(times.stages)
         self._acceptance, self._random, self._inline = acceptance, Random(0), inline
+        self._seating = seating
         self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
         self._left: dict[int, float] = {}  # by seats, when their last step has left the last stage
 
@@ -70,6 +73,7 @@ class SimulatedPrograms:
 
     def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         self._known[int(slot)] = int(new.known)
+        self.clock.spend(self._seating)
         return slots
 
     def load_history(self, slots: Any, *history: Any) -> Any:

@@ -21,7 +21,15 @@ from ..loading.mesh import layout_of, put
 from ..options.engine import EngineOptions
 from ..pipeline.split import split
 from ..programs.shapes import Sizes
-from ..programs.sizing import Room, check_slots, scratch_bytes, sizes_in, slot_bytes, widened_bytes
+from ..programs.sizing import (
+    Room,
+    check_slots,
+    moved_bytes,
+    scratch_bytes,
+    sizes_in,
+    slot_bytes,
+    widened_bytes,
+)
 from ..roofline.targets import Known
 
 
@@ -78,9 +86,10 @@ def fit(job: Job, options: EngineOptions, params: Decoder) -> Fitted:
     weights = stage_bytes(job, layout, params)
     beside = 2 * slot_bytes(pair, options) + scratch_bytes(pair, options, job.dtype)
     beside += widened_bytes(params, job.dtype)
+    ways = parted(job.config.layers, layout)
+    beside += moved_bytes(pair, options, jnp.dtype(job.dtype)) // ways
     budget = int(job.target.memory * options.gpu_memory_utilization) - beside
     spans, W = spans_of(job.config, layout), options.page_size
-    ways = parted(job.config.layers, layout)
     places = [
         Room(slice(span.start, span.stop), budget - own, ways)
         for span, own in zip(spans, weights, strict=True)

@@ -16,12 +16,12 @@ from ..programs.classes import Classes
 from ..programs.shapes import Sizes, can_share, table
 from .clock import SimulatedClock
 from .device import TOKEN, SimulatedPrograms
-from .times import StepTimes
+from .times import Host, StepTimes
 from .together import Together
 from .traces import BLOCK, Entry
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
-Host = Callable[[int], float]  # the host's seconds for a step of some rows
+NO_TIME = Host()
 
 
 class Sure:
@@ -53,13 +53,13 @@ class Simulation:
         times: StepTimes,
         platform: str,
         acceptance: float = 0.0,
-        host: Host = lambda rows: 0.0,
+        host: Host = NO_TIME,
         classes: Classes | None = None,
         inline: bool = False,
     ):
         self.clock, self.host, self.sizes = SimulatedClock(), host, sizes
         pair = PairConfig(config).within(sizes.max_model_len)
-        self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline)
+        self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline, host.seat)
         shapes = table(options, sizes, can_share(pair.layers), platform)
         classes = classes or Classes.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)
@@ -91,11 +91,11 @@ class Simulation:
             self._step()
 
     def _step(self) -> None:
-        """A step of the engine. The host's work is behind the results that a step waits for, and before the
-        next is planned."""
+        """A step of the engine. The host's work for its rows is behind the results that it waits for, and
+        before the next is planned; that for a request which takes a seat is before its first call."""
         if self.together is None or not self.together.step():
             self.engine.step()
-        self.clock.spend(self.host(len(self.engine.scheduler.running)))
+        self.clock.spend(self.host.step + self.host.row * len(self.engine.scheduler.running))
 
     def request_of(self, entry: Entry) -> Request:
         self._count += 1

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from .candidates import Candidate, Space
+from ..options.checks import GIB
+from .candidates import HANDED, Candidate, Space
 from .estimate import Steady, estimate
 from .fleet import Fleet
 from .run import Simulation
+from .swapped import swap
 from .tally import Within
 from .traces import Entry, faster
 from .workload import Workload
@@ -196,8 +198,9 @@ def fleet_of(own: Candidate, replicas: int = 1) -> Fleet:
 
 
 def simulation_of(own: Candidate) -> Simulation:
-    e, demands = own.times.efficiency, own.times.demands
-    return Simulation(
+    """An engine of it, with pages in the host's memory where the options ask for that."""
+    demands = own.times.demands
+    found = Simulation(
         demands.config,
         demands.params,
         own.options,
@@ -205,8 +208,11 @@ def simulation_of(own: Candidate) -> Simulation:
         own.times,
         own.platform,
         acceptance=own.acceptance,
-        host=lambda rows: e.step + e.row * rows,
+        host=own.times.efficiency.host,
     )
+    if own.options.enable_prefix_caching and own.options.swap_space:
+        swap(found, int(own.options.swap_space * GIB), own.page_bytes, HANDED * own.fitted.layout.size)
+    return found
 
 
 def dealt(load: Workload, count: int, rate: float) -> Iterator[Entry]:

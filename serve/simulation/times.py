@@ -4,6 +4,7 @@ stated efficiency."""
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -56,10 +57,13 @@ class Recorded:
 class Measured:
     """Times of shapes: of each some seconds, and so many more for each token that its rows have in the
     cache. Shapes that were not measured take as long as the nearest that were, in proportion to their
-    areas."""
+    areas. Where a shape's `spread` is known, a call is off its line by one of these ratios, by chance: who
+    comes at random meets long calls more often than short ones."""
 
     table: Mapping[Shape, tuple[float, float]]
+    spread: Mapping[Shape, Sequence[float]] = field(default_factory=dict)
     stages: int = 1
+    chance: Random = field(default_factory=lambda: Random(0), compare=False)
 
     @classmethod
     def of(cls, samples: Iterable[tuple[Shape, int, float]]) -> "Measured":
@@ -68,11 +72,13 @@ class Measured:
         found: dict[Shape, list[tuple[int, float]]] = {}
         for shape, cached, seconds in samples:
             found.setdefault(shape, []).append((cached, seconds))
-        return cls({shape: line(points) for shape, points in found.items()})
+        table = {shape: line(points) for shape, points in found.items()}
+        return cls(table, {shape: ratios(points, *table[shape]) for shape, points in found.items()})
 
     def __call__(self, call: Call) -> Sequence[float]:
         base, slope = self.table.get(call.shape) or self._alike(call.shape)
-        return (base + slope * call.cached,)
+        spread = self.spread.get(call.shape)
+        return ((base + slope * call.cached) * (self.chance.choice(spread) if spread else 1.0),)
 
     def _alike(self, shape: Shape) -> tuple[float, float]:
         own = [other for other in self.table if other.phase == shape.phase]
@@ -93,6 +99,22 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return max(y - slope * x, 0.0), slope
 
 
+def ratios(points: Sequence[tuple[float, float]], base: float, slope: float) -> tuple[float, ...]:
+    """How many times its line each point is."""
+    return tuple(y / (base + slope * x) for x, y in points if base + slope * x > 0)
+
+
+# ---------------------------------------------------------------- of the host
+
+
+class Host(NamedTuple):
+    """Seconds of the host for a step, for each of its rows, and for each request that takes a seat."""
+
+    step: float = 0.0
+    row: float = 0.0
+    seat: float = 0.0
+
+
 # ---------------------------------------------------------------- from a device's peaks
 
 
@@ -107,6 +129,10 @@ class Efficiency(NamedTuple):
     exchange: float = 15e-6
     step: float = 0.5e-3
     row: float = 15e-6
+
+    @property
+    def host(self) -> Host:
+        return Host(self.step, self.row)
 
 
 STATED, ONE = Efficiency(), Layout()

@@ -8,7 +8,7 @@ from duetto.model.tree import abstract
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
 from duetto.serve.simulation.run import Simulation
-from duetto.serve.simulation.times import Call, Measured
+from duetto.serve.simulation.times import Call, Host, Measured
 
 
 class Even:
@@ -27,6 +27,7 @@ def simulation(
     config=TINY,
     acceptance: float = 0.0,
     host=0.0,
+    seat=0.0,
     shards: int = 1,
     longest=256,
     **options,
@@ -38,5 +39,5 @@ def simulation(
     params = abstract(decoder_spec(config), jnp.dtype("float32"))
     known = times or Measured({Shape("prefill", 1, 64): (0.5, 1e-3), Shape("decode", 8, 1): (0.1, 1e-4)})
     return Simulation(
-        config, params, chosen, sizes, known, "cpu", acceptance=acceptance, host=lambda rows: host * rows
+        config, params, chosen, sizes, known, "cpu", acceptance=acceptance, host=Host(row=host, seat=seat)
     )

@@ -86,6 +86,21 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
     assert between(False) == pytest.approx(1.0, rel=0.05)
 
 
+def test_measured_times_are_off_their_line_as_often_as_they_were():
+    shape = Shape("decode", 8, 1)
+    times = Measured.of([(shape, 0, 1.0)] * 9 + [(shape, 0, 11.0)])
+    found = [times(Call(shape, 8, 8, 0))[0] for _ in range(2000)]
+    assert sum(seconds == pytest.approx(11) for seconds in found) == pytest.approx(200, rel=0.2)
+    assert sum(found) / 2000 == pytest.approx(2, rel=0.1)
+
+
+def test_a_request_that_takes_a_seat_waits_for_the_host():
+    quick = served(simulation(Even()), [Entry(0.0, 100, 11)])
+    slow = served(simulation(Even(), seat=0.7), [Entry(0.0, 100, 11)])
+    assert slow["ttft"]["p50"] - quick["ttft"]["p50"] == pytest.approx(0.7)
+    assert slow["tpot"] == quick["tpot"]
+
+
 def test_guesses_are_right_as_often_as_is_said():
     def tokens_per_step(acceptance: float) -> float:
         own = simulation(Even(), acceptance=acceptance, speculative_config=SPECULATIVE)
@@ -142,7 +157,7 @@ def test_measured_times_grow_with_what_rows_have_in_the_cache():
     times = Measured.of([(shape, 100, 2.0), (shape, 300, 3.0), (shape, 200, 2.5)])
     assert times(Call(shape, 8, 8, 500)) == pytest.approx((4.0,))
     assert times(Call(wide, 9, 9, 0)) == pytest.approx((3.0,))  # in proportion
-    assert Measured.of([(shape, 5, 2.0), (shape, 6, 1.0)])(Call(shape, 1, 1, 0)) == (1.5,)  # it never falls
+    assert Measured.of([(shape, 5, 2.0), (shape, 6, 1.0)]).table[shape] == (1.5, 0.0)  # it never falls
     with pytest.raises(ValueError, match="no time of prefill"):
         times(Call(Shape("prefill", 1, 64), 1, 64, 0))
 
