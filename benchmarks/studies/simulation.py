@@ -192,6 +192,25 @@ def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: H
     return spans | {"tokens_per_second": found["tokens_per_second"]}
 
 
+def compared(llm: LLM, entries: list[Entry], clock: Wall | Processor) -> dict[str, Any]:
+    """What requests see, what both simulations say, and how far these are off."""
+    real, samples, host = served(llm.engine, entries, clock)
+    lines = Measured.of(sample[1:] for sample in samples)
+    guesses = {
+        "lines": simulated(llm, entries, lines, host),
+        "moments": simulated(llm, entries, Moments(samples), host),
+    }
+    off = {way: {name: guess[name] / real[name] - 1 for name in real} for way, guess in guesses.items()}
+    return {"real": real, "off": off, "host": host._asdict(), "ready": os.getloadavg()[0]} | guesses
+
+
+def told(row: dict[str, Any]) -> str:
+    lines, moments = row["off"]["lines"], row["off"]["moments"]
+    spans = (f"{name} {x:.4g} ({lines[name]:+.0%}, {moments[name]:+.0%})" for name, x in row["real"].items())
+    ready = f"{row['ready']:.0f} processes ready"
+    return f"round {row['round']}, load {row['load']}: {'  '.join(spans)}; {ready}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=80)
@@ -212,33 +231,8 @@ def main() -> None:
         for i in range(args.rounds):
             for share in LOADS:
                 played = list(faster(entries, share * best / rate))
-                real, samples, host = served(llm.engine, played, clock)
-                lines = Measured.of(sample[1:] for sample in samples)
-                guesses = {
-                    "lines": simulated(llm, played, lines, host),
-                    "moments": simulated(llm, played, Moments(samples), host),
-                }
-                off = {
-                    way: {name: guess[name] / real[name] - 1 for name in real}
-                    for way, guess in guesses.items()
-                }
-                ready = os.getloadavg()[0]
-                rows.append(
-                    {
-                        "round": i,
-                        "load": share,
-                        "real": real,
-                        "off": off,
-                        "host": host._asdict(),
-                        "ready": ready,
-                    }
-                    | guesses
-                )
-                told = "  ".join(
-                    f"{name} {real[name]:.4g} ({off['lines'][name]:+.0%}, {off['moments'][name]:+.0%})"
-                    for name in real
-                )
-                print(f"round {i}, load {share}: {told}; {ready:.0f} processes ready", flush=True)
+                rows.append({"round": i, "load": share} | compared(llm, played, clock))
+                print(told(rows[-1]), flush=True)
     if args.json:
         about = {
             "date": str(date.today()),
