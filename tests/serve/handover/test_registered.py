@@ -1,4 +1,4 @@
-"""Pages that are read through NIXL: in time, undamaged, another way where they cannot be, and whoever ends."""
+"""Pages read through NIXL: in time, undamaged, another way where they cannot be, and whoever ends."""
 
 import os
 import random
