@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -56,6 +57,7 @@ class Agent:
             raise ValueError("kv_transport nixl is not allowed: its package has no UCX")
         self._free: dict[int, list[Lent]] = {}
         self._notes: set[bytes] = set()
+        self._met: Counter[str] = Counter()  # connections to each other agent
         self._lock = threading.Lock()
 
     def lend(self, size: int) -> Lent:
@@ -70,6 +72,21 @@ class Agent:
     def words(self, lent: Lent) -> bytes:
         """What another agent has to know to read it."""
         return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
+
+    def meet(self, words: bytes) -> str:
+        """The name of another agent, which can be read from now on, until all have parted from it."""
+        with self._lock:
+            other = self.own.add_remote_agent(words)
+            self._met[other] += 1
+            return other
+
+    def part(self, other: str) -> None:
+        with self._lock:
+            self._met[other] -= 1
+            if not self._met[other]:
+                del self._met[other]
+                with suppress(Exception):  # it may be gone
+                    self.own.remove_remote_agent(other)
 
     def has_come(self, note: bytes) -> bool:
         """Whether a reader has sent this since it was asked for; moves on whatever is on its way."""
@@ -92,12 +109,18 @@ class Registered:
         self._lent.bytes[: len(content)] = np.frombuffer(content, np.uint8)
 
     def settle(self, seconds: float) -> None:
-        """Wait until it is read. Raises TimeoutError where that takes longer."""
+        """Wait until it is read. Raises TimeoutError where that takes longer, and ConnectionError."""
         until = time.monotonic() + seconds
-        while not self._closed and not self._agent.has_come(self.region.note):
+        while not self._closed and not self._has_come():
             if time.monotonic() > until:
                 raise TimeoutError
             time.sleep(PAUSE)
+
+    def _has_come(self) -> bool:
+        try:
+            return self._agent.has_come(self.region.note)
+        except Exception as error:  # NIXL's own have no name in common
+            raise ConnectionError(f"NIXL: {type(error).__name__}") from error
 
     def close(self) -> None:
         self._closed = True
@@ -109,7 +132,7 @@ class Reached:
 
     def __init__(self, agent: Agent, region: Region, size: int):
         self._agent, self._region, self._closed = agent, region, False
-        self._owner = agent.own.add_remote_agent(region.agent)
+        self._owner = agent.meet(region.agent)
         self._lent, self._reading = agent.lend(size), threading.Lock()
 
     def read(self, size: int, until: float) -> Content:
@@ -150,6 +173,5 @@ class Reached:
     def close(self) -> None:
         self._closed = True
         with self._reading:
-            with suppress(Exception):  # the owner may be gone
-                self._agent.own.remove_remote_agent(self._owner)
+            self._agent.part(self._owner)
             self._agent.take_back(self._lent)
