@@ -103,12 +103,13 @@ def read(file: Path) -> Iterator[Entry]:
 
 def checked(file: Path, lines: Iterable[str]) -> Iterator[Mooncake | Azure | Compact]:
     """The lines of a file. Raises ValueError for one that is not as its form has it."""
-    number, row = 0, None
+    number, text = 0, ""
     try:
-        for number, make, row in rows_of(file, lines):
+        for at, make, row in rows_of(file, lines):
+            number, text = at, str(row).strip()
             yield make(row)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{file}, line {number}: {error}: {str(row).strip():.200}") from None
+        raise ValueError(f"{file}, line {number}: {error}: {text[:200]!r}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{file}, after line {number}: {error}; a trace has {FORMS}") from None
 
