@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 def estimate(own: Candidate, load: Workload, within: Within, share: float = 0.99) -> Steady:
     """The most load at which no bound is exceeded, of which so many requests are in time."""
-    decode = cache(partial(token_seconds, own, load.context))
+    decode = cache(partial(between_tokens, own, load.context))
     at = partial(steady, own, load, within, prefill_seconds(own, load, share), decode)
     low, high = 0.0, 1.0
     while at(high).bound == "" and high < 1e6:
@@ -82,7 +82,7 @@ def steady(
     return Steady(rate, tpot, rows, next((name for exceeded, name in bounds if exceeded), ""))
 
 
-def token_seconds(own: Candidate, context: float, rows: int) -> float:
+def between_tokens(own: Candidate, context: float, rows: int) -> float:
     """Seconds between two tokens of each of some rows that only decode."""
     o, lay = own.options, own.fitted.layout
     groups = (o.micro_batches or lay.stages) * lay.data

@@ -171,8 +171,8 @@ def without(
 ) -> dict[str, float]:
     """Requests a second that one replica would bear without each limit; those that time sufficed to find."""
     found: dict[str, float] = {}
-    for name in Within._fields:
-        if getattr(aim.within, name) < math.inf and clock() < until:
+    for name, limit in aim.within._asdict().items():
+        if limit < math.inf and clock() < until:
             free = replace(aim, within=aim.within._replace(**{name: math.inf}))
             own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
             start = RATIO * borne.rate if borne else below(answer, load)

@@ -143,19 +143,14 @@ def drawn(count: int, rate: float, prompt: float, output: float, seed: int = 0) 
     lognormal around these means, as conversations' are; all at once where the rate is infinite."""
     random, at = Random(seed), 0.0
     for _ in range(count):
-        yield Entry(at, length(random, prompt), length(random, output))
+        yield Entry(at, lognormal(random, prompt), lognormal(random, output))
         at += random.expovariate(rate) if math.isfinite(rate) else 0.0
 
 
-def length(random: Random, mean: float, spread: float = 0.8) -> int:
+def lognormal(random: Random, mean: float, spread: float = 0.8) -> int:
     return max(1, round(random.lognormvariate(math.log(mean) - spread**2 / 2, spread)))
 
 
 def faster(entries: Iterable[Entry], times: float) -> Iterator[Entry]:
     """The same requests, so many times as often."""
     return (replace(entry, arrival=entry.arrival / times) for entry in entries)
-
-
-def share(entries: Iterable[Entry], replicas: int, which: int = 0) -> Iterator[Entry]:
-    """What one of some replicas gets where requests are dealt in turn."""
-    return islice(entries, which, None, replicas)

@@ -61,7 +61,7 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     lines = [f"{i}. {own['name']}", bears, *render_seen(own, load), memory]
     if own["gains"]:
         gains = ", ".join(
-            f"{name} {gain - 1:+.0%}" if gain < math.inf else f"{name} all"
+            f"{name} {gain - 1:+.0%}" if gain < math.inf else f"{name} from nothing"
             for name, gain in own["gains"].items()
         )
         lines.append(f"   knobs that were changed, and what each gave by the estimate: {gains}")
@@ -73,7 +73,7 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
 
 def unborne(own: dict[str, Any]) -> str:
     if len(own["points"]) < TRIES:
-        return f"{len(own['points'])} tried of {TRIES} loads were too many, then --search-seconds were over"
+        return f"bears none of the {len(own['points'])} loads that there was time for (of {TRIES})"
     return "bears nothing within the limits"
 
 
