@@ -81,7 +81,7 @@ def nearest(own: dict[str, Any]) -> list[str]:
     """Of an engine that bears nothing, the load that came nearest to it."""
     best = own["nearest"]
     share, spans = best["outcome"]["in_time"], seen(best["outcome"])
-    grows = ", but the line of those that wait grows" if best["line_grows"] else ""
+    grows = ", and the line of those that wait grows" if best["line_grows"] else ""
     line = f"at {best['rate']:.3g} requests/s and a replica {share:.1%} of those looked at are in time{grows}"
     return [f"   {line}: {spans}"]
 
