@@ -70,9 +70,10 @@ class Candidate:
         return page_bytes(layers, o.page_size, kept)
 
     def splits(self) -> Iterator["Candidate"]:
-        """The same with prompts computed apart, for one engine that decodes, or more."""
-        lay = self.fitted.layout
-        if self.apart or lay.data > 1 or lay.stages > 1 or not self.options.enable_prefix_caching:
+        """The same with prompts computed apart, for one engine that decodes, or more; not with pages in the
+        host's memory, which are not simulated there."""
+        lay, o = self.fitted.layout, self.options
+        if self.apart or lay.data > 1 or lay.stages > 1 or o.swap_space or not o.enable_prefix_caching:
             return
         for decoders in range(1, min(self.replicas, MOST_APART)):
             yield replace(self, apart=decoders, replicas=self.replicas // (1 + decoders))
