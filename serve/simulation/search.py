@@ -177,8 +177,8 @@ def without(
             own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
             start = RATIO * borne.rate if borne else below(answer, load)
             bear(own, load, free, start, until, clock)
-            if best := own.borne(aim.share) or borne:
-                found[name] = best.rate
+            if both := [p for p in (own.borne(aim.share), borne) if p]:
+                found[name] = max(p.rate for p in both)
     return found
 
 

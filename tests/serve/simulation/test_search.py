@@ -132,7 +132,7 @@ def test_requests_in_any_order_begin_at_0():
 
 
 def test_prompts_are_estimated_whole_where_nothing_is_found_again():
-    load = Workload([Entry(float(i), 450, 5, (0,)) for i in range(8)])
+    load = Workload([Entry(float(i), 2000, 5, (0, 1, 2, 3)) for i in range(8)])
     kept, lost = (
         Space(job(), replace(BASE, enable_prefix_caching=caching), STATED).made() for caching in (True, False)
     )
