@@ -13,8 +13,8 @@ from .candidates import HANDED, Candidate, Space
 from .estimate import Steady, estimate
 from .fleet import Fleet
 from .run import Simulation
-from .swapped import swap
 from .tally import Within
+from .tiers import swap
 from .traces import Entry, faster
 from .workload import Workload
 
