@@ -45,8 +45,8 @@ class Engine:
     planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
     token. Only guesses and grammars need those tokens first. Not thread-safe; callers take turns. `limits`
     are such that one of the last `classes` holds every row of decode and verification; prompts are cut to
-    fit. With a `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and calls are
-    written down for their programs by `told`.
+    fit. With a `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and
+    calls are written down for their programs by `told`.
     """
 
     def __init__(
