@@ -111,6 +111,8 @@ class Intake:
             self._check_ids(ids)
             request.resume(ids)
             request.obey()
+            if request.finish_reason == "abort":
+                raise ValueError(request.stop_reason)
         return Ticket(id, text, requests)
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
