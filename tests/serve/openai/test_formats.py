@@ -35,7 +35,7 @@ def asked(body: dict[str, Any]) -> StructuredOutputsParams | None:
         ({"response_format": OPENAI}, {"json": SCHEMA}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
-        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
         ({"guided_json": SCHEMA}, {"json": SCHEMA}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
