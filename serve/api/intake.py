@@ -248,6 +248,7 @@ class Intake:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
+            weights=list(request.weights),
         )
 
     def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
