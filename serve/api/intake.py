@@ -96,7 +96,7 @@ class Intake:
                 stop_ids=self.stop_ids(params),
                 eos_ids=() if params.ignore_eos else self._silent_ids(),
                 bad_words=words,
-                text=self._detokenizer(params, tokens),
+                text=self.detokenizer(params, tokens),
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
@@ -196,7 +196,7 @@ class Intake:
         drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
         return int(drawn[0])
 
-    def _detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
+    def detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(

@@ -15,6 +15,7 @@ from ..speculation.beside import find
 from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
+
 # Options that decide no answer, or are known by more than their values.
 ELSEWHERE = (
     "seed", "audit_log", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config",
