@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
         tell(f"duetto verify: {error}")
         return OPEN
     if args.head is not None and args.head not in claims.hashes:
-        claims.broken[0] = (
-            f"no line has the hash {args.head}: the end was taken off, or something changed"
-        )
+        claims.broken[0] = f"no line has the hash {args.head}: the end was taken off, or something changed"
     try:
         proof = proved(args, claims)
     except (ValueError, OSError, RuntimeError) as error:
