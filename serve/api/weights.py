@@ -4,7 +4,7 @@ them."""
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
@@ -49,7 +49,7 @@ def load_params(llm: "LLM", path: str | Path, mode: Mode | None = None) -> int:
     version, which is how often others came. Raises CheckpointError for the folder."""
     origin, served = Origin.of(path, weights=True), llm.params.embed
     placed = served.sharding
-    mesh = placed.mesh if isinstance(placed, NamedSharding) else None
+    mesh = placed.mesh if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) else None
     options = origin.settled(llm.options)
     config, params, _ = load_folder(origin.model, str(served.dtype), mesh, options)
     if config != llm.config:

@@ -1,8 +1,9 @@
 """What a log says of a request that has ended."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams
@@ -62,6 +63,6 @@ def scores_of(log: ScoreLog, top: int | None) -> dict[str, Any] | None:
     return found
 
 
-def within(ids: Sequence[Any]) -> list[int]:
+def within(ids: np.ndarray) -> list[int]:
     """Token ids without the padding behind them."""
-    return [int(token) for token in ids if token != NO_TOKEN]
+    return ids[ids != NO_TOKEN].tolist()

@@ -68,7 +68,7 @@ class Weights:
         ]  # fmt: skip
 
     async def pause(self, request: Request) -> Response:
-        asked = {"mode": "abort", "clear_cache": "true"} | dict(request.query_params)
+        asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(request.query_params)
         others = sorted(asked.keys() - {"mode", "clear_cache"})
         require(not others, "query", others, "mode and clear_cache")
         for name, allowed in {"mode": MODES, "clear_cache": TRUTH}.items():
