@@ -25,11 +25,11 @@ from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.sampling.sample import Sampled
 from duetto.serve.api import handing
+from duetto.serve.commands import hostwork
 from duetto.serve.loading.folder import DEMO
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.programs.step import Output
 from duetto.serve.server.running import front, served
-from duetto.serve.simulation import hostwork
 from duetto.serve.text.tokenizer import Tokenizer
 
 WAVES = 8  # requests for each seat

@@ -49,7 +49,7 @@ from ..roofline.floor import demand
 from ..roofline.measured import full_batch, unending
 from ..roofline.presets import PRESETS
 from ..roofline.targets import Peaks, here
-from ..simulation import hostwork
+from . import hostwork
 from .command import engine_flags, engine_options, model_flags
 
 GROUPS = 5

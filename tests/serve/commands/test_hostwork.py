@@ -2,8 +2,8 @@
 
 import pytest
 
+from duetto.serve.commands import hostwork
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.simulation import hostwork
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs take what is no array
 
