@@ -53,8 +53,8 @@ class AuditLog:
 
     def close(self) -> None:
         """Return when all lines are written."""
-        if self._thread.is_alive():
-            self._made.put(None)
+        self._made.put(None)
+        if threading.current_thread() is not self._thread:  # where the garbage collector may have called
             self._thread.join()
 
     def _put(self, make: Callable[[], Record]) -> None:
