@@ -102,7 +102,7 @@ class Intake:
                 score_from=score_from,
                 pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
-                constraint=self._constraint(params, len(tokens)),
+                constraint=self.constraint(params, len(tokens)),
             )
             for i in range(params.n)
         ]
@@ -216,7 +216,7 @@ class Intake:
             raise ValueError("structured_outputs is not allowed: the model has no end-of-sequence token")
         return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
-    def _constraint(self, params: SamplingParams, start: int) -> Constraint | None:
+    def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
         asked = params.structured_outputs
         return None if asked is None else self.grammars.constraint(asked, start)
 

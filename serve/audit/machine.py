@@ -13,7 +13,7 @@ from ..host.devices import processor
 from ..programs import kept
 
 # Whose versions decide which tokens a prompt has, and the bits of what is computed of them.
-PACKAGES = ("jax", "jaxlib", "tokenizers", "sentencepiece", "jinja2")
+PACKAGES = ("jax", "jaxlib", "tokenizers", "sentencepiece", "jinja2", "llguidance")
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 SETTINGS = (
     "jax_default_matmul_precision",

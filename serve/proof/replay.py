@@ -78,8 +78,9 @@ class Prover:
             yield "the line of its start is missing"
             return
         yield from claim.start.outside_contract
-        if claim.entry.params.get("stop") and claim.start.tokenizer != self.words:
-            yield "the tokenizer, in whose text stop strings are looked for, is another"
+        textual = claim.entry.params.get("stop") or claim.entry.params.get("structured_outputs")
+        if textual and claim.start.tokenizer != self.words:
+            yield "the tokenizer, in whose text stop strings and grammars are read, is another"
 
     def _foreign(self, claim: Claim) -> str:
         """The facts in which the start of a claim differs from this engine."""
@@ -143,8 +144,10 @@ class Prover:
             arrival=place,
             score_from=entry.score_from,
             patience=math.inf,
+            constraint=self.llm._intake.constraint(params, len(entry.prompt)),
         )
         request.resume(entry.tokens[: span.first])
+        request.obey()
         if request.finished:
             raise ValueError(f"it ends after {request.generated} tokens")
         return request
