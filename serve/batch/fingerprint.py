@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from ...checkpoints import orbax
+from ..adapters.registry import modules_of
 from ..host.devices import default_device, processor
 from ..options.engine import EngineOptions
 from ..programs import kept
@@ -33,9 +34,9 @@ SETTINGS = (
 
 # Options that decide no answer, or are known by more than their values.
 ELSEWHERE = (
-    "seed", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config", "swap_space",
-    "kv_disk_space", "kv_disk_path", "kv_role", "kv_address", "kv_patience", "node_rank", "master_addr",
-    "master_port", "distributed_timeout_seconds",
+    "seed", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling", "speculative_config",
+    "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address", "kv_patience", "node_rank",
+    "master_addr", "master_port", "distributed_timeout_seconds",
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         **speculation(options),
+        **adapters(options),
     }
 
 
@@ -102,6 +104,14 @@ def settings() -> dict[str, str]:
     environment = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
     chosen = {name: str(jax.config.values[name]) for name in SETTINGS if name in jax.config.values}
     return environment | chosen
+
+
+def adapters(options: EngineOptions) -> dict[str, str]:
+    """The content of the adapters that lines may name, by their names."""
+    return {
+        f"adapter {request.lora_name}": contents(Path(request.lora_path))
+        for request in modules_of(options.lora_modules)
+    }
 
 
 def speculation(options: EngineOptions) -> dict[str, str]:
