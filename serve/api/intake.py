@@ -13,11 +13,14 @@ from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
+from ..adapters.registry import Registry, adapter_of
+from ..adapters.request import LoRARequest
 from ..engine.request import Request, ScoreLog
 from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from ..text.chat import Message, render_for
 from ..text.stops import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .ticket import Ticket
@@ -46,6 +49,7 @@ class Intake:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     lacking: str = "the model has no tokenizer"  # said where text needs one
+    adapters: Registry | None = None
 
     def __post_init__(self):
         self._arrivals = itertools.count()
@@ -67,13 +71,15 @@ class Intake:
         pooling: PoolingParams | None = None,
         awaited: bool = True,
         known: Sequence[Sequence[int]] = (),
+        lora_request: LoRARequest | None = None,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
         from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
         for the first token; `known` are tokens that completions have from elsewhere. The parameters are
-        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong (for
+        an adapter's folder CheckpointError).
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -85,6 +91,7 @@ class Intake:
         end = self.end(tokens, params)
         words = self.bad_words(params)
         self._check_sampling(params, words)
+        adapter = adapter_of(self.adapters, lora_request)
         seed = self._seed(params)
         requests = [
             Request(
@@ -103,6 +110,7 @@ class Intake:
                 pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
                 constraint=self.constraint(params, len(tokens)),
+                adapter=adapter,
             )
             for i in range(params.n)
         ]
@@ -137,6 +145,18 @@ class Intake:
         if ids is None and text is not None:
             return text, self._encode(text)
         return text, token_ids(ids)
+
+    def conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
+        """One conversation or several as prompts; options are those of `chat.render_for`."""
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        return [self.conversation(one, **options) for one in (messages if several else [messages])]
+
+    def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.lacking}: chat needs one")
+        text = render_for(self.tokenizer, messages, **options)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
