@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ...sampling.params import SamplingParams
+from ..adapters.request import LoRARequest
 from ..host.streams import tell
 from ..options.engine import EngineOptions
 from ..outputs import RequestOutput
@@ -31,6 +32,7 @@ class Asked(NamedTuple):
     id: str
     prompt: list[int]
     params: SamplingParams
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Worker:
 
     def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
         """Begin some requests, and go on with all; what has ended."""
-        for id, prompt, params in new:
-            self._llm.add_request(prompt, params, id)
+        for id, prompt, params, adapter in new:
+            self._llm.add_request(prompt, params, id, lora_request=adapter)
         begin, ended = time.monotonic(), []
         while self._llm.has_unfinished_requests():
             ended += self._llm.step()
@@ -142,10 +144,17 @@ class Remote:
     def longest_prompt(self) -> int:
         return self._intake.longest
 
-    def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> str:
+    def add_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> str:
         """Raises ValueError or TypeError for what no worker could run."""
         self._intake.ticket(request_id, prompt, params)
-        self._deal(Asked(request_id, prompt, params))
+        self._deal(Asked(request_id, prompt, params, lora_request))
         return request_id
 
     def _deal(self, asked: Asked) -> None:

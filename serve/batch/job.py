@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import msgspec
 
 from ...sampling.params import SamplingParams
+from ..adapters.request import LoRARequest
 from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
@@ -41,7 +42,9 @@ class BatchEngine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def longest_prompt(self) -> int: ...
-    def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> object: ...
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None
+    ) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def report(self, explained: bool = False) -> dict[str, Any]: ...
     def save_cache(self, path: str) -> int: ...
@@ -72,7 +75,8 @@ class BatchOptions:
     Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
     not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
     `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report;
-    `save_cache` is a folder for what the engine's cache holds at the end.
+    `save_cache` is a folder for what the engine's cache holds at the end; `adapters` are those that a line
+    may name as its model.
     """
 
     in_flight: int = 128
@@ -83,6 +87,7 @@ class BatchOptions:
     progress: bool = True
     explain: bool = False
     save_cache: str | None = None
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
 
 
 class OrderedStream:
@@ -232,7 +237,9 @@ class Job:
     def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
             prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
-            engine.add_request(prompt, params_for(task, engine.tokenizer), str(line.index))
+            params = params_for(task, engine.tokenizer)
+            adapter = self._options.adapters.get(task.model or "")
+            engine.add_request(prompt, params, str(line.index), lora_request=adapter)
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error)) from None
         except (ValueError, TypeError) as error:
