@@ -12,7 +12,7 @@ from ...checkpoints.families.family import Family
 from ...model.config import ModelConfig
 from ...refusals import shown, unknown
 from ..options.engine import EngineOptions
-from .request import LoRARequest, checked
+from .request import LoRARequest
 
 
 @dataclass
@@ -26,9 +26,11 @@ class Registry:
     _known: dict[str, tuple[LoRARequest, Adapter]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, wanted: LoRARequest) -> Adapter:
+    def of(self, wanted: LoRARequest | None) -> Adapter | None:
         """The adapter that a request wants, read where its name has none yet, or another path's. Raises
         CheckpointError."""
+        if wanted is None:
+            return None
         known = self._known.get(wanted.lora_name)
         if known is not None and known[0].lora_path == wanted.lora_path and not wanted.load_inplace:
             return known[1]
@@ -72,16 +74,6 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dty
     for request in modules_of(options.lora_modules):
         registry.load(request)
     return registry
-
-
-def adapter_of(registry: Registry | None, wanted: LoRARequest | None) -> Adapter | None:
-    """What a request wants of an engine, if that serves any. Raises ValueError and CheckpointError."""
-    request = checked(wanted)
-    if request is None:
-        return None
-    if registry is None:
-        raise ValueError("lora_request is not allowed: set enable_lora")
-    return registry.of(request)
 
 
 def modules_of(given: Sequence[str] | None) -> list[LoRARequest]:

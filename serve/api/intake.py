@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...model.pooling import Pool, PoolingParams
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
-from ..adapters.registry import Registry, adapter_of
-from ..adapters.request import LoRARequest
+from ..adapters.registry import Registry
+from ..adapters.request import LoRARequest, checked
 from ..engine.request import Request, ScoreLog
 from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
@@ -78,8 +79,7 @@ class Intake:
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
         from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
         for the first token; `known` are tokens that completions have from elsewhere. The parameters are
-        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong (for
-        an adapter's folder CheckpointError).
+        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
@@ -91,8 +91,7 @@ class Intake:
         end = self.end(tokens, params)
         words = self.bad_words(params)
         self._check_sampling(params, words)
-        adapter = adapter_of(self.adapters, lora_request)
-        seed = self._seed(params)
+        adapter, seed = self._adapter(lora_request), self._seed(params)
         requests = [
             Request(
                 id=id,
@@ -121,6 +120,11 @@ class Intake:
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
         return Ticket(id, text, requests)
+
+    def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
+        if self.adapters is None and checked(wanted) is not None:
+            raise ValueError("lora_request is not allowed: set enable_lora")
+        return None if self.adapters is None else self.adapters.of(checked(wanted))
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it has one, and its token ids."""

@@ -63,6 +63,7 @@ class Engine:
     ):
         self.programs, self._state, self._limits, self._told = programs, state, limits, told
         self.config, self.sizes = programs.config, programs.sizes
+        self._adapters = Writer(target_of(state.params))
         self.meter, self._compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
         alive = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = tables_of(self.config.windows, self.sizes, limits)
@@ -75,7 +76,6 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self._adapters = Writer(target_of(state.params))
         self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
@@ -289,8 +289,8 @@ class Engine:
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
-        params, slots = self._state.params, masked(self.programs, self._state.slots, plan)
-        self._state = replace(self._state, params=self._adapters.write(params), cache=cache, slots=slots)
+        slots = masked(self.programs, self._state.slots, plan)
+        self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
             self._seat(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]

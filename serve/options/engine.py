@@ -109,9 +109,7 @@ class EngineOptions:
         0.0, "GiB of the host's memory for pages that the cache has no room for any more (default: none)"
     )
     kv_disk_space: float = knob(0.0, "GiB of files for the same, kept for later processes (default: none)")
-    kv_disk_path: str | None = knob(
-        None, "folder of those files; default: duetto/pages in your cache directory"
-    )
+    kv_disk_path: str | None = knob(None, "folder of those files; default: duetto/pages in your cache")
     kv_role: str | None = knob(
         None,
         "prefill computes prompts for other engines, which fetch their pages; decode has its prompts computed"

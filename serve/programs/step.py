@@ -29,7 +29,7 @@ from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, sample
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
-from .places import place_of_row, row_of_place, rows_of_one
+from .places import at_least, place_of_row, row_of_place, rows_of_one
 from .scoring import NEVER, prompt_scores
 
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
@@ -164,11 +164,6 @@ def sample_last(
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
     slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
-
-
-def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, padded with zeros to at least `rows`."""
-    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:

@@ -4,13 +4,13 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from ..endpoints import completions
-from ..endpoints.adapters import Adapters
+from ..endpoints.changes.adapters import Adapters
+from ..endpoints.changes.weights import Weights
 from ..endpoints.embeddings import Embeddings
 from ..endpoints.page import Page
 from ..endpoints.profile import Profile
 from ..endpoints.state import State
 from ..endpoints.tokens import Tokens
-from ..endpoints.weights import Weights
 from ..service.errors import HANDLERS
 from ..service.service import Service
 from .keys import Keys

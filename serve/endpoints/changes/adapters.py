@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from ...fields import knob
-from ...refusals import shown
-from ..adapters.request import LoRARequest
-from ..openai.reading import object_of
-from ..openai.refusing import RequestError, require
-from ..openai.schemas import Body
-from ..service.errors import HttpError
-from ..service.service import Service
-from .body import read_body
-from .paths import READ_ERRORS, Path
+from ....fields import knob
+from ....refusals import shown
+from ...adapters.request import LoRARequest
+from ...openai.reading import object_of
+from ...openai.refusing import RequestError, require
+from ...openai.schemas import Body
+from ...service.errors import HttpError
+from ...service.service import Service
+from ..body import read_body
+from ..paths import READ_ERRORS, Path
 
 
 @dataclass(frozen=True)
