@@ -1,0 +1,54 @@
+"""Calls as a name before an object of JSON: `f[ARGS]{"x": 1}`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .source import Begun, Ended, Source, Steps
+from .tool import Tool
+
+NUMBERED = re.compile(r":\d+$")
+
+
+def in_name(character: str) -> bool:
+    return character.isalnum() or character in "_-.:"
+
+
+@dataclass(frozen=True)
+class Headed:
+    """What stands before a name, one of what may stand between it and the arguments, and what stands behind
+    them. Names may have a `prefix`; where they are numbered (`functions.f:0`) the whole is the call's id, else
+    one may follow `id_mark`."""
+
+    opens: str = ""
+    between: tuple[str, ...] = ("",)
+    closes: str = ""
+    prefix: str = ""
+    is_numbered: bool = False
+    id_mark: str = ""
+
+    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+        """Gives out a call, if one comes next."""
+        if not (yield from source.skip(self.opens)):
+            return False
+        word = yield from source.run(in_name)
+        name, id = word.removeprefix(self.prefix), None
+        if self.is_numbered:
+            name, id = NUMBERED.sub("", name), word
+        if name not in tools:
+            return False
+        if self.id_mark and (yield from source.skip(self.id_mark)):
+            id = yield from source.run(str.isalnum)
+        yield from source.blank()
+        is_next = yield from source.skip_any(mark.strip() for mark in self.between)
+        yield from source.blank()
+        if not is_next or (yield from source.peek()) != "{":
+            return False
+        source.given()
+        yield Begun(name, id)
+        yield from source.arguments()
+        yield from source.blank()
+        if not (yield from source.skip(self.closes.strip())):
+            source.at = 0
+        yield Ended()
+        return True

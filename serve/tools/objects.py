@@ -1,0 +1,80 @@
+"""Calls as objects of JSON: `{"name": "f", "arguments": {"x": 1}}`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from .source import Arguments, Begun, Ended, Source, Steps
+from .tool import Tool
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The keys of a call's name and of its arguments, in whichever order they come; others mean nothing."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    opens: str = "{"
+
+    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+        """Gives out a call, if one comes next."""
+        if not (yield from source.skip("{")):
+            return False
+        name, held = None, "{}"
+        while (key := (yield from self._key(source))) is not None:
+            if key == self.arguments:
+                if (yield from source.peek()) != "{":
+                    return False
+                if name is not None:
+                    yield from self._called(source, name)
+                    return True
+                held = yield from source.value()
+            elif key == self.name:
+                name = decoded((yield from source.value()))
+                if name not in tools:
+                    return False
+            else:
+                yield from source.value()
+        if name is None or not (yield from source.skip("}")):
+            return False
+        yield from (Begun(name), Arguments(held), Ended())
+        return True
+
+    def _key(self, source: Source) -> Steps[str | None]:
+        """The next key of an object, if one comes."""
+        yield from source.blank()
+        if (yield from source.skip(",")):
+            yield from source.blank()
+        if (yield from source.peek()) != '"':
+            return None
+        key = decoded((yield from source.value()))
+        yield from source.blank()
+        found = yield from source.skip(":")
+        yield from source.blank()
+        return key if found else None
+
+    def _called(self, source: Source, name: str) -> Steps[None]:
+        """The arguments of a call whose name is known, and the end of its object."""
+        source.given()
+        yield Begun(name)
+        yield from source.arguments()
+        end = source.at
+        while (yield from self._key(source)) is not None:
+            yield from source.value()
+        if not (yield from source.skip("}")):
+            source.at = end
+        yield Ended()
+
+
+def decoded(text: str) -> str | None:
+    """What a string of JSON says, if it is one."""
+    try:
+        return msgspec.json.decode(text, type=str)
+    except msgspec.DecodeError:
+        return None
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

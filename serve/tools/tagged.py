@@ -1,0 +1,77 @@
+"""Calls as a name and parameters between tags: `<function=f><parameter=x>1</parameter></function>`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .headed import in_name
+from .source import Arguments, Begun, Ended, Source, Steps
+from .tool import Tool
+from .values import read, types_of
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """What stands around a name, around a parameter's key and around its value, and behind the call; in a
+    value, `padding` stands at both ends."""
+
+    name: Pair
+    key: Pair
+    value: Pair
+    closes: str = ""
+    padding: str = ""
+
+    @property
+    def opens(self) -> str:
+        return self.name[0]
+
+    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+        """Gives out a call, if one comes next."""
+        if not (yield from source.skip(self.name[0])):
+            return False
+        tool = tools.get((yield from source.run(in_name)))
+        if tool is None or not (yield from source.skip(self.name[1].strip())):
+            return False
+        source.given()
+        yield Begun(tool.name)
+        yield Arguments("{")
+        separator = ""
+        while (key := (yield from self._key(source))) is not None:
+            is_whole = yield from self._parameter(source, tool, key, separator)
+            if not is_whole:
+                yield Ended()
+                return True
+            separator = ", "
+        if source.at or not (yield from source.ends()):
+            yield Arguments("}")
+        yield Ended()
+        return True
+
+    def _key(self, source: Source) -> Steps[str | None]:
+        """The key of the next parameter; None where the call ends."""
+        yield from source.blank()
+        if self.closes and (yield from source.skip(self.closes)):
+            return None
+        if (yield from source.skip(self.key[0])):
+            key, is_whole = yield from source.until(self.key[1])
+            yield from source.blank()
+            if is_whole and (yield from source.skip(self.value[0])):
+                return key.strip()
+        source.at = 0
+        return None
+
+    def _parameter(self, source: Source, tool: Tool, key: str, separator: str) -> Steps[bool]:
+        """Gives out a parameter as JSON; whether all of it has come."""
+        text, is_whole = yield from source.until(self.value[1])
+        source.given()
+        text = text.removeprefix(self.padding)
+        before, schema = f"{separator}{json.dumps(key, ensure_ascii=False)}: ", tool.schema(key)
+        if is_whole:
+            yield Arguments(before + read(text.removesuffix(self.padding), schema, tool.parameters))
+        elif "string" in types_of(schema, tool.parameters):
+            yield Arguments(before + json.dumps(text, ensure_ascii=False)[:-1])
+        else:
+            yield Arguments(before + text)
+        return is_whole
