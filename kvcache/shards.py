@@ -52,15 +52,15 @@ def splits_experts(params: Decoder) -> bool:
 
 
 def in_seat(change: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A change of one seat, `change(slots, seat, *news)`, by the seat's number among those of all shards:
-    in the others it is none."""
+    """A change of one seat or of several, `change(slots, seat, *news)`, by the seats' numbers among those of
+    all shards: in the others it is none."""
 
-    def own(slots: Any, seat: Int[Array, ""], *news: Any) -> Any:
+    def own(slots: Any, seat: Int[Array, "*seats"], *news: Any) -> Any:
         count = jax.tree.leaves(slots)[0].shape[0]
         seat = seat - jax.lax.axis_index(DATA).astype(jnp.int32) * count
         return change(slots, jnp.where((seat >= 0) & (seat < count), seat, count), *news)
 
-    def at(slots: Any, seat: Int[Array, ""], *news: Any) -> Any:
+    def at(slots: Any, seat: Int[Array, "*seats"], *news: Any) -> Any:
         return each_shard(own, mesh, (SEATS, WHOLE, *(WHOLE for _ in news)), SEATS)(slots, seat, *news)
 
     return at

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..fields import converted
+from .structured import structured
 
 MAX_LOGPROBS = 20  # alternatives reported beside a token, unless an engine is started with more
 ALL = -1  # of log-probabilities: those of the whole vocabulary
@@ -29,6 +30,8 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     """The value as its field's type (an int becomes a float, a list a tuple); TypeError names the field."""
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1  # as in vLLM
+    if name == "structured_outputs":
+        return structured(value)
     found = value if type(value) is kind else converted(name, plain(value), kind)
     if name == "stop" and isinstance(found, str):
         return (found,)

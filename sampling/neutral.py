@@ -10,7 +10,6 @@ T = TypeVar("T")
 
 # Sampling parameters that are not here, and their values that ask for nothing, the default first.
 NEUTRAL: Table = {
-    "structured_outputs": (None,),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "extra_args": (None, {}),

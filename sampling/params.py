@@ -19,6 +19,7 @@ from ..model.tree import pytree
 from ..refusals import check_neutral, unknown
 from .checks import ALL, MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
 from .neutral import NEUTRAL, known_names
+from .structured import StructuredOutputsParams
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
@@ -77,6 +78,10 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = knob(None, "the same of each prompt token")
     _: KW_ONLY
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(
+        default=None,
+        metadata={"help": "a JSON schema, regular expression, choice or grammar that the output follows"},
+    )
     bad_words: Sequence[str] | None = knob(None, "strings that are never generated")
     logit_bias: Mapping[int, float] | None = knob(None, "added to the logits of the given token ids")
     allowed_token_ids: Sequence[int] | None = knob(None, "the only token ids that may be generated")
@@ -226,6 +231,7 @@ class Knobs:
     min_position: Any  # int32, no stop id is drawn for a position below it
     logprobs: Any  # int32, 0 or more where log-probabilities are wanted, else NO_LOGPROBS
     has_bias: Any  # bool, whether the slot's row of `bias` is to be read
+    is_constrained: Any  # bool, whether its rows of `allowed` are
     stop_ids: Any  # int32 [MAX_STOP_IDS], padded with NO_TOKEN
     bad_words: Any  # int32 [MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
 
@@ -256,6 +262,7 @@ def knobs_row(
         min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
         logprobs=np.int32(NO_LOGPROBS if params.logprobs is None else max(params.logprobs, 0)),
         has_bias=np.bool_(has_bias(params, bad_words)),
+        is_constrained=np.bool_(params.structured_outputs is not None),
         stop_ids=stop_row(stop_ids),
         bad_words=bad_word_rows(bad_words),
     )

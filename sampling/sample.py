@@ -1,9 +1,9 @@
 """From logits to tokens: one small function a parameter, each an exact identity on the rows that do not use
 it.
 
-Order and meaning are vLLM's: bias, bad words, min_tokens, penalties, temperature, min_p, top_k, top_p, draw.
-A row's token is a function of its logits, knobs, history and position alone: neighbours only decide what is
-computed for nothing. What no row wants is not computed, so a greedy batch pays for an argmax.
+Order and meaning are vLLM's: bias, bad words, min_tokens, grammar, penalties, temperature, min_p, top_k,
+top_p, draw. A row's token is a function of its logits, knobs, history and position alone: neighbours only
+decide what is computed for nothing. What no row wants is not computed, so a greedy batch pays for an argmax.
 """
 
 from collections.abc import Callable, Sequence
@@ -226,7 +226,25 @@ def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> 
     return x.at[row, ids].min(mask, mode="drop", unique_indices=True)
 
 
-OFFSETS = ((has_bias, biased), (has_bad_words, without_bad_words), (below_min_tokens, without_stops))
+def is_constrained(rows: Rows) -> Bool[Array, " B"]:
+    return rows.knobs.is_constrained
+
+
+def within_grammar(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Mask what the grammar does not allow, deeper than anything else masks: the last of all offsets."""
+    ahead = jnp.clip(rows.position - rows.state.allowed_from[rows.slot], 0, rows.state.allowed.shape[1] - 1)
+    words = rows.state.allowed[rows.slot, ahead]
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    allowed = bits.reshape(len(bits), -1)[:, : x.shape[1]] == 1
+    return jnp.where(allowed, jnp.maximum(x, BANNED), MASKED)
+
+
+OFFSETS = (
+    (has_bias, biased),
+    (has_bad_words, without_bad_words),
+    (below_min_tokens, without_stops),
+    (is_constrained, within_grammar),
+)
 
 
 def has_penalty(rows: Rows) -> Bool[Array, " B"]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from ..model.scatter import apart
 from ..model.tree import pytree, static
@@ -16,7 +16,7 @@ from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, knobs_
 
 # The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are
 # masked, those that were masked the least are drawn from.
-MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p
+MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p, or a grammar
 BANNED = -1e28  # would end a longer bad word
 EARLY = -1e26  # would end the output before min_tokens
 
@@ -30,11 +30,19 @@ class SamplingState:
     in_prompt: Any  # bool [C,V]
     bias: Any  # float32 [C,V]
     recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, NO_TOKEN before the first
+    allowed: Any  # uint32 [C,positions,words], a bit a token: what a grammar allows at positions in a row
+    allowed_from: Any  # int32 [C], the first of these positions
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
 
 
-def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS) -> SamplingState:
-    """All slots greedy and without history; the caller places it on a device."""
+def words_of(V: int) -> int:
+    """Words of 32 bits that have one for each token of a vocabulary."""
+    return -(-V // 32)
+
+
+def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS, positions: int = 1) -> SamplingState:
+    """All slots greedy and without history; the caller places it on a device. A step samples at most
+    `positions` tokens of a row whose grammar says what they may be."""
     row = knobs_row(SamplingParams(temperature=0.0), seed=0, stop_ids=(), prompt_len=0)
     return SamplingState(
         knobs=jax.tree.map(lambda x: jnp.array(np.broadcast_to(x, (slots, *x.shape))), row),
@@ -42,6 +50,8 @@ def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS) -> SamplingState:
         in_prompt=jnp.zeros((slots, V), bool),
         bias=jnp.zeros((slots, V), jnp.float32),
         recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), NO_TOKEN, jnp.int32),
+        allowed=jnp.zeros((slots, positions, words_of(V)), jnp.uint32),
+        allowed_from=jnp.zeros(slots, jnp.int32),
         n_top=n_top,
     )
 
@@ -75,6 +85,21 @@ def load_history(
         in_prompt=state.in_prompt.at[slot].set(in_prompt),
         bias=state.bias.at[slot].set(bias),
         recent=state.recent.at[slot].set(recent),
+    )
+
+
+def load_masks(
+    state: SamplingState,
+    slot: Int[Array, " K"],
+    first: Int[Array, " K"],
+    masks: UInt32[Array, "K positions words"],
+) -> SamplingState:
+    """The state with what slots are allowed at the positions from `first` on; a slot that is not there is
+    nothing."""
+    return replace(
+        state,
+        allowed=state.allowed.at[slot].set(masks, mode="drop"),
+        allowed_from=state.allowed_from.at[slot].set(first, mode="drop"),
     )
 
 

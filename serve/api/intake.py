@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
+from ...sampling.structured import structured
 from ..engine.request import Request, ScoreLog
+from ..grammar.constraint import Constraint
+from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.stops import Detokenizer
@@ -99,12 +103,14 @@ class Intake:
                 score_from=score_from,
                 pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
+                constraint=self._constraint(params, len(tokens)),
             )
             for i in range(params.n)
         ]
         for request, ids in zip(requests, known, strict=False):
             self._check_ids(ids)
             request.resume(ids)
+            request.obey()
         return Ticket(id, text, requests)
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -199,6 +205,19 @@ class Intake:
             params.include_stop_str_in_output,
             prompt_ids=prompt,
         )
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Raises ValueError where the model has nothing that a grammar needs."""
+        if self.tokenizer is None:
+            raise ValueError(f"structured_outputs is not allowed: {self.lacking}")
+        if not self.eos_ids:
+            raise ValueError("structured_outputs is not allowed: the model has no end-of-sequence token")
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
+
+    def _constraint(self, params: SamplingParams, start: int) -> Constraint | None:
+        asked = structured(params.structured_outputs)
+        return None if asked is None else self.grammars.constraint(asked, start)
 
     def output(self, ticket: Ticket) -> RequestOutput:
         """The output of a ticket as it stands."""

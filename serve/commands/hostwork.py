@@ -63,6 +63,9 @@ class Idle:
     def load_history(self, slots: Any, *history: Any) -> Any:
         return slots
 
+    def load_masks(self, slots: Any, *masks: Any) -> Any:
+        return slots
+
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Output]:
         self._step = (self._step + 1) % TOKENS
         rows = self._tokens[self._step, : shape.rows, None]

@@ -69,7 +69,7 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
     """What the body of a response asks for. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
-    told = {name: fields[name] for name in ("instructions", "metadata") if name in fields}
+    told = {name: fields[name] for name in ("instructions", "metadata", "text") if fields.get(name)}
     return Asked([task_of_response(fields, defaults)], stream, told=told, resume=resume)
 
 

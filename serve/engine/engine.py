@@ -32,7 +32,7 @@ from .request import Request
 from .results import Flights, Ran, note_passes, take_all
 from .rows import batch_of, calls, prompt_rows
 from .scheduler import Scheduler
-from .seats import seated, tables_of
+from .seats import masked, seated, tables_of
 from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -43,10 +43,10 @@ class Engine:
 
     A step of each group of seats is always in flight (there is one group but for a pipeline): the next is
     planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
-    token. Only guesses need those tokens first. Not thread-safe; callers take turns. `limits` are such that
-    one of the last `classes` holds every row of decode and verification; prompts are cut to fit. With a
-    `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and calls are
-    written down for their programs by `told`.
+    token. Only guesses and grammars need those tokens first. Not thread-safe; callers take turns. `limits`
+    are such that one of the last `classes` holds every row of decode and verification; prompts are cut to
+    fit. With a `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and
+    calls are written down for their programs by `told`.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Engine:
         touched, guess = [], None
         if self.speculation is not None:
             guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
-        if guess or self.flights.verify:
+        if guess or self.flights.are_awaited:
             touched = self._settle(self.scheduler.group)
         plan = self.scheduler.plan(not self.flights, guess)
         if plan is None:
@@ -283,7 +283,7 @@ class Engine:
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
-        self._state = replace(self._state, cache=cache)
+        self._state = replace(self._state, cache=cache, slots=masked(self.programs, self._state.slots, plan))
         for request in plan.seats:
             self._seat(request)
         classes = self.classes

@@ -108,6 +108,8 @@ class Speculation:
         else:
             self._catch_up(request, followed)
         followed.guess = self.drafter.guess(request, k)
+        if request.constraint is not None:
+            followed.guess = request.constraint.ahead(followed.guess, k)
         return followed.guess
 
     def _catch_up(self, request: Request, followed: Followed) -> None:

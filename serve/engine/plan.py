@@ -26,6 +26,12 @@ class Work:
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether it samples what a grammar has to allow, and reads before the request's next token."""
+        request = self.request
+        return request.constraint is not None and self.end - len(self.guesses) >= len(request.tokens)
+
 
 Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
 

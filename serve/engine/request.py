@@ -8,6 +8,7 @@ import numpy as np
 
 from ...model.pooling import Pool
 from ...sampling.params import NO_TOKEN, SamplingParams
+from ..grammar.constraint import Constraint
 from ..outputs import Pass, RequestMetrics
 from ..text.stops import Detokenizer
 from ..tiers.mover import Ticket
@@ -80,6 +81,7 @@ class Request:
     pool: Pool | None = None  # of the prompt, where an embedding is wanted
     patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
     source: str | None = None  # address of the engine that computes its prompt, of several
+    constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -131,6 +133,18 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def in_turn(self, steps: int) -> int:
+        """How many of so many steps of decode one dispatch may take: a grammar reads each sampled token
+        before the next is sampled."""
+        return steps if self.constraint is None else min(steps, max(1, len(self.tokens) - self.computed))
+
+    def obey(self) -> None:
+        """Let the grammar read what is new; a request that it cannot bring to an end is aborted."""
+        if self.constraint is not None and not self.finished:
+            self.constraint.follow(self.tokens)
+            if self.constraint.failure is not None:
+                self.finish("abort", f"structured_outputs: {self.constraint.failure}")
 
     def append(self, token: int) -> None:
         """Take one sampled token, and finish if it or the text so far says so."""

@@ -40,9 +40,11 @@ class Flights:
         return len(self._steps)
 
     @property
-    def verify(self) -> bool:
-        """Whether one of them verifies guesses."""
-        return any(ran.shape.phase == "verify" for step in self._steps for ran in step)
+    def are_awaited(self) -> bool:
+        """Whether the next step of their rows follows from what they bring: one of them verifies guesses, or
+        samples under a grammar."""
+        verify = any(ran.shape.phase == "verify" for step in self._steps for ran in step)
+        return verify or any(work.is_constrained for work in self.rows)
 
     @property
     def rows(self) -> Iterator[Work]:
@@ -102,6 +104,7 @@ def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) ->
         request.append(tokens[i])
         if request.finished:
             break
+    request.obey()
     return Taken(work, len(emitted), request.tokens[known:], prompt)
 
 

@@ -315,7 +315,7 @@ class Scheduler:
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             if request.slot in self.reading or self.group_of(request) != self.group:
                 continue
-            count = min(steps, request.reach - 1 - request.computed)
+            count = min(request.in_turn(steps), request.reach - 1 - request.computed)
             if count <= 0:
                 continue
             if not self._grow(request, request.computed + count, settled):

@@ -1,4 +1,4 @@
-"""Requests take their seats on the device, and pages beside them."""
+"""Requests take their seats on the device, with the masks of grammars, and pages beside them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,11 +9,11 @@ import numpy as np
 from ...kvcache.dealing import DealtTables
 from ...kvcache.tables import PageTables
 from ...sampling.params import knobs_row
-from ...sampling.state import dense_bias, needs_history
-from ..programs.compile import Programs
+from ...sampling.state import dense_bias, needs_history, words_of
+from ..programs.compile import MASKED_AT_ONCE, Programs
 from ..programs.shapes import Sizes
 from ..programs.step import Seat
-from .plan import Limits
+from .plan import Limits, StepPlan, Work
 from .request import Request
 from .scores import scored_from
 
@@ -40,6 +40,32 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     return programs.load_history(
         slots, slot, tokens, np.int32(prompt_len), np.int32(len(request.tokens)), bias
     )
+
+
+def masked(programs: Programs, slots: Any, plan: StepPlan) -> Any:
+    """The slots, with what grammars allow at each position that a planned step samples for a row of
+    theirs."""
+    works = [work for work in (*plan.prefill, *plan.decode, *plan.verify) if work.is_constrained]
+    for i in range(0, len(works), MASKED_AT_ONCE):
+        slots = programs.load_masks(slots, *masks_of(programs, works[i : i + MASKED_AT_ONCE]))
+    return slots
+
+
+def masks_of(programs: Programs, works: Sequence[Work]) -> tuple[np.ndarray, ...]:
+    """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
+    the rows."""
+    shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)
+    seats, first = np.full(shape[0], programs.sizes.seats, np.int32), np.zeros(shape[0], np.int32)
+    masks = np.zeros(shape, np.uint32)
+    for row, work in enumerate(works):
+        assert work.request.slot is not None and work.request.constraint is not None
+        found = work.request.constraint.masks(work.guesses)
+        seats[row], first[row], masks[row, : len(found)] = (
+            work.request.slot,
+            len(work.request.tokens),
+            found[:, : shape[2]],
+        )
+    return seats, first, masks
 
 
 def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: Limits) -> PageTables:

@@ -43,6 +43,19 @@ class ChatFields:
 
 
 @dataclass(frozen=True)
+class FormatFields:
+    """What the output must be, where `structured_outputs` does not say it."""
+
+    response_format: Mapping[str, Any] | None = knob(
+        None, 'its type is "text", "json_object", or "json_schema" with json_schema.schema'
+    )
+    guided_json: Mapping[str, Any] | str | None = knob(None, "the same as structured_outputs.json")
+    guided_regex: str | None = knob(None, "the same as structured_outputs.regex")
+    guided_choice: Sequence[str] | None = knob(None, "the same as structured_outputs.choice")
+    guided_grammar: str | None = knob(None, "the same as structured_outputs.grammar")
+
+
+@dataclass(frozen=True)
 class CompletionFields:
     """A text to continue."""
 
@@ -65,6 +78,9 @@ class ResponseFields:
     chat_template_kwargs: Mapping[str, Any] | None = knob(None, "variables of the chat template")
     include_reasoning: bool | None = knob(True, "give the model's reasoning as an item of its own")
     stream: bool | None = knob(False, "send what comes as server-sent events")
+    text: Mapping[str, Any] | None = knob(
+        None, 'its format is of type "text", "json_object", or "json_schema" with schema'
+    )
     n: Literal[1] | None = knob(1, "a response has one answer")
     logprobs: Literal[False] | None = knob(False, "no log-probabilities are reported")
     resume: Mapping[str, Any] | None = knob(None, RESUME)

@@ -39,7 +39,6 @@ NEUTRAL: Table = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "stream": (False,),

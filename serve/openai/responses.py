@@ -6,6 +6,7 @@ from typing import Any
 
 from ...refusals import Table, among
 from ..outputs import CompletionOutput
+from .formats import of_text
 from .refusing import RequestError, require
 from .tasks import Task, task_of_body
 
@@ -17,7 +18,6 @@ NEUTRAL: Table = {
     "max_tool_calls": (),
     "reasoning": ({}, {"effort": None, "summary": None}, {"effort": None}, {"summary": None}),
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "truncation": ("disabled",),
 }
 KEPT = {
@@ -36,7 +36,9 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
         if value is None or name in ("input", "instructions"):
             continue
         require(name not in KEPT, name, value, KEPT.get(name, ""))
-        if name in NEUTRAL:
+        if name == "text":
+            chat |= of_text(value)
+        elif name in NEUTRAL:
             require(among(value, NEUTRAL[name]), name, value, "only what asks for nothing is supported")
         else:
             require(name not in MEANT, name, value, f"{MEANT.get(name)} is meant")

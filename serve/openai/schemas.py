@@ -10,7 +10,7 @@ from ...refusals import Table
 from ...sampling.checks import LIMITS
 from ...sampling.params import SamplingParams
 from . import responses
-from .bodies import ChatFields, CompletionFields, EchoFields, ResponseFields, StreamFields
+from .bodies import ChatFields, CompletionFields, EchoFields, FormatFields, ResponseFields, StreamFields
 from .neutral import HARMLESS, NEUTRAL
 from .tasks import BODY, DEFAULTS
 
@@ -34,12 +34,12 @@ class Body:
 FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, ChatFields, StreamFields),
+        (SamplingParams, ChatFields, FormatFields, StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
         "CompletionBody",
-        (SamplingParams, CompletionFields, StreamFields, EchoFields),
+        (SamplingParams, CompletionFields, FormatFields, StreamFields, EchoFields),
         {"prompt": "def add(a, b):", "max_tokens": 32, "stream": True},
     ),
     "response": (

@@ -14,7 +14,8 @@ from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
 from ..text.reasoning import are_special, marks_of
 from ..text.tokenizer import Tokenizer
-from .bodies import ChatFields, CompletionFields, names
+from .bodies import ChatFields, CompletionFields, FormatFields, names
+from .formats import with_structured
 from .neutral import HARMLESS, NEUTRAL
 from .refusing import RequestError, require
 
@@ -23,7 +24,7 @@ MAX_CHOICES = 128  # completions of one line: OpenAI's limit
 MAX_STRINGS = 1024  # to stop at, or never to generate: each is looked for at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
-CHAT, COMPLETION = names(ChatFields), names(CompletionFields)
+CHAT, COMPLETION = (names(own) | names(FormatFields) for own in (ChatFields, CompletionFields))
 # OpenAI's answers have no place for what these ask for.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
@@ -124,7 +125,7 @@ def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str])
 
 def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
-    fields = asking(body, BODY, others)
+    fields = asking(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
     return fields
 

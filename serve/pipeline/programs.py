@@ -101,13 +101,16 @@ class StagedPrograms(Programs):
         return seat
 
     def _lower_history(self) -> Parts:
-        def join(compiled: Any) -> Any:
-            def load(slots: StagedSlots, *given: Any) -> StagedSlots:
-                return replace(slots, own=self.stages.do(self.stages.exit, compiled, slots.own, *given))
+        return Parts([super()._lower_history()], self._at_exit)
 
-            return load
+    def _lower_masks(self) -> Parts:
+        return Parts([super()._lower_masks()], self._at_exit)
 
-        return Parts([super()._lower_history()], join)
+    def _at_exit(self, compiled: Any) -> Any:
+        def load(slots: StagedSlots, *given: Any) -> StagedSlots:
+            return replace(slots, own=self.stages.do(self.stages.exit, compiled, slots.own, *given))
+
+        return load
 
     def _lower_slots(self) -> Parts:
         return Parts([super()._lower_slots(), lower_zeros(self._front)], self._slots)

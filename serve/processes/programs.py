@@ -16,7 +16,7 @@ from ...kvcache.pages import Batch
 from ...model.pair import Params
 from ..host.memory import release
 from ..programs import kept
-from ..programs.compile import Arguments, Programs, history_like, operands, seat_like
+from ..programs.compile import Arguments, Programs, history_like, masks_like, operands, seat_like
 from ..programs.promise import Promise, arrived
 from ..programs.shapes import Shape
 from .ending import end_process
@@ -53,6 +53,7 @@ class SharedPrograms(Programs):
         self._calls = ThreadPoolExecutor(1, "duetto-orders")
         self.seat = self._ordered("seat", self.seat)
         self.load_history = self._ordered("history", self.load_history)
+        self.load_masks = self._ordered("masks", self.load_masks)
 
     def _facts(self) -> str:
         """What the programs of all shapes follow from."""
@@ -138,6 +139,9 @@ class SharedPrograms(Programs):
             case "history":
                 given = order.tree(history_like(state.slots, self.sizes))
                 return replace(state, slots=self.load_history(state.slots, *given))
+            case "masks":
+                given = order.tree(masks_like(state.slots))
+                return replace(state, slots=self.load_masks(state.slots, *given))
         assert order.program == "empty", order.program
         params = state.params
         del state  # its cache goes first: two may not fit

@@ -21,7 +21,7 @@ from ...kvcache.quantised import kept_as
 from ...kvcache.shards import in_seat, steps
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.params import NO_TOKEN
-from ...sampling.state import load_history
+from ...sampling.state import load_history, load_masks
 from ..host import progress
 from ..host.memory import release
 from . import kept
@@ -32,7 +32,8 @@ from .shapes import Shape, Sizes
 from .step import Seat, Slots, empty_slots, seat
 from .tuning import tuning
 
-SMALL = 4  # programs beside the steps: seat, history, cache and slots
+SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
+MASKED_AT_ONCE = 8  # seats whose masks are written by one call
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def like(tree: Any) -> Any:
 def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
     """Slots that nobody has used."""
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top)
+    return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top, sizes.positions)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
@@ -110,6 +111,13 @@ def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
     tokens = jax.ShapeDtypeStruct((sizes.max_model_len,), jnp.int32)
     return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
+
+
+def masks_like(slots: Slots) -> tuple[Any, ...]:
+    """What loading masks takes: seats, the first position of each, and its masks."""
+    K, rows = MASKED_AT_ONCE, slots.sampling.allowed
+    some = jax.ShapeDtypeStruct((K,), jnp.int32)
+    return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
@@ -162,8 +170,8 @@ def compiling(count: int, later: int = 0) -> str:
 
 
 class Programs:
-    """Compiled steps by shape, the small programs that seat a request and load its history, and those that
-    make the empty state that all of them start from.
+    """Compiled steps by shape, the small programs that seat a request, load its history and the masks of
+    grammars, and those that make the empty state that all of them start from.
 
     Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
     any thread. `ready` has the seconds from the start on after which each was there.
@@ -194,7 +202,7 @@ class Programs:
                 # lowered here: in other threads the user's settings for a block of code do not hold
                 jobs = [pool.submit(self._compile, s, self._lower(s)) for s in now]
                 made = pool.map(lambda lowered: lowered.compile(), self._small())
-                self.seat, self.load_history, self.fresh_cache, self.fresh_slots = made
+                self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
                     done(job.result())
         self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
@@ -258,7 +266,8 @@ class Programs:
         return Arguments(params, self.fresh_cache(), self.fresh_slots())
 
     def _small(self) -> list[Lowered]:
-        return [self._lower_seat(), self._lower_history(), self._lower_cache(), self._lower_slots()]
+        of_slots = [self._lower_seat(), self._lower_history(), self._lower_masks()]
+        return [*of_slots, self._lower_cache(), self._lower_slots()]
 
     def _lower_cache(self) -> Lowered:
         return lower_zeros(self.like.cache)
@@ -287,6 +296,14 @@ class Programs:
             return replace(slots, sampling=sampling)
 
         return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
+
+    def _lower_masks(self) -> Lowered:
+        slots = self.like.slots
+
+        def load(slots, slot, first, masks):
+            return replace(slots, sampling=load_masks(slots.sampling, slot, first, masks))
+
+        return self._of_seat(load).lower(slots, *masks_like(slots))
 
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the

@@ -82,6 +82,7 @@ class Sizes:
     page_size: int
     hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
     n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+    positions: int = 1  # tokens of a constrained row that a step samples at most
     kv_cache_dtype: str = "auto"  # as in the options
     shards: int = 1
     stride: int = 1  # pages behind which a recurrent layer's state is kept

@@ -146,7 +146,8 @@ def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
 
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
-    return nbytes(jax.eval_shape(lambda: empty_slots(options.shard_seats, config.target.vocab_size)))
+    V, positions = config.target.vocab_size, options.guesses + 1
+    return nbytes(jax.eval_shape(lambda: empty_slots(options.shard_seats, V, positions=positions)))
 
 
 def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:
@@ -234,7 +235,7 @@ def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[Room],
     counts = group_pages(layers, options, longest, pages, stride)
     return Sizes(
         longest, options.shard_seats, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype,
-        shards=shards, stride=stride,
+        shards=shards, stride=stride, positions=options.guesses + 1,
     )  # fmt: skip
 
 

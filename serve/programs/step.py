@@ -78,10 +78,14 @@ class Output:
 
 
 def empty_slots(
-    capacity: int, V: int, hidden: jax.ShapeDtypeStruct | None = None, n_top: int = MAX_LOGPROBS
+    capacity: int,
+    V: int,
+    hidden: jax.ShapeDtypeStruct | None = None,
+    n_top: int = MAX_LOGPROBS,
+    positions: int = 1,
 ) -> Slots:
-    """Seats for `capacity` requests; `hidden` is the last hidden state of one, where it is kept, `n_top` as
-    in SamplingState."""
+    """Seats for `capacity` requests; `hidden` is the last hidden state of one, where it is kept, `n_top` and
+    `positions` as in `empty_state`."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -92,7 +96,7 @@ def empty_slots(
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
         scored=zeros(jnp.int32) + NEVER,
-        sampling=empty_state(capacity, V, n_top),
+        sampling=empty_state(capacity, V, n_top, positions),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 

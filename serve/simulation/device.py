@@ -79,6 +79,9 @@ class SimulatedPrograms:
     def load_history(self, slots: Any, *history: Any) -> Any:
         return slots
 
+    def load_masks(self, slots: Any, *masks: Any) -> Any:
+        return slots
+
     def run(self, shape: Shape, arguments: Arguments, works: Mapping[int, Work]) -> tuple[Any, Any, Coming]:
         """A call begins once it is asked for, its rows' steps before have left the last stage, and those
         before it the first."""

@@ -57,8 +57,9 @@ class Tokenizer:
 
     Attributes: bos_token, eos_token, unk_token, pad_token (str or None, and pad_token may be set),
     bos_token_id, eos_token_id, unk_token_id, pad_token_id (int or None), chat_template (Jinja source, or None
-    where the model has none), all_special_tokens (those that the folder names), all_special_ids. `len` counts
-    the tokens, added ones included; a model's vocabulary may be padded beyond it.
+    where the model has none), all_special_tokens (those that the folder names), all_special_ids, special_ids
+    (of all that are no text). `len` counts the tokens, added ones included; a model's vocabulary may be
+    padded beyond it.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Tokenizer:
         bos = self.bos_token_id if config.get("add_bos_token") else None
         self._prefix = [] if bos is None else [bos]
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = msgspec.json.decode(backend.decoder.__getstate__()) if backend.decoder else {"type": "None"}
         self._alphabet = byte_alphabet() if decoder["type"] == "ByteLevel" else None
         self._rules = piece_rules(decoder)
@@ -154,7 +155,7 @@ class Tokenizer:
         """The token of an id, or those of several, as the vocabulary writes them; None for an unknown id."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids)
-        kept = (int(i) for i in ids if not (skip_special_tokens and int(i) in self._special_ids))
+        kept = (int(i) for i in ids if not (skip_special_tokens and int(i) in self.special_ids))
         return [self._backend.id_to_token(i) for i in kept]
 
     # ------------------------------------------------------------ text to ids
@@ -281,7 +282,7 @@ class Tokenizer:
 
     def keeps(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """The token that decoding would use for an id; None where it leaves the id out."""
-        if skip_special_tokens and token_id in self._special_ids:
+        if skip_special_tokens and token_id in self.special_ids:
             return None
         return self._backend.id_to_token(token_id)
 

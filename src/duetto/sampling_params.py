@@ -3,11 +3,13 @@
 from typing import NoReturn
 
 from .sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from .sampling.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]
-REFUSED = dict.fromkeys(
-    ("StructuredOutputsParams", "GuidedDecodingParams"), "structured outputs are not supported"
-) | {"PoolingParams": "pooling models are not supported"}
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+REFUSED = {
+    "GuidedDecodingParams": "StructuredOutputsParams has taken its place",
+    "PoolingParams": "pooling models are not supported",
+}
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -1,0 +1,92 @@
+"""What the text of an output must be: names and meaning are those of vLLM's `StructuredOutputsParams`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+
+from ..fields import converted, knob
+from ..refusals import Table, check_neutral, shown, unknown
+
+# Fields of vLLM's that are not here, and their values that ask for nothing.
+NEUTRAL: Table = {
+    "disable_additional_properties": (False, None),
+    "structural_tag": (None,),
+    "disable_fallback": (False, True, None),
+}
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an output must be, said in one of five ways; whitespace is for JSON alone.
+
+    Construction raises ValueError or TypeError, naming the field, its value and what is allowed. Whether a
+    schema, expression or grammar can be compiled is known when a request is submitted.
+    """
+
+    json: str | Mapping[str, Any] | None = knob(None, "a JSON Schema, as an object or its text")
+    regex: str | None = knob(None, "a regular expression that all of the output matches")
+    choice: Sequence[str] | None = knob(None, "texts of which the output is one")
+    grammar: str | None = knob(None, "a grammar in llguidance's dialect of Lark")
+    json_object: bool | None = knob(None, "true: any JSON object")
+    disable_any_whitespace: bool = knob(False, "no whitespace between the tokens of JSON")
+    whitespace_pattern: str | None = knob(None, "a regular expression for the whitespace of JSON")
+
+    def __post_init__(self):
+        ways = [name for name in WAYS if vars(self)[name] not in (None, False)]
+        if len(ways) != 1:
+            raise ValueError(
+                f"structured_outputs={' and '.join(ways) or None} is not allowed: one of {', '.join(WAYS)}"
+            )
+        if self.choice is not None and not (self.choice and all(self.choice)):
+            raise ValueError(
+                f"structured_outputs.choice={list(self.choice)} is not allowed: texts, none empty"
+            )
+        if isinstance(self.json, str) and not is_json(self.json):
+            raise ValueError(f"structured_outputs.json={shown(self.json)} is not allowed: it is no JSON")
+
+    @property
+    def schema(self) -> str | None:
+        """The JSON Schema as text, where it is one."""
+        if self.json_object:
+            return '{"type":"object"}'
+        return self.json if self.json is None or isinstance(self.json, str) else json.dumps(self.json)
+
+
+WAYS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def structured(value: Any) -> StructuredOutputsParams | None:
+    """What a request's field says, given as an object of JSON too. Raises TypeError or ValueError."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"structured_outputs={shown(value)}: expected an object with one of {', '.join(WAYS)}"
+        )
+    names, given = [f.name for f in fields(StructuredOutputsParams)], {}
+    for name, one in value.items():
+        if name in NEUTRAL:
+            check_neutral(f"structured_outputs.{name}", one, dotted(NEUTRAL))
+        elif name not in names:
+            raise ValueError(unknown("field of structured_outputs", str(name), names))
+        elif one is not None:
+            kind = StructuredOutputsParams.__annotations__[name]
+            given[name] = converted(f"structured_outputs.{name}", one, kind)
+    return StructuredOutputsParams(**given)
+
+
+def dotted(table: Table) -> Table:
+    """The names as a request's field says them."""
+    return {f"structured_outputs.{name}": values for name, values in table.items()}

@@ -1,0 +1,81 @@
+"""How far a request is in its grammar, and what may come next."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import UInt32
+
+from .vocabulary import panics_as_errors
+
+if TYPE_CHECKING:
+    import llguidance
+
+
+class Constraint:
+    """Follows the tokens of one request, which begins at position `start`.
+
+    End tokens are allowed exactly where the grammar accepts what there is, and nothing else once it can take
+    no more. `failure` says why it cannot go on: it became too complex, or the vocabulary lacks what it wants.
+    """
+
+    def __init__(
+        self,
+        matcher: "llguidance.LLMatcher",
+        ends: frozenset[int],
+        first: UInt32[np.ndarray, " words"],
+        start: int,
+    ):
+        self._matcher, self._ends, self._next = matcher, ends, first
+        self._seen, self._is_over = start, False
+        self.failure: str | None = None
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take note of a request's tokens, prompt included."""
+        new, self._seen = tokens[self._seen :], len(tokens)
+        try:
+            for token in new:
+                self._take(token)
+            if new and not self._is_over:
+                self._next = mask_of(self._matcher)
+        except ValueError as error:
+            self.failure = str(error)
+
+    def _take(self, token: int) -> None:
+        self._is_over = self._is_over or token in self._ends
+        with panics_as_errors():
+            if not (self._is_over or self._matcher.try_consume_tokens([token])):
+                raise ValueError(self._matcher.get_error() or f"token {token} is not allowed")
+
+    def masks(self, guesses: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
+        """A bit for each token that may follow, and may follow each of the guesses; behind one that is not
+        allowed there are no more rows."""
+        found = [self._next]
+        with suppress(ValueError):
+            for guess in () if self._is_over or self.failure else guesses:
+                if guess in self._ends or not self._matcher.try_consume_tokens([guess]):
+                    break
+                found.append(mask_of(self._matcher))
+        if len(found) > 1:
+            self._matcher.rollback(len(found) - 1)
+        return np.stack(found)
+
+    def ahead(self, guesses: Sequence[int], most: int) -> Sequence[int]:
+        """The guesses up to the first that is not allowed, or what the grammar forces where that is longer;
+        nothing of guesses that only the device knows, whose masks nobody could make."""
+        if self._is_over or self.failure:
+            return ()
+        known = [token for token in guesses if token >= 0]
+        legal = known[: self._matcher.validate_tokens(known)]
+        forced = self._matcher.compute_ff_tokens()[:most]
+        return legal if len(legal) >= len(forced) else forced
+
+
+def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
+    """What a grammar allows next. Raises ValueError with the reason where it cannot go on."""
+    with panics_as_errors():
+        bits = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if bits and (matcher.is_accepting() or not matcher.is_stopped()):
+            return np.frombuffer(bits, np.uint32)
+    raise ValueError(matcher.get_error() or f"no token of the vocabulary goes on: {matcher.stop_reason()}")
