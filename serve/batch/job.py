@@ -72,7 +72,8 @@ class BatchOptions:
     Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
     not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
     `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report;
-    `save_cache` is a folder for what the engine's cache holds at the end.
+    `save_cache` is a folder for what the engine's cache holds at the end; `tool_call_parser` names the
+    notation of calls.
     """
 
     in_flight: int = 128
@@ -83,6 +84,7 @@ class BatchOptions:
     progress: bool = True
     explain: bool = False
     save_cache: str | None = None
+    tool_call_parser: str | None = None
 
 
 class OrderedStream:
@@ -232,7 +234,8 @@ class Job:
     def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
             prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
-            engine.add_request(prompt, params_for(task, engine.tokenizer), str(line.index))
+            params = params_for(task, self._answers.replies.dialect, prompt)
+            engine.add_request(prompt, params, str(line.index))
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error)) from None
         except (ValueError, TypeError) as error:
@@ -246,7 +249,8 @@ class Job:
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()
         self._check_products(self._engine)
-        self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
+        options, tokenizer = self._options, self._engine.tokenizer
+        self._answers = Answers(self._source.sha256, options.model_name, tokenizer, options.tool_call_parser)
         self._progress.begin()
         return self._engine
 

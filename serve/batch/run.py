@@ -28,6 +28,7 @@ from .lines import INTERNAL
 from .source import Input, file_hash
 
 Report = dict[str, Any]
+DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"  # answers, of a job's options
 
 
 def run_batch(
@@ -306,10 +307,8 @@ def own_fingerprint(options: BatchOptions) -> dict[str, str]:
     """What decides answers among the options, and this program's version."""
     return {
         "duetto": version("duetto"),
-        "seed": str(options.seed),
         "sampling": msgspec.json.encode(dict(options.sampling), order="sorted").decode(),
-        "model_name": options.model_name,
-        "max_line_bytes": str(options.max_line_bytes),
+        **{name: str(vars(options)[name]) for name in DECIDING},
     }
 
 

@@ -17,6 +17,7 @@ from ..loading.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..processes.meeting import join
+from ..tools.notations import named
 from .command import (
     cache_flags,
     check_cache,
@@ -50,6 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model-name",
         default="duetto",
         help="the model's name in answers to lines that name none (default: duetto)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="STR",
+        help="notation of the model's calls of tools, as hermes (default: that of its chat template)",
     )
     parser.add_argument(
         "--progress",
@@ -108,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     check_report(args)
     check_cache(args)
     check_ray(args)
+    if args.tool_call_parser is not None:
+        checked(args, lambda: named(args.tool_call_parser))
     asked = options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
@@ -129,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         progress=args.progress,
         explain=args.explain,
         save_cache=args.save_cache,
+        tool_call_parser=args.tool_call_parser,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured

@@ -17,7 +17,7 @@ class Usage(TypedDict):
 class Ending(TypedDict):
     """The end of a choice; token ids where there is no text."""
 
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
 
@@ -68,11 +68,25 @@ class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
 
 
+class CalledFunction(TypedDict):
+    """A function's name, and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Reply(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Ending):
@@ -94,11 +108,26 @@ class ChatCompletion(TypedDict):
     usage: Usage
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What is new of a call; its first one has its id and name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ReplyDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatDelta(TypedDict):
@@ -107,7 +136,7 @@ class ChatDelta(TypedDict):
     index: int
     delta: ReplyDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
 
@@ -124,7 +153,7 @@ class ChatChunk(TypedDict):
 
 
 class ResponseReply(TypedDict):
-    """A response; items of its output are reasoning and a message."""
+    """A response; items of its output are reasoning, a message, and calls of functions."""
 
     id: str
     object: Literal["response"]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .lark import Lark
 from .source import Begun, Ended, Source, Steps
 from .tool import Tool
 
@@ -17,8 +18,8 @@ def in_name(character: str) -> bool:
 @dataclass(frozen=True)
 class Headed:
     """What stands before a name, one of what may stand between it and the arguments, and what stands behind
-    them. Names may have a `prefix`; where they are numbered (`functions.f:0`) the whole is the call's id, else
-    one may follow `id_mark`."""
+    them. Names may have a `prefix`; where they are numbered (`functions.f:0`) the whole is the call's id,
+    else one may follow `id_mark`."""
 
     opens: str = ""
     between: tuple[str, ...] = ("",)
@@ -52,3 +53,9 @@ class Headed:
             source.at = 0
         yield Ended()
         return True
+
+    def written(self, tool: Tool, lark: Lark) -> str:
+        """Terms for a call of a tool."""
+        number = '":" /[0-9]/ ' if self.is_numbered else ""
+        name, between = lark.text(self.opens + self.prefix + tool.name), lark.text(self.between[0])
+        return f"{name} {number}{between} {lark.json(tool.arguments)} {lark.text(self.closes)}"

@@ -1,9 +1,10 @@
 """How calls stand in a message: marks around them, and a form for each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from .lark import Lark
 from .source import Source, Steps, Text
 from .tool import Tool
 
@@ -19,24 +20,58 @@ class Form(Protocol):
         given where none came."""
         ...
 
+    def written(self, tool: Tool, lark: Lark) -> str:
+        """Terms of a grammar for a call of a tool."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How calls stand between their marks: in one of several `forms`, of which the last is written, with
+    `opens` before them and `closes` behind. Several are written with `between` from call to call or, where it
+    is None, each between marks of its own, with `apart` before the next.
+
+    Where a layout `is_bare`, a message may begin with calls that have no marks, and is written so. Ids of
+    calls that are short have nine letters and digits.
+    """
+
+    forms: tuple[Form, ...]
+    opens: str = ""
+    closes: str = ""
+    between: str | None = None
+    apart: str = "\n"
+    is_bare: bool = False
+    has_short_ids: bool = False
+
 
 @dataclass(frozen=True)
 class Notation:
-    """Calls stand between `begin` and `end`, which is "" where nothing marks it, in one of several forms;
-    where `is_bare`, a message may begin with one that has no mark. `most` calls are told from the text.
+    """Calls stand between `begin` and `end`, which is "" where nothing marks it.
 
     Whatever is no call of one of the tools stays text, marks and all; white space around calls is nobody's.
     """
 
     begin: str
     end: str
-    forms: tuple[Form, ...]
-    is_bare: bool = False
+    layout: Layout
+
+    def grammar(self, tools: Iterable[Tool], is_several: bool, lark: Lark) -> str:
+        """Terms for one call of one of the tools, or for several."""
+        layout = self.layout
+        one = lark.one_of(layout.forms[-1].written(tool, lark) for tool in tools)
+        begin, end = ("", "") if layout.is_bare else (self.begin, self.end)
+        before, after = lark.text(begin + layout.opens), lark.text(layout.closes + end)
+        if not is_several:
+            return f"{before} {one} {after}"
+        if layout.between is None:
+            section = lark.rule(f"{before} {one} {after}")
+            return f"{section} ({lark.text(layout.apart)} {section})*"
+        return f"{before} {one} ({lark.text(layout.between)} {one})* {after}"
 
     def events(self, source: Source, tools: Mapping[str, Tool], most: int) -> Steps[None]:
-        """Gives out a message's text and calls."""
+        """Gives out a message's text and calls, of which there are at most so many."""
         count = 0
-        if self.is_bare:
+        if self.layout.is_bare:
             yield from source.blank()
             yield from source.skip(self.begin)
             count = yield from self._section(source, tools, most)
@@ -63,7 +98,7 @@ class Notation:
     def _form(self, source: Source) -> Steps[Form | None]:
         """The form whose opening comes next."""
         start = source.at
-        for form in self.forms:
+        for form in sorted(self.layout.forms, key=lambda form: -len(form.opens)):
             found = yield from source.skip(form.opens)
             source.at = start
             if found:

@@ -6,16 +6,22 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .lark import Lark
 from .source import Arguments, Begun, Ended, Source, Steps
 from .tool import Tool
+
+ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
 class Objects:
-    """The keys of a call's name and of its arguments, in whichever order they come; others mean nothing."""
+    """The keys of a call's name and of its arguments, which come in whichever order; others mean nothing, as
+    that of a number, `id`, which is written first. Models also write `arguments` where they were told
+    `parameters`."""
 
     name: str = "name"
     arguments: str = "arguments"
+    id: str = ""
     opens: str = "{"
 
     def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
@@ -24,7 +30,7 @@ class Objects:
             return False
         name, held = None, "{}"
         while (key := (yield from self._key(source))) is not None:
-            if key == self.arguments:
+            if key in (self.arguments, *ARGUMENTS):
                 if (yield from source.peek()) != "{":
                     return False
                 if name is not None:
@@ -66,6 +72,12 @@ class Objects:
         if not (yield from source.skip("}")):
             source.at = end
         yield Ended()
+
+    def written(self, tool: Tool, lark: Lark) -> str:
+        """Terms for a call of a tool."""
+        number = f'{lark.text(f"{quoted(self.id)}: ")} /"[0-9]"/ ", "' if self.id else ""
+        named = lark.text(f"{quoted(self.name)}: {quoted(tool.name)}, {quoted(self.arguments)}: ")
+        return f'"{{" {number} {named} {lark.json(tool.arguments)} "}}"'
 
 
 def decoded(text: str) -> str | None:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .headed import in_name
+from .lark import Lark
 from .source import Arguments, Begun, Ended, Source, Steps
 from .tool import Tool
-from .values import read, types_of
+from .values import choices, read, types_of
 
 Pair = tuple[str, str]
 
@@ -15,13 +16,14 @@ Pair = tuple[str, str]
 @dataclass(frozen=True)
 class Tagged:
     """What stands around a name, around a parameter's key and around its value, and behind the call; in a
-    value, `padding` stands at both ends."""
+    value, `padding` stands at both ends. Between all of these `space` is written, and any is read."""
 
     name: Pair
     key: Pair
     value: Pair
     closes: str = ""
     padding: str = ""
+    space: str = ""
 
     @property
     def opens(self) -> str:
@@ -55,7 +57,7 @@ class Tagged:
         if self.closes and (yield from source.skip(self.closes)):
             return None
         if (yield from source.skip(self.key[0])):
-            key, is_whole = yield from source.until(self.key[1])
+            key, is_whole = yield from source.until(self.key[1].strip())
             yield from source.blank()
             if is_whole and (yield from source.skip(self.value[0])):
                 return key.strip()
@@ -75,3 +77,25 @@ class Tagged:
         else:
             yield Arguments(before + text)
         return is_whole
+
+    def written(self, tool: Tool, lark: Lark) -> str:
+        """Terms for a call of a tool: its parameters in their order, those that it requires always."""
+        required = tool.arguments.get("required") or ()
+        terms = [lark.text(self.name[0] + tool.name + self.name[1] + self.space)]
+        for key in tool.arguments.get("properties") or {}:
+            term = lark.rule(self._written(tool, key, lark))
+            terms.append(term if key in required else f"{term}?")
+        return " ".join([*terms, lark.text(self.closes)])
+
+    def _written(self, tool: Tool, key: str, lark: Lark) -> str:
+        """Terms for a parameter; a text may be any that does not have the tag in it that ends it."""
+        schema, (before, after) = tool.schema(key), self.value
+        opening = lark.text(self.key[0] + key + self.key[1] + before + self.padding)
+        ending = self.padding + after
+        if (texts := choices(schema, tool.parameters)) is not None:
+            value = f"{lark.one_of(lark.text(text) for text in texts)} {lark.text(ending)}"
+        elif "string" not in types_of(schema, tool.parameters):
+            value = f"{lark.json(tool.rooted(schema))} {lark.text(ending)}"
+        else:
+            value = lark.rule("/(?s:.*)/", f"[suffix={lark.quoted(ending)}]")
+        return f"{opening} {value} {lark.text(self.space)}"

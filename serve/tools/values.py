@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
@@ -30,10 +28,14 @@ def read(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
 def kind_of(text: str) -> str | None:
     """The kind of a value of JSON other than a string; None where the text is none."""
     try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+        value = json.loads(text, parse_constant=refused)
+    except (ValueError, RecursionError):
         return None
-    return "null" if value is None else KINDS[type(value)] if not isinstance(value, str) else None
+    return "null" if value is None else None if isinstance(value, str) else KINDS[type(value)]
+
+
+def refused(word: str) -> None:
+    raise ValueError(word)
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -58,3 +60,13 @@ def at(root: Mapping[str, Any], reference: str) -> Any:
     for step in reference.removeprefix("#/").split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
     return found
+
+
+def choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str] | None:
+    """The texts of the only values that a schema allows, where it lists them."""
+    if isinstance(reference := schema.get("$ref"), str):
+        schema = found if isinstance(found := at(root, reference), Mapping) else {}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return None
+    return [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values]
