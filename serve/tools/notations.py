@@ -27,7 +27,9 @@ MISTRAL = Headed(between=("[ARGS]", ""), id_mark="[CALL_ID]")
 
 LAYOUTS = {
     "kimi_k2": Layout((KIMI,), between=""),
-    "cohere_command": Layout((Objects("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "),
+    "cohere_command": Layout(
+        (Objects("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "
+    ),
     "granite": Layout((Objects(),), "[", "]", between=", "),
     "mistral": Layout((Objects(), MISTRAL), apart="", has_short_ids=True),
     "mistral_list": Layout((MISTRAL, Objects()), "[", "]", between=", ", has_short_ids=True),

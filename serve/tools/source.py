@@ -92,13 +92,13 @@ class Source:
         """White space."""
         return (yield from self.run(str.isspace))
 
-    def ends(self) -> Steps[bool]:
-        """Whether nothing but white space is left; none of it is read."""
-        start = self.at
-        yield from self.blank()
-        is_end = not (yield from self.more())
-        self.at = start
-        return is_end
+    def stops_in(self, mark: str) -> Steps[bool]:
+        """Whether the text ends before a mark that may come next is whole."""
+        while mark != (rest := self.text[self.at :]) and mark.startswith(rest):
+            if self.is_over:
+                return True
+            yield None
+        return False
 
     def until(self, mark: str) -> Steps[tuple[str, bool]]:
         """What comes before a mark, and whether it comes: all of the text where it does not."""

@@ -46,22 +46,27 @@ class Tagged:
                 yield Ended()
                 return True
             separator = ", "
-        if source.at or not (yield from source.ends()):
-            yield Arguments("}")
         yield Ended()
         return True
 
     def _key(self, source: Source) -> Steps[str | None]:
-        """The key of the next parameter; None where the call ends."""
+        """The key of the next parameter. Where there is none the arguments end, unless the text does before
+        anybody can tell."""
         yield from source.blank()
         if self.closes and (yield from source.skip(self.closes)):
+            yield Arguments("}")
             return None
+        is_cut = (yield from source.stops_in(self.closes)) or (yield from source.stops_in(self.key[0]))
         if (yield from source.skip(self.key[0])):
             key, is_whole = yield from source.until(self.key[1].strip())
-            yield from source.blank()
+            if self.value[0]:
+                yield from source.blank()
             if is_whole and (yield from source.skip(self.value[0])):
                 return key.strip()
+            is_cut = not is_whole or (yield from source.stops_in(self.value[0]))
         source.at = 0
+        if not is_cut:
+            yield Arguments("}")
         return None
 
     def _parameter(self, source: Source, tool: Tool, key: str, separator: str) -> Steps[bool]:
