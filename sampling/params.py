@@ -78,7 +78,7 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = knob(None, "the same of each prompt token")
     _: KW_ONLY
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(
+    structured_outputs: StructuredOutputsParams | None = field(
         default=None,
         metadata={"help": "a JSON schema, regular expression, choice or grammar that the output follows"},
     )

@@ -13,7 +13,6 @@ from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
-from ...sampling.structured import structured
 from ..engine.request import Request, ScoreLog
 from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
@@ -111,6 +110,8 @@ class Intake:
             self._check_ids(ids)
             request.resume(ids)
             request.obey()
+            if request.finish_reason == "abort":
+                raise ValueError(request.stop_reason)
         return Ticket(id, text, requests)
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -216,7 +217,7 @@ class Intake:
         return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
     def _constraint(self, params: SamplingParams, start: int) -> Constraint | None:
-        asked = structured(params.structured_outputs)
+        asked = params.structured_outputs
         return None if asked is None else self.grammars.constraint(asked, start)
 
     def output(self, ticket: Ticket) -> RequestOutput:

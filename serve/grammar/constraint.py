@@ -1,5 +1,6 @@
 """How far a request is in its grammar, and what may come next."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class Constraint:
         self._is_over = self._is_over or token in self._ends
         with panics_as_errors():
             if not (self._is_over or self._matcher.try_consume_tokens([token])):
-                raise ValueError(self._matcher.get_error() or f"token {token} is not allowed")
+                raise ValueError(reason(self._matcher) or f"token {token} is not allowed")
 
     def masks(self, guesses: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
         """A bit for each token that may follow, and may follow each of the guesses; behind one that is not
@@ -66,7 +67,7 @@ class Constraint:
         nothing of guesses that only the device knows, whose masks nobody could make."""
         if self._is_over or self.failure:
             return ()
-        known = [token for token in guesses if token >= 0]
+        known = list(itertools.takewhile(lambda token: token >= 0 and token not in self._ends, guesses))
         legal = known[: self._matcher.validate_tokens(known)]
         forced = self._matcher.compute_ff_tokens()[:most]
         return legal if len(legal) >= len(forced) else forced
@@ -78,4 +79,9 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if bits and (matcher.is_accepting() or not matcher.is_stopped()):
             return np.frombuffer(bits, np.uint32)
-    raise ValueError(matcher.get_error() or f"no token of the vocabulary goes on: {matcher.stop_reason()}")
+    raise ValueError(reason(matcher) or f"no token of the vocabulary goes on: {matcher.stop_reason()}")
+
+
+def reason(matcher: "llguidance.LLMatcher") -> str:
+    """Why it cannot go on, without the state that llguidance tells too."""
+    return matcher.get_error().partition("\n<state>")[0].strip()

@@ -23,9 +23,14 @@ class Words:
         self.special_token_ids = sorted({*tokenizer.special_ids, *ends} & {*range(V)})
         self.eos_token_id, self.bos_token_id = ends[0], None
         self._tokenizer = tokenizer
+        self._texts = {i for i, token in enumerate(self.tokens) if token} - {*self.special_token_ids}
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """The tokens of a text that a grammar forces, in parts where one of them is no text."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) < 2 or self._texts.issuperset(found):
+            return found
+        return [*self(text[: len(text) // 2]), *self(text[len(text) // 2 :])]
 
 
 def within(token: bytes) -> bytes:

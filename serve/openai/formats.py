@@ -13,17 +13,14 @@ FORMATS = ("text", "json_object", "json_schema")
 def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body, of which `structured_outputs` has what others say of the output. Raises
     RequestError for what is not allowed, and for two of them."""
-    others = {
-        name: value for name, value in fields.items() if name not in GUIDED and name != "response_format"
-    }
-    said = {name: {GUIDED[name]: fields[name]} for name in GUIDED if name in fields}
-    if "response_format" in fields:
-        said["response_format"] = of_format("response_format", fields["response_format"])
-    found = {name: value for name, value in said.items() if value is not None}
+    others = dict(fields)
+    said = [{own: others.pop(name)} for name, own in GUIDED.items() if name in others]
+    if "response_format" in others and (own := of_format("response_format", others.pop("response_format"))):
+        said.append(own)
     if "structured_outputs" in others:
-        found["structured_outputs"] = others["structured_outputs"]
-    require(len(found) < 2, "structured_outputs", [*found], "one of response_format, structured_outputs, ...")
-    return others | {"structured_outputs": value for value in found.values()}
+        said.append(others.pop("structured_outputs"))
+    require(len(said) < 2, "structured_outputs", said, "only one field says what the output must be")
+    return others | ({"structured_outputs": said[0]} if said else {})
 
 
 def of_format(name: str, given: Any) -> dict[str, Any] | None:

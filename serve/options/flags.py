@@ -4,7 +4,7 @@ the field."""
 import argparse
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -28,13 +28,13 @@ def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = (
 
 
 def reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings as
-    JSON, `none` where it is allowed."""
+    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings and
+    records as JSON, `none` where it is allowed."""
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
     if bool in origins:
         return {"action": argparse.BooleanOptionalAction}
-    if Mapping in origins:
+    if Mapping in origins or any(map(is_dataclass, origins)):
         return {"type": json_object, "metavar": "JSON"}
     if tuple in origins:
         return {"type": numbers, "metavar": "INT,INT,..."}

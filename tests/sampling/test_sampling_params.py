@@ -43,6 +43,7 @@ VLLM_DEFAULTS = {
     "spaces_between_special_tokens": True,
     "detokenize": True,
     "output_kind": RequestOutputKind.CUMULATIVE,
+    "structured_outputs": None,
 }
 
 

@@ -110,5 +110,5 @@ def test_prompts_are_mappings():
 
 
 def test_a_name_that_asks_for_what_is_not_here_says_what():
-    with pytest.raises(ImportError, match="structured outputs are not supported"):
-        from duetto.sampling_params import StructuredOutputsParams  # noqa: F401
+    with pytest.raises(ImportError, match="StructuredOutputsParams has taken its place"):
+        from duetto.sampling_params import GuidedDecodingParams  # noqa: F401

@@ -52,7 +52,7 @@ def test_what_asks_for_nothing_is_accepted():
         ({"conversation": "c"}, "conversation.*nothing is kept"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "grammar"}}}, "response_format.type"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
         ({"messages": []}, "messages.*input is meant"),

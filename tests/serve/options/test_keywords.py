@@ -174,8 +174,8 @@ def test_neutral_sampling_parameters_are_accepted_and_no_others():
     assert params == SamplingParams(temperature=0.5)
     assert {name: getattr(params, name) for name in NEUTRAL} == neutral
     params.extra_args = {}
-    with pytest.raises(ValueError, match="structured_outputs='json' is not supported: only None"):
-        SamplingParams.from_dict({"structured_outputs": "json"})
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=5 is not supported: only None"):
+        SamplingParams.from_dict({"truncate_prompt_tokens": 5})
     with pytest.raises(ValueError, match="extra_args=.* is not supported"):
         params.extra_args = {"a": 1}
 

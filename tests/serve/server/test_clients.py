@@ -1,6 +1,7 @@
 """What OpenAI's own client gets from a server is what the library gives."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -215,3 +216,24 @@ def test_more_inputs_than_may_wait_are_embedded(client):
         client.embeddings.create(model="demo", input="x", dimensions=9999)
     with pytest.raises(openai.BadRequestError, match="empty"):
         client.embeddings.create(model="demo", input=["x", ""])
+
+
+def test_structured_outputs_are_what_the_library_gives(client, llm):
+    """Drawn at random: what is finished is as asked."""
+    own = {"enum": [["a", 1], {"b": None}, "c"]}
+    asked: dict[str, Any] = {"temperature": 1.5, "seed": 5, "max_tokens": 40, "n": 3}
+    expected = offline(llm, TEXTS[0], asked | {"structured_outputs": {"json": own}})
+    assert {end for _, end in expected} == {"stop"} and all(json.loads(x) in own["enum"] for x, _ in expected)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": own}}
+    for extra in ({"structured_outputs": {"json": own}}, {"response_format": form}):
+        chunks = client.completions.create(
+            model="demo", prompt=TEXTS[0], stream=True, extra_body=extra, **asked
+        )
+        assert joined(chunks) == expected
+    chat: Any = {"model": "demo", "messages": [{"role": "user", "content": "sort"}], "response_format": form}
+    for choice in client.chat.completions.create(**chat, **asked).choices:
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content) in own["enum"]
+    form["json_schema"]["schema"] = {"type": "odd"}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: odd") as error:
+        client.chat.completions.create(**chat)
+    assert error.value.param == "structured_outputs"

@@ -1,0 +1,163 @@
+"""Requests under a grammar: their tokens are the oracle's, under the same masks, whoever is beside them and
+however they are served; their neighbours keep every bit."""
+
+import re
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.invariance import BASE, bits
+from cases.text.letters import letters
+from conftest import Model, next_token
+from tokenizers import AddedToken
+
+from duetto import LLM, RequestOutput, SamplingParams
+from duetto.sampling.params import fold_seed, knobs_row
+from duetto.sampling.state import admit, empty_state, load_masks, words_of
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.engine.request import Request
+from duetto.serve.grammar.grammars import Grammars
+
+END = 256  # behind the bytes; the model's vocabulary is larger
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["alpha", "beta"]}, "sizes": {"items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}  # fmt: skip
+ASKED = [
+    StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    StructuredOutputsParams(regex=r"[a-f]{3}-[0-9]{20}"),
+    StructuredOutputsParams(choice=["yes", "no", "perhaps not"]),
+    StructuredOutputsParams(grammar='start: "<" /[a-z]/* ">" <[299]>'),  # a token without text
+    None,
+]
+PATTERNS = [r"[a-f]{3}-[0-9]{20}", "yes|no|perhaps not", "<[a-z]*>"]
+DRAWN = {"temperature": 1.3, "top_p": 0.97, "max_tokens": 40, "logprobs": 3, "presence_penalty": 0.3}
+PARAMS = [
+    SamplingParams(structured_outputs=asked, **DRAWN | {"temperature": t, "seed": i, "min_tokens": i % 3})
+    for i, (asked, t) in enumerate([(ASKED[i % 5], 1.3 if i < 5 else 0.0) for i in range(7)])
+]
+LENGTHS = [1, 5, 63, 64, 65, 130, 33]
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(3, 250, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return letters(None, AddedToken("<end>", special=True))
+
+
+@pytest.fixture(scope="module")
+def serve(tiny, tokenizer):
+    own = {"eos_token_ids": [END], "tokenizer": tokenizer}
+    return lambda **options: LLM.from_params(tiny.config, tiny.params, **(BASE | own | options))
+
+
+@pytest.fixture(scope="module")
+def base(serve):
+    with serve() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(tiny, tokenizer):
+    grammars = Grammars(tokenizer, tiny.config.vocab_size, [END])
+    return [continue_plainly(tiny, grammars, *one) for one in zip(prompts(), PARAMS, strict=True)]
+
+
+def continue_plainly(
+    model: Model, grammars: Grammars, prompt: list[int], params: SamplingParams
+) -> list[int]:
+    """The whole text forward for every token, under the mask of that position."""
+    tokens, V = list(prompt), model.config.vocab_size
+    constraint = params.structured_outputs and grammars.constraint(params.structured_outputs, len(prompt))
+    knobs = knobs_row(params, seed=fold_seed(params.seed), stop_ids=(END,), prompt_len=len(prompt))
+    state, zero = admit(empty_state(1, V), jnp.int32(0), knobs), jnp.zeros(1, jnp.int32)
+    while tokens[-1] != END and len(tokens) < len(prompt) + params.max_tokens:
+        if constraint:
+            constraint.follow(tokens)
+            masks = constraint.masks()[:, : words_of(V)]
+            state = load_masks(state, zero, jnp.full(1, len(tokens), jnp.int32), jnp.asarray(masks[None]))
+        padded = np.zeros((1, 256), np.int32)
+        padded[0, : len(tokens)] = tokens
+        position = jnp.full(1, len(tokens), jnp.int32)
+        token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)
+        tokens.append(int(token[0]))
+    return tokens[len(prompt) :]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
+    alone = [base.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts(), PARAMS, strict=True)]
+    assert tokens_of(alone) == expected
+    base.engine.tables.forget()
+    for _ in range(2):  # the second time with prefixes found
+        together = base.generate(prompts(), PARAMS, use_tqdm=False)
+        assert [bits(o) for o in together] == [bits(o) for o in alone]
+
+
+def test_what_ends_obeys(base, tokenizer):
+    """At any temperature, and with parameters that would rather have something else."""
+    odd = {
+        "max_tokens": 64,
+        "logit_bias": {END: 40.0},
+        "bad_words": ["yes", "a"],
+        "min_tokens": 30,
+    }
+    params = [SamplingParams(seed=1, temperature=2.0, structured_outputs=a, **odd) for a in ASKED[1:4]]
+    texts = [o.outputs[0].text for o in base.generate([[5]] * 3, params, use_tqdm=False)]
+    assert all(re.fullmatch(*pair) for pair in zip(PATTERNS, texts, strict=True)), texts
+
+
+class Scripted:
+    """A drafter that guesses what it was told, right or wrong."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: bool):
+        self.texts, self.wrong, self.known = texts, wrong, dict[Request, list[int]]()
+
+    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+        self.known[request] = list(prompt)
+
+    def extend(self, request: Request, tokens: Sequence[int]) -> None:
+        self.known[request] += tokens
+
+    def guess(self, request: Request, k: int) -> list[int]:
+        known = self.known[request]
+        whole = next(text for text in self.texts if text[: len(known)] == known)
+        guess = whole[len(known) : len(known) + k]
+        return [(t + (i == 2)) % END for i, t in enumerate(guess)] if self.wrong else list(guess)
+
+    def end(self, request: Request) -> None:
+        del self.known[request]
+
+
+@pytest.fixture(scope="module")
+def guessing(serve):
+    """Seven guesses a row, and so few pages that requests are preempted."""
+    config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
+    with serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_guesses_and_preemption_change_no_token(guessing, base, expected, wrong):
+    texts = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
+    guessing.engine.speculation.drafter = Scripted(texts, wrong)
+    guessing.engine.tables.forget()
+    before = guessing.report()
+    assert tokens_of(guessing.generate(prompts(), PARAMS, use_tqdm=False)) == expected
+    after = guessing.report()
+    assert after["preemptions"] > 0 and after["compilations"] == before["compilations"]
+    drafted, accepted = (
+        after["speculation"][key] - before["speculation"][key] for key in ("drafted", "accepted")
+    )
+    assert 0 < accepted < drafted if wrong else accepted == drafted > 0
