@@ -160,7 +160,7 @@ class ResponseEvents:
 
     # ------------------------------------------------------------ events
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         return self._written(f"response.{name}", fields)
 
     def _written(self, kind: str, fields: dict[str, Any]) -> bytes:
