@@ -28,7 +28,7 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import embedding, handing, likelihood, snapshots, vllm
+from . import embedding, handing, likelihood, replying, snapshots, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .threads import in_threads
@@ -191,7 +191,7 @@ class LLM:
         """A conversation as token ids; options are those of `chat.render_for`."""
         return self._conversation(messages, **options)["prompt_token_ids"]
 
-    log_likelihood = likelihood.log_likelihood
+    log_likelihood, reply = likelihood.log_likelihood, replying.reply
     save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
 
     # ------------------------------------------------------------ streams

@@ -9,7 +9,7 @@ from ..openai.parting import Part, Thought
 from ..openai.replies import Replies
 from ..openai.responses import Response
 from ..outputs import CompletionOutput, RequestOutput
-from ..tools.source import Arguments, Begun, Text
+from ..tools.incoming import Arguments, Begun, Text
 from .answers import ENCODER
 from .asked import Asked
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..text.reasoning import Reasoning
+from ..tools.incoming import Arguments, Begun, Event, Text
 from ..tools.reader import CallReader
-from ..tools.source import Arguments, Begun, Event, Text
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from ...sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..text.tokenizer import Tokenizer
+from ..tools.incoming import Text
 from ..tools.reader import CallReader
-from ..tools.source import Text
 from .dialect import Dialect
 from .parting import Parting, Thought, call_deltas, text_of, whole_calls
 from .tasks import Task

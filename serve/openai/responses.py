@@ -6,7 +6,7 @@ from typing import Any
 
 from ...refusals import Table, among
 from ..outputs import CompletionOutput
-from ..tools.source import Begun
+from ..tools.incoming import Begun
 from .formats import of_text
 from .refusing import RequestError, require
 from .tasks import Task, task_of_body

@@ -114,13 +114,14 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
 
     Raises RequestError for tools where the model's notation of calls is not known.
     """
-    params = task.params
+    params, toolbox = task.params, task.toolbox
     if task.form != "chat":
         return params
-    calls = task.toolbox is not None and bool(task.toolbox.tools)
-    if calls and task.toolbox.is_forced:
-        params = replace(params, structured_outputs=dialect.asked(task.toolbox, prompt_ids))
-    keeps = dialect.keeps_special or (calls and dialect.calls_special)
+    keeps = dialect.keeps_special
+    if toolbox is not None and toolbox.tools:
+        keeps = dialect.calls_special or keeps
+        if toolbox.is_forced:
+            params = replace(params, structured_outputs=dialect.asked(toolbox, prompt_ids))
     return replace(params, skip_special_tokens=False) if keeps else params
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .incoming import Begun, Ended, Incoming, Steps
 from .lark import Lark
-from .source import Begun, Ended, Source, Steps
 from .tool import Tool
 
 NUMBERED = re.compile(r":\d+$")
@@ -28,29 +28,29 @@ class Headed:
     is_numbered: bool = False
     id_mark: str = ""
 
-    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+    def call(self, coming: Incoming, tools: Mapping[str, Tool]) -> Steps[bool]:
         """Gives out a call, if one comes next."""
-        if not (yield from source.skip(self.opens)):
+        if not (yield from coming.skip(self.opens)):
             return False
-        word = yield from source.run(in_name)
+        word = yield from coming.run(in_name)
         name, id = word.removeprefix(self.prefix), None
         if self.is_numbered:
             name, id = NUMBERED.sub("", name), word
         if name not in tools:
             return False
-        if self.id_mark and (yield from source.skip(self.id_mark)):
-            id = yield from source.run(str.isalnum)
-        yield from source.blank()
-        is_next = yield from source.skip_any(mark.strip() for mark in self.between)
-        yield from source.blank()
-        if not is_next or (yield from source.peek()) != "{":
+        if self.id_mark and (yield from coming.skip(self.id_mark)):
+            id = yield from coming.run(str.isalnum)
+        yield from coming.blank()
+        is_next = yield from coming.skip_any(mark.strip() for mark in self.between)
+        yield from coming.blank()
+        if not is_next or (yield from coming.peek()) != "{":
             return False
-        source.given()
+        coming.given()
         yield Begun(name, id)
-        yield from source.arguments()
-        yield from source.blank()
-        if not (yield from source.skip(self.closes.strip())):
-            source.at = 0
+        yield from coming.arguments()
+        yield from coming.blank()
+        if not (yield from coming.skip(self.closes.strip())):
+            coming.at = 0
         yield Ended()
         return True
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from .incoming import Incoming, Steps, Text
 from .lark import Lark
-from .source import Source, Steps, Text
 from .tool import Tool
 
 
@@ -15,7 +15,7 @@ class Form(Protocol):
     @property
     def opens(self) -> str: ...
 
-    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+    def call(self, coming: Incoming, tools: Mapping[str, Tool]) -> Steps[bool]:
         """Gives out a call, if one comes next: up to its end, or that of the text. What was read stays to be
         given where none came."""
         ...
@@ -68,84 +68,84 @@ class Notation:
             return f"{section} ({lark.text(layout.apart)} {section})*"
         return f"{before} {one} ({lark.text(layout.between)} {one})* {after}"
 
-    def events(self, source: Source, tools: Mapping[str, Tool], most: int) -> Steps[None]:
+    def events(self, coming: Incoming, tools: Mapping[str, Tool], most: int) -> Steps[None]:
         """Gives out a message's text and calls, of which there are at most so many."""
         count = 0
         if self.layout.is_bare:
-            yield from source.blank()
-            yield from source.skip(self.begin)
-            count = yield from self._section(source, tools, most)
-        while count < most and (yield from said(source, self.begin)):
-            count += yield from self._section(source, tools, most - count)
-        yield from rest(source, count > 0)
+            yield from coming.blank()
+            yield from coming.skip(self.begin)
+            count = yield from self._section(coming, tools, most)
+        while count < most and (yield from said(coming, self.begin)):
+            count += yield from self._section(coming, tools, most - count)
+        yield from rest(coming, count > 0)
 
-    def _section(self, source: Source, tools: Mapping[str, Tool], most: int) -> Steps[int]:
+    def _section(self, coming: Incoming, tools: Mapping[str, Tool], most: int) -> Steps[int]:
         """Gives out what follows a mark, as far as it is calls; their number."""
-        yield from source.blank()
-        is_list = yield from source.skip("[")
+        yield from coming.blank()
+        is_list = yield from coming.skip("[")
         count, goes_on = 0, True
         while goes_on:
-            yield from source.blank()
-            form = yield from self._form(source)
-            if form is None or not (yield from form.call(source, tools)):
-                if source.at:
-                    yield Text(source.given())
+            yield from coming.blank()
+            form = yield from self._form(coming)
+            if form is None or not (yield from form.call(coming, tools)):
+                if coming.at:
+                    yield Text(coming.given())
                 break
             count += 1
-            goes_on = yield from self._ended(source, form, is_list, count < most)
+            goes_on = yield from self._ended(coming, form, is_list, count < most)
         return count
 
-    def _form(self, source: Source) -> Steps[Form | None]:
+    def _form(self, coming: Incoming) -> Steps[Form | None]:
         """The form whose opening comes next."""
-        start = source.at
+        start = coming.at
         for form in sorted(self.layout.forms, key=lambda form: -len(form.opens)):
-            found = yield from source.skip(form.opens)
-            source.at = start
+            found = yield from coming.skip(form.opens)
+            coming.at = start
             if found:
                 return form
         return None
 
-    def _ended(self, source: Source, form: Form, is_list: bool, may_go_on: bool) -> Steps[bool]:
+    def _ended(self, coming: Incoming, form: Form, is_list: bool, may_go_on: bool) -> Steps[bool]:
         """Reads what follows a call; whether that may be another one."""
-        source.given()
-        yield from source.blank()
-        if may_go_on and (yield from source.skip_any((",", ";"))):
+        coming.given()
+        yield from coming.blank()
+        if may_go_on and (yield from coming.skip_any((",", ";"))):
             return True
-        if is_list and (yield from source.skip("]")):
-            source.given()
-            yield from source.blank()
-        if self.end and (yield from source.skip(self.end)):
-            source.given()
+        if is_list and (yield from coming.skip("]")):
+            coming.given()
+            yield from coming.blank()
+        if self.end and (yield from coming.skip(self.end)):
+            coming.given()
             return False
-        start = source.at
-        found = may_go_on and bool(form.opens) and (yield from source.skip(form.opens))
-        source.at = start if found else 0
+        start = coming.at
+        found = may_go_on and bool(form.opens) and (yield from coming.skip(form.opens))
+        coming.at = start if found else 0
         return found
 
 
-def said(source: Source, mark: str) -> Steps[bool]:
+def said(coming: Incoming, mark: str) -> Steps[bool]:
     """Gives out text up to a mark, which is read; whether it comes. White space before it is held."""
     while True:
-        found = source.text.find(mark)
-        end = len(source.text) - begun(source.text, mark) if found < 0 else found
-        if kept := len(source.text[:end].rstrip()):
-            source.at = kept
-            yield Text(source.given())
-        elif found >= 0 or source.is_over:
-            source.at = found + len(mark) if found >= 0 else 0
+        found = coming.text.find(mark)
+        end = len(coming.text) - begun(coming.text, mark) if found < 0 else found
+        if kept := len(coming.text[:end].rstrip()):
+            coming.at = kept
+            yield Text(coming.given())
+        elif found >= 0 or coming.is_over:
+            coming.at = found + len(mark) if found >= 0 else 0
             return found >= 0
         else:
             yield None
 
 
-def rest(source: Source, is_bound: bool) -> Steps[None]:
+def rest(coming: Incoming, is_bound: bool) -> Steps[None]:
     """Gives out all that comes; without the white space at its end, where it follows calls."""
     while True:
-        holds = is_bound or not source.is_over
-        if kept := len(source.text.rstrip() if holds else source.text):
-            source.at = kept
-            yield Text(source.given())
-        elif source.is_over:
+        holds = is_bound or not coming.is_over
+        if kept := len(coming.text.rstrip() if holds else coming.text):
+            coming.at = kept
+            yield Text(coming.given())
+        elif coming.is_over:
             return
         else:
             yield None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .incoming import Arguments, Begun, Ended, Incoming, Steps
 from .lark import Lark
-from .source import Arguments, Begun, Ended, Source, Steps
 from .tool import Tool
 
 ARGUMENTS = ("arguments", "parameters")
@@ -24,53 +24,53 @@ class Objects:
     id: str = ""
     opens: str = "{"
 
-    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+    def call(self, coming: Incoming, tools: Mapping[str, Tool]) -> Steps[bool]:
         """Gives out a call, if one comes next."""
-        if not (yield from source.skip("{")):
+        if not (yield from coming.skip("{")):
             return False
         name, held = None, "{}"
-        while (key := (yield from self._key(source))) is not None:
+        while (key := (yield from self._key(coming))) is not None:
             if key in (self.arguments, *ARGUMENTS):
-                if (yield from source.peek()) != "{":
+                if (yield from coming.peek()) != "{":
                     return False
                 if name is not None:
-                    yield from self._called(source, name)
+                    yield from self._called(coming, name)
                     return True
-                held = yield from source.value()
+                held = yield from coming.value()
             elif key == self.name:
-                name = decoded((yield from source.value()))
+                name = decoded((yield from coming.value()))
                 if name not in tools:
                     return False
             else:
-                yield from source.value()
-        if name is None or not (yield from source.skip("}")):
+                yield from coming.value()
+        if name is None or not (yield from coming.skip("}")):
             return False
         yield from (Begun(name), Arguments(held), Ended())
         return True
 
-    def _key(self, source: Source) -> Steps[str | None]:
+    def _key(self, coming: Incoming) -> Steps[str | None]:
         """The next key of an object, if one comes."""
-        yield from source.blank()
-        if (yield from source.skip(",")):
-            yield from source.blank()
-        if (yield from source.peek()) != '"':
+        yield from coming.blank()
+        if (yield from coming.skip(",")):
+            yield from coming.blank()
+        if (yield from coming.peek()) != '"':
             return None
-        key = decoded((yield from source.value()))
-        yield from source.blank()
-        found = yield from source.skip(":")
-        yield from source.blank()
+        key = decoded((yield from coming.value()))
+        yield from coming.blank()
+        found = yield from coming.skip(":")
+        yield from coming.blank()
         return key if found else None
 
-    def _called(self, source: Source, name: str) -> Steps[None]:
+    def _called(self, coming: Incoming, name: str) -> Steps[None]:
         """The arguments of a call whose name is known, and the end of its object."""
-        source.given()
+        coming.given()
         yield Begun(name)
-        yield from source.arguments()
-        end = source.at
-        while (yield from self._key(source)) is not None:
-            yield from source.value()
-        if not (yield from source.skip("}")):
-            source.at = end
+        yield from coming.arguments()
+        end = coming.at
+        while (yield from self._key(coming)) is not None:
+            yield from coming.value()
+        if not (yield from coming.skip("}")):
+            coming.at = end
         yield Ended()
 
     def written(self, tool: Tool, lark: Lark) -> str:

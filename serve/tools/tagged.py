@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .headed import in_name
+from .incoming import Arguments, Begun, Ended, Incoming, Steps
 from .lark import Lark
-from .source import Arguments, Begun, Ended, Source, Steps
 from .tool import Tool
 from .values import choices, read, types_of
 
@@ -29,19 +29,19 @@ class Tagged:
     def opens(self) -> str:
         return self.name[0]
 
-    def call(self, source: Source, tools: Mapping[str, Tool]) -> Steps[bool]:
+    def call(self, coming: Incoming, tools: Mapping[str, Tool]) -> Steps[bool]:
         """Gives out a call, if one comes next."""
-        if not (yield from source.skip(self.name[0])):
+        if not (yield from coming.skip(self.name[0])):
             return False
-        tool = tools.get((yield from source.run(in_name)))
-        if tool is None or not (yield from source.skip(self.name[1].strip())):
+        tool = tools.get((yield from coming.run(in_name)))
+        if tool is None or not (yield from coming.skip(self.name[1].strip())):
             return False
-        source.given()
+        coming.given()
         yield Begun(tool.name)
         yield Arguments("{")
         separator = ""
-        while (key := (yield from self._key(source))) is not None:
-            is_whole = yield from self._parameter(source, tool, key, separator)
+        while (key := (yield from self._key(coming))) is not None:
+            is_whole = yield from self._parameter(coming, tool, key, separator)
             if not is_whole:
                 yield Ended()
                 return True
@@ -49,30 +49,30 @@ class Tagged:
         yield Ended()
         return True
 
-    def _key(self, source: Source) -> Steps[str | None]:
+    def _key(self, coming: Incoming) -> Steps[str | None]:
         """The key of the next parameter. Where there is none the arguments end, unless the text does before
         anybody can tell."""
-        yield from source.blank()
-        if self.closes and (yield from source.skip(self.closes)):
+        yield from coming.blank()
+        if self.closes and (yield from coming.skip(self.closes)):
             yield Arguments("}")
             return None
-        is_cut = (yield from source.stops_in(self.closes)) or (yield from source.stops_in(self.key[0]))
-        if (yield from source.skip(self.key[0])):
-            key, is_whole = yield from source.until(self.key[1].strip())
+        is_cut = (yield from coming.stops_in(self.closes)) or (yield from coming.stops_in(self.key[0]))
+        if (yield from coming.skip(self.key[0])):
+            key, is_whole = yield from coming.until(self.key[1].strip())
             if self.value[0]:
-                yield from source.blank()
-            if is_whole and (yield from source.skip(self.value[0])):
+                yield from coming.blank()
+            if is_whole and (yield from coming.skip(self.value[0])):
                 return key.strip()
-            is_cut = not is_whole or (yield from source.stops_in(self.value[0]))
-        source.at = 0
+            is_cut = not is_whole or (yield from coming.stops_in(self.value[0]))
+        coming.at = 0
         if not is_cut:
             yield Arguments("}")
         return None
 
-    def _parameter(self, source: Source, tool: Tool, key: str, separator: str) -> Steps[bool]:
+    def _parameter(self, coming: Incoming, tool: Tool, key: str, separator: str) -> Steps[bool]:
         """Gives out a parameter as JSON; whether all of it has come."""
-        text, is_whole = yield from source.until(self.value[1])
-        source.given()
+        text, is_whole = yield from coming.until(self.value[1])
+        coming.given()
         text = text.removeprefix(self.padding)
         before, schema = f"{separator}{json.dumps(key, ensure_ascii=False)}: ", tool.schema(key)
         if is_whole:

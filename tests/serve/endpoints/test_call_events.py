@@ -66,9 +66,10 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
     assert [one.function.name for one in message.tool_calls] == ["rain"] * 2
     assert [one.function.arguments for one in message.tool_calls] == ['{"days": 3}'] * 2
     calls: list[dict[str, Any]] = []
-    content = ""
+    content, last = "", None
     for record in streamed(answers.Events(replies, "1", asked), outputs(TEXT, size, reason)):
         chunk: Any = ChatCompletionChunk.model_validate(record)
+        last = chunk.choices[0].finish_reason
         content += chunk.choices[0].delta.content or ""
         for one in chunk.choices[0].delta.tool_calls or []:
             if one.index == len(calls):
@@ -77,7 +78,7 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
             else:
                 assert one.id is None and one.function.name is None
             calls[one.index]["function"]["arguments"] += one.function.arguments
-    assert chunk.choices[0].finish_reason == end and content == message.content
+    assert last == end and content == message.content
     assert calls == whole["choices"][0]["message"]["tool_calls"]
     assert len({one["id"] for one in calls}) == 2 and calls[0]["id"].startswith("call_")
 

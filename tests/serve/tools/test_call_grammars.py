@@ -16,9 +16,9 @@ from duetto.serve.openai.dialect import Dialect
 from duetto.serve.openai.parting import Parting, Thought, text_of, whole_calls
 from duetto.serve.text.chat import render_chat
 from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.tools.incoming import Text
 from duetto.serve.tools.notations import LAYOUTS, notation_of
 from duetto.serve.tools.reader import CallReader
-from duetto.serve.tools.source import Text
 from duetto.serve.tools.toolbox import Toolbox
 
 pytest.importorskip("llguidance")

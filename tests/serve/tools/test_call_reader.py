@@ -1,6 +1,7 @@
 """Calls of tools told from text: by notation, however it is cut, and nothing is lost."""
 
 import json
+from typing import Any
 
 import pytest
 from cases.text.dialects import (
@@ -19,9 +20,9 @@ from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import calls_of
 from duetto.serve.text.chat import render_chat
+from duetto.serve.tools.incoming import Arguments, Begun, Ended, Event, Text
 from duetto.serve.tools.notations import LAYOUTS, named, notation_of
 from duetto.serve.tools.reader import CallReader
-from duetto.serve.tools.source import Arguments, Begun, Ended, Event, Text
 from duetto.serve.tools.tool import Tool
 
 RAIN = Tool("rain", TOOL["function"]["parameters"])
@@ -191,7 +192,7 @@ def test_calls_are_found_in_what_templates_write(family):
     notation = notation_of(source)
     assert notation is not None and calls_of(source).begin == notation.begin
     text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
-    found = joined(CallReader(notation, [RAIN]).take(text, at_end=True))
+    found: list[Any] = joined(CallReader(notation, [RAIN]).take(text, at_end=True))
     assert [type(event) for event in found] == [Begun, Arguments, Ended] * 2
     assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * 2
     ids = [event.id for event in found[::3]]

@@ -43,7 +43,7 @@ T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
 
 
-class Source:
+class Incoming:
     """What has come and was not given out. What lies before `at` was read, and is text if nothing comes of
     it."""
 
