@@ -36,7 +36,7 @@ from duetto.serve.openai.dialect import Dialect
 from duetto.serve.text.chat import ChatTemplateError, render_chat
 from duetto.serve.text.stops import Detokenizer
 from duetto.serve.text.tokenizer import Tokenizer
-from duetto.serve.tools.incoming import Ended
+from duetto.serve.tools.incoming import Arguments, Begun
 from duetto.serve.tools.reader import CallReader
 from duetto.serve.tools.toolbox import Toolbox
 
@@ -308,8 +308,8 @@ def test_calls_are_found_in_what_real_chat_templates_write(model):
     own = Tokenizer.from_folder(DEMO)
     assert own is not None
     dialect, box = Dialect(own, calls_of(template).name), Toolbox(given["tools"], "required")
-    begun, arguments, ended = CallReader(dialect.known(), box.tools).take(text, at_end=True)
-    assert isinstance(ended, Ended) and begun.name == "get_weather"
+    begun, arguments, _ = CallReader(dialect.known(), box.tools).take(text, at_end=True)
+    assert begun == Begun("get_weather") and isinstance(arguments, Arguments)
     assert json.loads(arguments.text) == {"city": "Oslo"}
     grammars = Grammars(own, len(own), [own.eos_token_id])
     follower = grammars.constraint(dialect.asked(box, []), 0)

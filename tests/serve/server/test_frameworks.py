@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from functools import reduce
 from importlib import import_module
+from operator import add
 from typing import Any
 
 import pytest
@@ -74,7 +76,7 @@ def test_langchain_binds_tools(server):
         (call,) = whole.tool_calls
         assert call["name"] == "rain" and call["args"]["city"] in city["enum"] and not whole.content
         first, *others = bound.stream("rain?")
-        (streamed,) = sum(others, start=first).tool_calls
+        (streamed,) = reduce(add, others, first).tool_calls
         assert (streamed["name"], streamed["args"]) == (call["name"], call["args"])
     result = messages.ToolMessage("3 mm", tool_call_id=call["id"])
     assert own.invoke([*MESSAGES, whole, result]).content
