@@ -61,6 +61,12 @@ SAYS = {
     "spec_decode_ngram": ["same tokens: True", r"vllm:spec_decode_num_draft_tokens [1-9]"],
     "stop_strings": ["stopped: stop True True", "kept: True", "token: stop True", "banned: True"],
     "streaming": ["whole: True"],
+    "structured_outputs": [
+        "choice: (Positive|Negative)$",
+        r"regex: [a-z]{3}@[a-z]{3}\.com$",
+        r"json: \{'age': [34]0\}$",
+        "grammar: SELECT [ab] FROM t$",
+    ],
     "tokens_prompt": [r"same: True \['def add.*', None, 'as named'\]", "ids: True True", "chat: True"],
 }  # fmt: skip
 ARGUMENTS = {

@@ -1,10 +1,13 @@
 """Requests under a grammar: their tokens are the oracle's, under the same masks, whoever is beside them and
 however they are served; their neighbours keep every bit."""
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
+import jsonschema
 import numpy as np
 import pytest
 from cases.invariance import BASE, bits
@@ -19,6 +22,7 @@ from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.request import Request
 from duetto.serve.grammar.grammars import Grammars
 
+MASKBENCH = Path(__file__).resolve().parents[4] / "shared" / "data" / "json_schemas" / "maskbench_240.jsonl"
 END = 256  # behind the bytes; the model's vocabulary is larger
 SCHEMA = {
     "type": "object",
@@ -115,6 +119,60 @@ def test_what_ends_obeys(base, tokenizer):
     params = [SamplingParams(seed=1, temperature=2.0, structured_outputs=a, **odd) for a in ASKED[1:4]]
     texts = [o.outputs[0].text for o in base.generate([[5]] * 3, params, use_tqdm=False)]
     assert all(re.fullmatch(*pair) for pair in zip(PATTERNS, texts, strict=True)), texts
+
+
+LIST = {"items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "minItems": 2, "maxItems": 6}
+SCHEMAS = [
+    SCHEMA,
+    {"type": "integer", "minimum": 3, "maximum": 70},
+    {"type": "string", "maxLength": 5},
+    LIST | {"type": "array"},
+    {"type": "string", "format": "date"},
+    {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1, "maxItems": 1}]},
+]
+
+
+def test_what_is_finished_validates(base):
+    """Of a model that says anything: what is not finished was cut by its length."""
+    asked = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in SCHEMAS]
+    params = [SamplingParams(structured_outputs=a, seed=3, n=8, max_tokens=120) for a in asked]
+    ended = 0
+    for schema, output in zip(
+        SCHEMAS, base.generate([[5]] * len(params), params, use_tqdm=False), strict=True
+    ):
+        for one in output.outputs:
+            assert one.finish_reason in ("stop", "length")
+            if one.finish_reason == "stop":
+                jsonschema.validate(json.loads(one.text), schema)
+                ended += 1
+    assert ended > 20
+
+
+@pytest.mark.minutes
+@pytest.mark.skipif(not MASKBENCH.exists(), reason=f"there is no {MASKBENCH.name} beside the clone")
+def test_what_is_finished_validates_of_all_schemas():
+    """Four answers of the model that ships to each schema of MaskBench that llguidance knows."""
+    schemas = [json.loads(line)["schema"] for line in MASKBENCH.read_text().splitlines()]
+    ended = cut = refused = 0
+    with LLM(max_num_seqs=32, max_model_len=1024) as llm:
+        for number, schema in enumerate(schemas):
+            asked = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+            params = SamplingParams(structured_outputs=asked, seed=number, n=4, max_tokens=400)
+            try:
+                llm.add_request("JSON: ", params, request_id=str(number))
+            except ValueError as error:
+                assert str(error).startswith("structured_outputs is not allowed: ")
+                refused += 1
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                for one in output.outputs:
+                    assert one.finish_reason in ("stop", "length"), one.stop_reason
+                    cut += one.finish_reason == "length"
+                    if one.finish_reason == "stop":
+                        jsonschema.validate(json.loads(one.text), schemas[int(output.request_id)])
+                        ended += 1
+    print(f"{ended} finished outputs are valid, {cut} were cut, {refused} of {len(schemas)} schemas refused")
+    assert ended > 400
 
 
 class Scripted:
