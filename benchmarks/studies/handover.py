@@ -117,10 +117,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second on average")
+    parser.add_argument("--transport", help="such as nixl; default: shared memory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     requests = replayed([SCALE(entry) for entry in read(AZURE)[: args.requests]], VOCABULARY, args.rate)
     place = ["--kv-address", f"127.0.0.1:{free_port()}"]
+    place += ["--kv-transport", args.transport] if args.transport else []
     one = served([[]], requests)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

@@ -17,6 +17,7 @@ from ..handover.door import Door
 from ..handover.far import Far
 from ..handover.peer import PeerTier
 from ..handover.peers import Peers
+from ..handover.registered import Agent
 from ..handover.source import Ready
 from ..host.store import warn
 from ..loading.mesh import apart
@@ -193,7 +194,7 @@ def begin_prefill(
     config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
 ) -> Session:
     """An engine that others reach at an address, beside whatever else it serves."""
-    door = Door(place_of(str(options.kv_address)))
+    door = Door(place_of(str(options.kv_address)), agent_of(options))
     closing.callback(door.close)
     session, prefills = (
         Session(start_engine(config, params, options, told=door.renew)),
@@ -207,12 +208,16 @@ def begin_prefill(
 
 def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
     """An engine whose prompts are computed by those that it is told of."""
-    tiers = {}
+    tiers, agent = {}, agent_of(options)
     for address, place in places_of(str(options.kv_address)).items():
-        far = Far(place)
+        far = Far(place, agent=agent)
         closing.callback(far.close)
         tiers[address] = PeerTier(far, options.kv_patience)
     return Session(start_engine(config, params, options, Peers(tiers)))
+
+
+def agent_of(options: EngineOptions) -> Agent | None:
+    return Agent() if options.kv_transport == "nixl" else None
 
 
 def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:

@@ -34,8 +34,8 @@ SETTINGS = (
 # Options that decide no answer, or are known by more than their values.
 ELSEWHERE = (
     "seed", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config", "swap_space",
-    "kv_disk_space", "kv_disk_path", "kv_role", "kv_address", "kv_patience", "node_rank", "master_addr",
-    "master_port", "distributed_timeout_seconds",
+    "kv_disk_space", "kv_disk_path", "kv_role", "kv_address", "kv_transport", "kv_patience", "node_rank",
+    "master_addr", "master_port", "distributed_timeout_seconds",
 )  # fmt: skip
 
 

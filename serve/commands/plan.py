@@ -14,8 +14,8 @@ from ..roofline.presets import PRESETS
 from ..roofline.products import alike
 from ..roofline.table import Cost, floored, render_fact, render_table
 from ..roofline.targets import find_target, here, is_gpu
-from . import for_workload, planned_halves, planned_stages
-from .command import engine_flags, engine_options, model_flags
+from . import planned_halves, planned_stages
+from .command import checked, engine_flags, engine_options, model_flags
 from .planning import (
     EnginePlan,
     Memory,
@@ -28,6 +28,7 @@ from .planning import (
     plan_job,
     planned_tiers,
 )
+from .workload import answer, flags
 
 
 def render(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
@@ -172,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run the compiled programs on this machine: its peaks, their times and memory",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    for_workload.add_flags(parser)
+    flags.add_flags(parser)
     engine_flags(parser, alone=True)
 
 
@@ -180,8 +181,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints a plan. Raises ValueError for what cannot be planned."""
     raise_on_interrupt()
     options = engine_options(args)
-    if args.workload:
-        return for_workload.run(args, options)
+    if args.shape and args.model:
+        raise ValueError(f"--model {args.model} is not allowed with --shape {args.shape}: one of them")
+    if args.workload is not None:
+        return answer.run(args, options)
+    checked(args, lambda: flags.refuse_flags(args))
     if args.target and args.measure:
         raise ValueError("--measure is for this machine: it cannot go with --target")
     if not args.target:

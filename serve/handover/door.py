@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from msgspec.structs import replace
+
 from ..host.link import Link
 from ..tiers.tier import Key
 from .memory import Shared
 from .messages import (
+    SECONDS,
     Compute,
     Computed,
     Fetch,
@@ -18,29 +21,34 @@ from .messages import (
     Leave,
     Message,
     Page,
+    Place,
     Refused,
     Welcome,
     link_over,
     sum_of,
 )
+from .registered import Agent, Registered
 from .source import Source
 
 HELLO = 1 << 16  # bytes of a first message, at most
 LONGEST = 1 << 26  # and of another
+Ends = dict[Place, Shared | Registered]
 OTHERS = "its model, weights, layout, canonical shapes, versions, machine or options are others"
 
 
 class Door:
     """Listens at an address, and passes on what is asked to a source. Whoever comes is served by two threads,
     one that hears and one that answers: an asker that reads nothing for a while is lost, and delays nobody.
+    With an agent pages can be read through NIXL too.
 
     Raises OSError for an address that cannot be had.
     """
 
-    def __init__(self, address: tuple[str, int]):
+    def __init__(self, address: tuple[str, int], agent: Agent | None = None):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._own = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._own.getsockname()[:2]
+        self._agent = agent
         self._source: Source | None = None
         self._hello: Hello | None = None
         self._links: set[Link[Message]] = set()
@@ -80,7 +88,7 @@ class Door:
         try:
             source = self._greet(link)
             if source is not None:
-                Visit(link, source, *self._share(link, source)).run()
+                self._visit(link, source)
         except (OSError, EOFError, ValueError):
             pass
         finally:
@@ -99,39 +107,40 @@ class Door:
             link.send(Refused(OTHERS))
         return self._source if fits else None
 
-    def _share(self, link: Link[Message], source: Source) -> tuple[Shared | None, int]:
+    def _visit(self, link: Link[Message], source: Source) -> None:
         most = max(self._hello.page_bytes, default=0) if self._hello else 0
-        shared = None
+        ends, welcome = Ends(), Welcome(source.room)
         with suppress(OSError):
-            shared = Shared(most)
-        if shared is None:
-            link.send(Welcome(source.room))
-        else:
-            link.send(Welcome(source.room, shared.path, shared.proof))
-        return shared, most
+            ends["shared"] = shared = Shared(most)
+            welcome = replace(welcome, memory=shared.path, proof=shared.proof)
+        if self._agent is not None:
+            ends["registered"] = registered = Registered(self._agent, most)
+            welcome = replace(welcome, region=registered.region)
+        Visit(link, source, ends, most).run(welcome)
 
 
 class Visit:
     """What one who has come asks for, one after the other."""
 
-    def __init__(self, link: Link[Message], source: Source, shared: Shared | None, most: int):
-        self.link, self.source, self.shared, self.most = link, source, shared, most
+    def __init__(self, link: Link[Message], source: Source, ends: Ends, most: int):
+        self.link, self.source, self.ends, self.most = link, source, ends, most
         self._numbers: dict[int, int] = {}  # of the source, by the asker's
         self._lock = threading.RLock()  # a source may answer at once
-        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Message, Place] | None] = queue.SimpleQueue()
 
-    def run(self) -> None:
+    def run(self, welcome: Welcome) -> None:
         """Raises what the link does."""
         threading.Thread(target=self._answer, name="duetto-door", daemon=True).start()
         try:
+            self.link.send(welcome)
             while True:
                 self._take(self.link.receive(LONGEST, idle=True))
         finally:
             for number in list(self._numbers.values()):
                 self.source.leave(number)
             self._answers.put(None)
-            if self.shared is not None:
-                self.shared.close()
+            for end in self.ends.values():
+                end.close()
 
     def _take(self, message: Message) -> None:
         match message:
@@ -143,29 +152,33 @@ class Visit:
                     own = self._numbers.pop(number, None)
                 if own is not None:
                     self.source.leave(own)
-            case Fetch(number=number, key=key, shared=shared):
-                self._answers.put(self._page(number, key, shared))
+            case Fetch(number=number, key=key, place=place):
+                self._answers.put(self._page(number, key, place))
             case _:
                 raise ValueError(f"{type(message).__name__} is no question")
 
     def _ready(self, number: int, keys: Sequence[Key]) -> None:
-        self._answers.put(Computed(number, tuple(keys)))
+        self._answers.put((Computed(number, tuple(keys)), "answer"))
         with self._lock:
             self._numbers.pop(number, None)
 
-    def _page(self, number: int, key: Key, shared: bool) -> Page:
+    def _page(self, number: int, key: Key, place: Place) -> tuple[Page, Place]:
         content = self.source.fetch(key)
         if content is None:
-            return Page(number)
-        if shared and self.shared is not None and len(content) <= self.most:
-            self.shared.write(content)
-            return Page(number, len(content), sum_of(key, content))
-        return Page(number, len(content), sum_of(key, content), content)
+            return Page(number), "answer"
+        page, end = Page(number, len(content), sum_of(key, content)), self.ends.get(place)
+        if end is None or page.size > self.most:
+            return replace(page, content=content), "answer"
+        end.write(content)
+        return page, place
 
     def _answer(self) -> None:
         while (answer := self._answers.get()) is not None:
+            message, place = answer
             try:
-                self.link.send(answer)
+                self.link.send(message)
+                if (end := self.ends.get(place)) is not None:
+                    end.settle(SECONDS)
             except OSError:
                 self.link.close()
                 return

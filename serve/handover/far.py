@@ -4,6 +4,7 @@ import itertools
 import queue
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -20,11 +21,13 @@ from .messages import (
     Leave,
     Message,
     Page,
+    Place,
     Refused,
     Welcome,
     link_over,
     sum_of,
 )
+from .registered import Agent, Reached
 from .source import Ready
 
 PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
@@ -34,15 +37,17 @@ WELCOME = 1 << 16  # bytes of a first message, at most
 
 class Far:
     """A source at an address. It is reached again whenever it is lost; prompts that were asked for are then
-    told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither."""
+    told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither. With an
+    agent pages are read through NIXL, where the source has one too, until a read does not come in time."""
 
     room = 0
 
-    def __init__(self, address: tuple[str, int], seconds: float = SECONDS):
+    def __init__(self, address: tuple[str, int], seconds: float = SECONDS, agent: Agent | None = None):
         self.address, self.seconds, self.damaged = address, seconds, 0
+        self._agent = agent
         self._hello: Hello | None = None
         self._link: Link[Message] | None = None
-        self._memory: Seen | None = None
+        self._memory: Seen | Reached | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, Ready] = {}
         self._pages: dict[int, queue.SimpleQueue[Page | None]] = {}
@@ -73,12 +78,13 @@ class Far:
     def fetch(self, key: Key) -> Content | None:
         """A page, if it comes in time and undamaged. A source that is too slow for one is lost."""
         number, answer = next(self._numbers), queue.SimpleQueue[Page | None]()
+        until = time.monotonic() + self.seconds
         with self._lock:
             link, memory = self._link, self._memory
             if link is None:
                 return None
             self._pages[number] = answer
-            self._words.put(Fetch(number, key, memory is not None))
+            self._words.put(Fetch(number, key, place_of(memory)))
         try:
             page = answer.get(timeout=self.seconds)
         except queue.Empty:
@@ -86,13 +92,25 @@ class Far:
             return None
         finally:
             self._pages.pop(number, None)
-        return None if page is None or page.size < 0 else self._checked(key, page, memory)
-
-    def _checked(self, key: Key, page: Page, memory: Seen | None) -> Content | None:
-        try:
-            content = page.content if memory is None else memory.read(page.size)
-        except ValueError:  # closed meanwhile
+        if page is None or page.size < 0:
             return None
+        try:
+            content = page.content if memory is None else memory.read(page.size, until)
+        except TimeoutError:
+            self._give_up()
+        except ValueError:  # closed meanwhile, or lost
+            pass
+        else:
+            return self._checked(key, page, content)
+        link.close()
+        return None
+
+    def _give_up(self) -> None:
+        """The network carries words to the source, and no reads: its pages come another way from now on."""
+        self._agent = None
+        warn(f"nothing was read of {self.address[0]}:{self.address[1]} through NIXL in {self.seconds:g} s")
+
+    def _checked(self, key: Key, page: Page, content: Content) -> Content | None:
         if len(content) == page.size and sum_of(key, content) == page.sum:
             return content
         self.damaged += 1
@@ -150,19 +168,34 @@ class Far:
             match link.receive(WELCOME):
                 case Refused(why=why):
                     raise PermissionError(why)
-                case Welcome(room=room, memory=memory, proof=proof):
-                    self._enter(hello, link, room, Seen.at(memory, proof))
+                case Welcome() as welcome:
+                    self._enter(hello, link, welcome.room, self._memory_of(hello, welcome))
                     return link
             raise ValueError("no welcome")
         except BaseException:
             link.close()
             raise
 
-    def _enter(self, hello: Hello, link: Link[Message], room: int, memory: Seen | None) -> None:
+    def _memory_of(self, hello: Hello, welcome: Welcome) -> Seen | Reached | None:
+        """Where pages can be read; where nowhere, they come in answers."""
+        if self._agent is not None:
+            try:
+                if welcome.region is not None:
+                    return Reached(self._agent, welcome.region, max(hello.page_bytes, default=0))
+                why = "it has none"
+            except Exception as error:  # noqa: BLE001 - NIXL's own have no name in common
+                why = type(error).__name__
+            warn(f"pages of {self.address[0]}:{self.address[1]} do not come through NIXL: {why}")
+        return Seen.at(welcome.memory, welcome.proof)
+
+    def _enter(self, hello: Hello, link: Link[Message], room: int, memory: Seen | Reached | None) -> None:
         with self._lock:
-            if self._hello is not hello:
-                raise ValueError("other pages are wanted by now")
-            self._link, self._memory, self.room = link, memory, room
+            if fits := self._hello is hello:
+                self._link, self._memory, self.room = link, memory, room
+        if not fits:
+            if memory is not None:
+                memory.close()
+            raise ValueError("other pages are wanted by now")
 
     def _take(self, message: Message) -> None:
         match message:
@@ -193,3 +226,13 @@ class Far:
         for ready in waiting.values():
             with suppress(Exception):
                 ready([])
+
+
+def place_of(memory: Seen | Reached | None) -> Place:
+    match memory:
+        case None:
+            return "answer"
+        case Seen():
+            return "shared"
+        case Reached():
+            return "registered"

@@ -32,6 +32,9 @@ class Shared:
     def write(self, content: Content) -> None:
         self._map[PROOF : PROOF + len(content)] = content
 
+    def settle(self, seconds: float) -> None:
+        """Nothing: what is written can be read."""
+
     def close(self) -> None:
         self._map.close()
         os.close(self._handle)
@@ -59,7 +62,8 @@ class Seen:
             content.close()
         return None
 
-    def read(self, size: int) -> Content:
+    def read(self, size: int, until: float) -> Content:
+        """Raises ValueError where it is closed."""
         return self._map[PROOF : PROOF + size]
 
     def close(self) -> None:

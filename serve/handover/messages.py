@@ -1,6 +1,7 @@
 """What an engine that decodes and one that prefills tell each other, as msgpack in frames over TCP."""
 
 import socket
+from typing import Literal
 from zlib import crc32
 
 import msgspec
@@ -9,6 +10,7 @@ from ..host.link import Link
 from ..tiers.tier import Content, Key
 
 SECONDS = 10.0  # in which a message that has begun must have come or gone
+Place = Literal["answer", "shared", "registered"]
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
 
 
@@ -19,13 +21,23 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     page_bytes: tuple[int, ...]
 
 
+class Region(msgspec.Struct, frozen=True):
+    """Registered memory: what an agent of NIXL has to know of its owner's, where it is, and the note that the
+    owner gets with each read."""
+
+    agent: bytes
+    address: int
+    note: bytes
+
+
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     """These pages are computed here, and kept in so many bytes; where memory can be shared, and a proof that
-    it is this one."""
+    it is this one; and what can be read through NIXL."""
 
     room: int
     memory: str = ""
     proof: bytes = b""
+    region: Region | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -55,15 +67,15 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """A page is wanted, in the memory that is shared or in the answer."""
+    """A page is wanted, in the answer or in one of the memories."""
 
     number: int
     key: Key
-    shared: bool
+    place: Place
 
 
 class Page(msgspec.Struct, tag=True, frozen=True):
-    """A page of so many bytes and its sum, in the answer or in the memory that is shared; of none there is
+    """A page of so many bytes and its sum, in the answer or in the memory that was named; of none there is
     neither."""
 
     number: int

@@ -88,17 +88,18 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done; a second one comes through at once.
+def uninterrupted() -> Iterator[list[int]]:
+    """Hold Ctrl-C back until the block is done, which is given what has been heard by then; a second one
+    comes through at once.
 
     Only where Python itself would raise KeyboardInterrupt: in the main thread, unless the program handles the
     signal.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
+        yield []
         return
-    heard = []
+    heard: list[int] = []
 
     def hold(signum, frame):
         if heard:
@@ -107,7 +108,7 @@ def uninterrupted() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        yield heard
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if heard:

@@ -70,10 +70,13 @@ def check_handover(options: "EngineOptions") -> None:
         raise ValueError(f"kv_role={role!r} is not allowed: {', '.join(ROLES)}, or None")
     if not 0 <= options.kv_patience < math.inf:
         raise ValueError(f"kv_patience {options.kv_patience} is not allowed: 0 or more seconds")
+    if options.kv_transport not in (None, "nixl"):
+        raise ValueError(f"kv_transport {options.kv_transport!r} is not allowed: nixl, or None")
     if role in apart and options.kv_address is None:
         raise ValueError(f"kv_role {role} is not allowed without kv_address: host:port of the prefill engine")
     for name, roles in {
         "kv_address": apart,
+        "kv_transport": apart,
         "prefill_devices": ("both",),
         "decode_devices": ("both",),
     }.items():

@@ -120,6 +120,11 @@ class EngineOptions:
         None, "host:port where a prefill engine hands over pages; with commas between them, several that a "
         "decode engine asks",
     )  # fmt: skip
+    kv_transport: str | None = knob(
+        None,
+        "nixl: pages go from one engine to the other through NIXL where both have it, as over RDMA (default: "
+        "memory on one host, TCP between hosts)",
+    )
     kv_patience: float = knob(
         10.0, "seconds that the first prompt in line waits for its pages; then it is computed here"
     )

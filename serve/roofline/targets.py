@@ -143,11 +143,11 @@ def known_target(name: str) -> Known:
     """What is known of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for another name."""
     found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
     kind = found[2] if found else ""
-    if found and kind in GPUS and not found[3]:
-        count, peaks = int(found[1] or 1), GPUS[kind]
+    count = prod(map(int, (found[1] or found[3] or "1").split("x"))) if found else 0
+    if found and count and kind in GPUS and not found[3]:
+        peaks = GPUS[kind]
         return Known(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
-    if found and kind in TPUS and not (found[1] and found[3]):
-        count = prod(map(int, (found[1] or found[3] or "1").split("x")))
+    if found and count and kind in TPUS and not (found[1] and found[3]):
         return Known(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
     kinds = ", ".join((*GPUS, *TPUS))
     raise TargetError(f"target {name!r} is unknown: one of {kinds}, 8xh200 and the like, or v6e:2x4")

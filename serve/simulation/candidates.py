@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,9 +70,10 @@ class Candidate:
         return page_bytes(layers, o.page_size, kept)
 
     def splits(self) -> Iterator["Candidate"]:
-        """The same with prompts computed apart, for one engine that decodes, or more."""
-        lay = self.fitted.layout
-        if self.apart or lay.data > 1 or lay.stages > 1 or not self.options.enable_prefix_caching:
+        """The same with prompts computed apart, for one engine that decodes, or more; not with pages in the
+        host's memory, which are not simulated there."""
+        lay, o = self.fitted.layout, self.options
+        if self.apart or lay.data > 1 or lay.stages > 1 or o.swap_space or not o.enable_prefix_caching:
             return
         for decoders in range(1, min(self.replicas, MOST_APART)):
             yield replace(self, apart=decoders, replicas=self.replicas // (1 + decoders))
@@ -93,16 +95,16 @@ class Candidate:
         parts += [f"prefill apart, 1 for {self.apart}"] if self.apart else []
         return ", ".join(parts)
 
-    def commands(self, model: str | None) -> list[str]:
-        """What starts each of the engines of one of its replicas."""
+    def commands(self, model: str | None, flags: Sequence[str] = ()) -> list[str]:
+        """What starts each of the engines of one of its replicas, with flags beside those of an engine."""
+        start = ["duetto", "serve", *(["--model", model] if model else []), *flags]
         if not self.apart:
-            return [self._command(model, self.options)]
+            return [self._command(start, self.options)]
         roles = "prefill", *["decode"] * self.apart
-        return [self._command(model, replace(self.options, kv_role=r, kv_address=ADDRESS)) for r in roles]
+        return [self._command(start, replace(self.options, kv_role=r, kv_address=ADDRESS)) for r in roles]
 
-    def _command(self, model: str | None, options: EngineOptions) -> str:
-        default = EngineOptions()
-        words = ["duetto", "serve", *(["--model", model] if model else [])]
+    def _command(self, start: Sequence[str], options: EngineOptions) -> str:
+        default, words = EngineOptions(), [*start]
         for f in fields(EngineOptions):
             value = getattr(options, f.name)
             if value != getattr(default, f.name) and f.metadata.get("flag", True):
@@ -122,13 +124,14 @@ def flag(name: str, value: Any) -> list[str]:
 @dataclass
 class Space:
     """Candidates for a job. What was counted and drawn up once is kept: `demands` and `params` by
-    quantisation and keys."""
+    quantisation and keys. Options that are `fixed` stay as the base has them."""
 
     job: Job
     base: EngineOptions
     efficiency: Efficiency
     acceptance: float | None = None
     quantised: bool = False  # consider 8 bits for weights and keys too
+    fixed: frozenset[str] = frozenset()
 
     def __post_init__(self):
         self._params: dict[str | None, Decoder] = {}
@@ -138,11 +141,14 @@ class Space:
     def candidate(self, **changes: Any) -> Candidate | None:
         """The base with changes, or None where it does not fit or is not allowed."""
         try:
-            options = replace(self.base, **changes)
-            fitted = fit(self.job, options, self.params(options.quantization))
-        except ValueError as error:
-            self.refused.setdefault(layout_name(self.base, changes), str(error))
+            return self.made(**changes)
+        except ValueError:
             return None
+
+    def made(self, **changes: Any) -> Candidate:
+        """The base with changes. Raises ValueError where it does not fit or is not allowed."""
+        options = replace(self.base, **changes)
+        fitted = fit(self.job, options, self.params(options.quantization))
         o, sizes = fitted.options, fitted.sizes
         times = Roofline(self.demands(o), self.job.target.peaks, fitted.layout, self.efficiency)
         shapes = table(o, sizes, can_share(self.job.config.layers), self.job.target.platform)
@@ -163,21 +169,35 @@ class Space:
 
     def layouts(self) -> Iterator[Candidate]:
         """A candidate of each layout that fits, with the base's knobs, in each precision."""
-        for layout in layouts(self.job.config, self.job.target.count):
-            for precision in self.precisions():
-                if (found := self.candidate(**(layout | precision))) is not None:
-                    yield found
+        for layout, precision in product(self._ways(), self._precisions()):
+            try:
+                found = self.made(**(layout | precision))
+            except ValueError as error:
+                self.refused.setdefault(layout_name(self.base, layout | precision), str(error))
+            else:
+                yield found
 
-    def precisions(self) -> list[dict[str, Any]]:
+    def _ways(self) -> list[dict[str, Any]]:
+        """Layouts with what is fixed of them; the base's own if that is in none."""
+        own, fixed = vars(self.base), [name for name in LAYOUT if name in self.fixed]
+        every = layouts(self.job.config, self.job.target.count)
+        return [way for way in every if all(way.get(n, own[n]) == own[n] for n in fixed)] or [{}]
+
+    def _precisions(self) -> list[dict[str, Any]]:
         """The base's, and those of 8 bits that the target computes with."""
         if not self.quantised:
             return [{}]
         own = NARROW[self.job.target.platform]
         weights: dict[str, Any] = {"quantization": own[0]}
-        return [{}, weights, weights | {"kv_cache_dtype": own[1]}]
+        every = {}, weights, weights | {"kv_cache_dtype": own[1]}
+        return [change for change in every if self.fixed.isdisjoint(change)]
 
     def variations(self, own: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Changes of one knob at a time: its name and the options with the change."""
+        """Changes of one knob at a time, of those that are not fixed: its name and the options with the
+        change."""
+        return (found for found in self._knobs(own) if self.fixed.isdisjoint(found[1]))
+
+    def _knobs(self, own: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
         o = own.options
         for seats in SEATS:
             yield "seats", {"max_num_seqs": seats}
@@ -202,7 +222,8 @@ LAYOUT = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 def layout_name(base: EngineOptions, changes: Mapping[str, Any]) -> str:
     """Of options that may be none that are allowed."""
     tensor, stages, data, experts = (changes.get(name, getattr(base, name)) for name in LAYOUT)
-    return f"TP{tensor} PP{stages} DP{data}" + (" EP" if experts else "")
+    narrow = [changes[name] for name in ("quantization", "kv_cache_dtype") if name in changes]
+    return " ".join([f"TP{tensor} PP{stages} DP{data}", *(["EP"] if experts else []), *narrow])
 
 
 def layouts(config: ModelConfig, devices: int) -> Iterator[dict[str, Any]]:

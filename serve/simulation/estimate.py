@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 def estimate(own: Candidate, load: Workload, within: Within, share: float = 0.99) -> Steady:
     """The most load at which no bound is exceeded, of which so many requests are in time."""
-    decode = cache(partial(token_seconds, own, load.context))
+    decode = cache(partial(between_tokens, own, load.context))
     at = partial(steady, own, load, within, prefill_seconds(own, load, share), decode)
     low, high = 0.0, 1.0
     while at(high).bound == "" and high < 1e6:
@@ -72,14 +72,17 @@ def steady(
             return Steady(rate, tpot, rows, "seats")
     ttft = prefill.long + prefill.mean * reading / (1 - reading) + tpot
     bounds = (
-        (rows * (load.prompt * (1 - load.shared) + load.output) > own.fitted.cached_tokens, "cache"),
+        (
+            rows * (load.prompt * (1 - found_share(own, load)) + load.output) > own.fitted.cached_tokens,
+            "cache",
+        ),
         (tpot > within.tpot, "time between tokens"),
         (ttft > within.ttft, "time to the first token"),
     )
     return Steady(rate, tpot, rows, next((name for exceeded, name in bounds if exceeded), ""))
 
 
-def token_seconds(own: Candidate, context: float, rows: int) -> float:
+def between_tokens(own: Candidate, context: float, rows: int) -> float:
     """Seconds between two tokens of each of some rows that only decode."""
     o, lay = own.options, own.fitted.layout
     groups = (o.micro_batches or lay.stages) * lay.data
@@ -111,11 +114,17 @@ def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> S
 def prefill_seconds(own: Candidate, load: Workload, share: float) -> Reading:
     """Of a prompt's prefill in chunks, of the stage that takes the longest; prompts lack what they share."""
     lone = [s for s in own.shapes if s.phase == "prefill" and s.rows == 1]
-    prompts = sorted(max(1, round(e.prompt * (1 - load.shared))) for e in load.entries)
+    lacking = 1 - found_share(own, load)
+    prompts = sorted(max(1, round(e.prompt * lacking)) for e in load.entries)
     some = prompts[:: max(1, len(prompts) // SAMPLE)]
     total = sum(prompt_seconds(own, lone, tokens) for tokens in some)
     last = prompts[min(int(share * len(prompts)), len(prompts) - 1)]
     return Reading(total / len(some) / own.fitted.layout.data, prompt_seconds(own, lone, last))
+
+
+def found_share(own: Candidate, load: Workload) -> float:
+    """Share of the prompts' tokens that are in the cache already."""
+    return load.shared if own.options.enable_prefix_caching else 0.0
 
 
 def prompt_seconds(own: Candidate, lone: list[Shape], tokens: int) -> float:

@@ -13,8 +13,8 @@ from .candidates import HANDED, Candidate, Space
 from .estimate import Steady, estimate
 from .fleet import Fleet
 from .run import Simulation
-from .swapped import swap
 from .tally import Within
+from .tiers import swap
 from .traces import Entry, faster
 from .workload import Workload
 
@@ -44,12 +44,16 @@ class Point:
     rate: float
     outcome: dict[str, Any]
 
-    def keeps(self, share: float) -> bool:
-        """Whether enough requests were in time, and the line did not grow: one that is longer in it than it
-        is served comes to an engine that has too much to do."""
+    @property
+    def line_grows(self) -> bool:
+        """Requests that are longer in line than they are served come to an engine that has too much to
+        do."""
         o = self.outcome
-        in_line = o["queued"].get("p90", 0.0) <= o["e2e"].get("p50", 0.0) / 2
-        return not o["given_up"] and o["in_time"] >= share and in_line
+        return o["queued"].get("p90", 0.0) > o["e2e"].get("p50", 0.0) / 2
+
+    def keeps(self, share: float) -> bool:
+        """Whether enough requests were in time, and the line did not grow."""
+        return not self.outcome["given_up"] and self.outcome["in_time"] >= share and not self.line_grows
 
 
 @dataclass
@@ -64,6 +68,11 @@ class Answer:
     def borne(self, share: float) -> Point | None:
         """The most load that was borne."""
         return max((p for p in self.points if p.keeps(share)), key=lambda p: p.rate, default=None)
+
+    @property
+    def nearest(self) -> Point:
+        """Of some loads of which none was borne, that with the most requests in time."""
+        return max(self.points, key=lambda p: (p.outcome["in_time"], -p.rate))
 
     def rate(self, share: float) -> float:
         """Requests a second and device that are borne."""
@@ -92,8 +101,14 @@ def search(
     each = aim.seconds / max(1, min(SIMULATED, len(chosen)))
     for i, answer in enumerate(chosen):
         if i == 0 or clock() < until:
-            bear(answer, load, aim, answer.steady.rate / RATIO, min(until, clock() + each), clock)
+            bear(answer, load, aim, below(answer, load), min(until, clock() + each), clock)
     return sorted(chosen, key=lambda a: (a.rate(aim.share), per_device(a)), reverse=True)
+
+
+def below(answer: Answer, load: Workload) -> float:
+    """Requests a second to begin with: somewhat fewer than are estimated; where that is none, one after the
+    other."""
+    return answer.steady.rate / RATIO or 1 / (load.output * answer.steady.tpot)
 
 
 def splits(answer: Answer, load: Workload, aim: Aim) -> list[Answer]:
@@ -121,7 +136,7 @@ def improved(space: Space, answer: Answer, load: Workload, aim: Aim, goes_on: Ca
             continue
         tried = ranked(other, load, aim)
         if per_device(tried) > 1.01 * per_device(answer):
-            gain = per_device(tried) / max(per_device(answer), 1e-9)
+            gain = per_device(tried) / per_device(answer) if per_device(answer) else math.inf
             gains[name] = gains.get(name, 1.0) * gain
             changes, answer = changes | change, tried
     return replace(answer, gains=list(gains.items()))
@@ -156,14 +171,14 @@ def without(
 ) -> dict[str, float]:
     """Requests a second that one replica would bear without each limit; those that time sufficed to find."""
     found: dict[str, float] = {}
-    for name in Within._fields:
-        if getattr(aim.within, name) < math.inf and clock() < until:
+    for name, limit in aim.within._asdict().items():
+        if limit < math.inf and clock() < until:
             free = replace(aim, within=aim.within._replace(**{name: math.inf}))
             own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
-            start = RATIO * borne.rate if borne else answer.steady.rate / RATIO
+            start = RATIO * borne.rate if borne else below(answer, load)
             bear(own, load, free, start, until, clock)
-            if best := own.borne(aim.share) or borne:
-                found[name] = best.rate
+            if both := [p for p in (own.borne(aim.share), borne) if p]:
+                found[name] = max(p.rate for p in both)
     return found
 
 

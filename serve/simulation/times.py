@@ -93,8 +93,8 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """A line a + b x through points, with b of 0 or more."""
     n = len(points)
     x, y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
-    spread = sum((p[0] - x) ** 2 for p in points)
-    slope = sum((p[0] - x) * (p[1] - y) for p in points) / spread if spread else 0.0
+    squares = sum((p[0] - x) ** 2 for p in points)
+    slope = sum((p[0] - x) * (p[1] - y) for p in points) / squares if squares else 0.0
     slope = max(slope, 0.0)
     return max(y - slope * x, 0.0), slope
 

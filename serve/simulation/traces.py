@@ -3,18 +3,23 @@ line by line, in Azure's form (Patel et al., arXiv 2311.18677), Mooncake's (Qin 
 a compact one; or drawn from distributions."""
 
 import csv
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import islice
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 BLOCK = 512  # tokens that a block's name stands for in Mooncake's traces
-COMPACT = {"arrival_ms", "prompt", "output"}
+Tokens = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Millis = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]  # the year 33658: neither infinite nor no number
+Ranges = Annotated[str, msgspec.Meta(pattern=r"^\s*(\d{1,18}(-\d{1,18})?(\s+|$))*$")]
+Name = int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,63 +33,49 @@ class Entry:
     blocks: tuple[int, ...] = ()
 
 
-def read(file: Path) -> Iterator[Entry]:
-    """The lines of a trace: Mooncake's (.jsonl), Azure's, or the compact form (.csv), as they are asked for.
-
-    Raises OSError, and ValueError for another form, with the line's number.
-    """
-    with file.open() as lines:
-        first = math.nan
-        for number, make, row in rows_of(file, lines):
-            try:
-                entry = make(row)
-                if entry.prompt < 1 or entry.output < 1:
-                    raise ValueError(f"{entry.prompt} and {entry.output} tokens are not allowed: 1 or more")
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{file}, line {number}: {error!r} is not what a trace has") from None
-            first = entry.arrival if math.isnan(first) else first
-            yield replace(entry, arrival=entry.arrival - first) if make is azure_line else entry
+# ---------------------------------------------------------------- lines of published forms
 
 
-def rows_of(file: Path, lines: Iterable[str]) -> Iterator[tuple[int, Any, Any]]:
-    """The number of each line, how it is read, and its fields."""
-    if file.suffix == ".jsonl":
-        for number, text in enumerate(lines, 1):
-            if text.strip():
-                yield number, mooncake_line, parsed(file, number, text)
-        return
-    table = csv.DictReader(lines)
-    names = {*(table.fieldnames or ())}
-    if "TIMESTAMP" not in names and not names >= COMPACT:
-        raise ValueError(
-            f"{file}: columns {table.fieldnames} are not those of a trace: TIMESTAMP, ContextTokens, "
-            "GeneratedTokens (Azure's), or arrival_ms, prompt, output"
-        )
-    make = azure_line if "TIMESTAMP" in names else compact_line
-    for number, row in enumerate(table, 2):
-        yield number, make, row
+class Mooncake(msgspec.Struct):
+    """A line of JSON; names are those of blocks of the prompt."""
+
+    timestamp: Millis
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: tuple[Name, ...] | None = None
+
+    def entry(self) -> tuple[Entry, Iterable[Name]]:
+        return Entry(self.timestamp / 1e3, self.input_length, self.output_length), self.hash_ids or ()
 
 
-def parsed(file: Path, number: int, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{file}, line {number}: {error} in what should be JSON") from None
+class Azure(msgspec.Struct):
+    """A row of a table."""
+
+    TIMESTAMP: datetime
+    ContextTokens: Tokens
+    GeneratedTokens: Tokens
+
+    def entry(self) -> tuple[Entry, Iterable[Name]]:
+        at = self.TIMESTAMP if self.TIMESTAMP.tzinfo else self.TIMESTAMP.replace(tzinfo=UTC)
+        return Entry(at.timestamp(), self.ContextTokens, self.GeneratedTokens), ()
 
 
-def mooncake_line(row: Mapping[str, Any]) -> Entry:
-    blocks = tuple(row.get("hash_ids") or ())
-    return Entry(row["timestamp"] / 1e3, row["input_length"], row["output_length"], blocks)
+class Compact(msgspec.Struct):
+    """A row of a table; of blocks `4-7` stands for 4 5 6 7."""
+
+    arrival_ms: Millis
+    prompt: Tokens
+    output: Tokens
+    blocks: Ranges | None = None
+
+    def entry(self) -> tuple[Entry, Iterable[Name]]:
+        names = (name for part in (self.blocks or "").split() for name in names_of(part))
+        return Entry(self.arrival_ms / 1e3, self.prompt, self.output), names
 
 
-def azure_line(row: Mapping[str, str]) -> Entry:
-    at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-    return Entry(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-
-
-def compact_line(row: Mapping[str, str]) -> Entry:
-    blocks = tuple(name for part in (row.get("blocks") or "").split() for name in names_of(part))
-    return Entry(int(row["arrival_ms"]) / 1e3, int(row["prompt"]), int(row["output"]), blocks)
+FORMS = "lines of JSON with {}, or a table with {} or {}".format(
+    *(", ".join(kind.__struct_fields__) for kind in (Mooncake, Azure, Compact))
+)
 
 
 def names_of(part: str) -> Iterable[int]:
@@ -92,24 +83,74 @@ def names_of(part: str) -> Iterable[int]:
     return range(int(first), int(last or first) + 1)
 
 
+def read(file: Path) -> Iterator[Entry]:
+    """The lines of a trace in any of these forms, as they are asked for. Names are numbered by their first
+    appearance; those behind a prompt's end are left out.
+
+    Raises OSError, and ValueError for what is no trace, with the line.
+    """
+    numbers: dict[Name, int] = {}
+    first: float | None = None
+    with file.open(encoding="utf-8-sig") as lines:
+        for line in checked(file, lines):
+            entry, names = line.entry()
+            first = entry.arrival if first is None else first
+            names = islice(names, -(-entry.prompt // BLOCK))
+            blocks = tuple(numbers.setdefault(name, len(numbers)) for name in names)
+            at = entry.arrival - first if isinstance(line, Azure) else entry.arrival
+            yield replace(entry, arrival=at, blocks=blocks)
+
+
+def checked(file: Path, lines: Iterable[str]) -> Iterator[Mooncake | Azure | Compact]:
+    """The lines of a file. Raises ValueError for one that is not as its form has it."""
+    number, text = 0, ""
+    try:
+        for at, make, row in rows_of(file, lines):
+            number, text = at, str(row).strip()
+            yield make(row)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{file}, line {number}: {error}: {text[:200]!r}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file}, after line {number}: {error}; a trace has {FORMS}") from None
+
+
+def rows_of(file: Path, lines: Iterable[str]) -> Iterator[tuple[int, Any, Any]]:
+    """The number of each line, how it is read, and what is read: by the first of them, which is an object or
+    has names of columns."""
+    lines = iter(lines)
+    start, head = next(((n, text) for n, text in enumerate(lines, 1) if text.strip()), (1, ""))
+    if head.lstrip().startswith("{"):
+        decode = msgspec.json.Decoder(Mooncake).decode
+        yield from ((n, decode, text) for n, text in enumerate(chain([head], lines), start) if text.strip())
+    elif head:
+        table = csv.DictReader(chain([head], lines))
+        kind = form_of(file, table.fieldnames or ())
+        make = partial(msgspec.convert, type=kind, strict=False)
+        yield from ((start - 1 + table.line_num, make, row) for row in table)
+
+
+def form_of(file: Path, names: Sequence[str]) -> type[Azure] | type[Compact]:
+    """The form whose first column a table has. Raises ValueError if it has that of none."""
+    if "TIMESTAMP" in names:
+        return Azure
+    if "arrival_ms" in names:
+        return Compact
+    raise ValueError(f"{file}: columns {', '.join(names):.200} are not those of a trace: {FORMS}")
+
+
 def drawn(count: int, rate: float, prompt: float, output: float, seed: int = 0) -> Iterator[Entry]:
     """Requests that arrive independently, `rate` a second (a Poisson process), with lengths that are
     lognormal around these means, as conversations' are; all at once where the rate is infinite."""
     random, at = Random(seed), 0.0
     for _ in range(count):
-        yield Entry(at, length(random, prompt), length(random, output))
+        yield Entry(at, lognormal(random, prompt), lognormal(random, output))
         at += random.expovariate(rate) if math.isfinite(rate) else 0.0
 
 
-def length(random: Random, mean: float, spread: float = 0.8) -> int:
+def lognormal(random: Random, mean: float, spread: float = 0.8) -> int:
     return max(1, round(random.lognormvariate(math.log(mean) - spread**2 / 2, spread)))
 
 
 def faster(entries: Iterable[Entry], times: float) -> Iterator[Entry]:
     """The same requests, so many times as often."""
     return (replace(entry, arrival=entry.arrival / times) for entry in entries)
-
-
-def share(entries: Iterable[Entry], replicas: int, which: int = 0) -> Iterator[Entry]:
-    """What one of some replicas gets where requests are dealt in turn."""
-    return islice(entries, which, None, replicas)

@@ -1,6 +1,6 @@
 """What a workload asks for on average: its lengths, what its prompts share, and how often they come."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,12 @@ class Workload:
     """Requests in order of their arrival, that stand for all."""
 
     entries: Sequence[Entry]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> "Workload":
+        """Requests in any order, of which the first arrives at 0."""
+        own = sorted(entries, key=lambda e: e.arrival)
+        return cls([replace(e, arrival=e.arrival - own[0].arrival) for e in own])
 
     @cached_property
     def rate(self) -> float:

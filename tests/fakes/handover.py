@@ -15,6 +15,7 @@ from duetto.serve.engine.engine import Engine
 from duetto.serve.handover.door import Door
 from duetto.serve.handover.far import Far
 from duetto.serve.handover.peer import PeerTier
+from duetto.serve.handover.registered import Agent
 from duetto.serve.handover.source import Ready, Source
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.tiers.host import HostTier
@@ -69,10 +70,11 @@ def tiered(engine: Engine, programs: FakePrograms, chain: Chain, peer: PeerTier 
 class PrefillSide:
     """An engine that computes prompts behind a door, until it ends."""
 
-    def __init__(self, port: int = 0, realm: bytes = REALM, **sizes: Any):
+    def __init__(self, port: int = 0, realm: bytes = REALM, agent: Agent | None = None, **sizes: Any):
         engine, programs = start(**(SIZES | sizes))
         page_bytes = tiered(engine, programs, Chain([HostTier(1 << 20)]))
-        self.door, self.prefills = Door(("127.0.0.1", port)), Prefills(EngineOptions(swap_space=1), VOCAB)
+        self.door = Door(("127.0.0.1", port), agent)
+        self.prefills = Prefills(EngineOptions(swap_space=1), VOCAB)
         self.door.renew(realm, page_bytes)
         self.session = Session(engine)
         self.prefills.serve(self.session)
@@ -102,5 +104,5 @@ def peer_of(engine: Engine) -> PeerTier:
     return peer
 
 
-def far_at(port: int, seconds: float = SOON) -> Far:
-    return Far(("127.0.0.1", port), seconds)
+def far_at(port: int, seconds: float = SOON, agent: Agent | None = None) -> Far:
+    return Far(("127.0.0.1", port), seconds, agent)

@@ -119,10 +119,10 @@ def test_memory_of_another_host_is_not_taken_for_ours():
     own = Shared(64)
     own.write(PAGE)
     seen = Seen.at(own.path, own.proof)
-    assert seen is not None and seen.read(64) == PAGE
+    assert seen is not None and seen.read(64, 0.0) == PAGE
     assert Seen.at(own.path, b"another" * 2) is None and Seen.at("/etc/passwd", b"root") is None
     own.close()
-    assert Seen.at(own.path, own.proof) is None and seen.read(64) == PAGE
+    assert Seen.at(own.path, own.proof) is None and seen.read(64, 0.0) == PAGE
     seen.close()
 
 

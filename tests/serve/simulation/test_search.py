@@ -17,7 +17,7 @@ from duetto.serve.programs.sizing import choose_sizes
 from duetto.serve.roofline.presets import PRESETS
 from duetto.serve.roofline.targets import TargetError, known_target
 from duetto.serve.simulation.candidates import Space, layouts
-from duetto.serve.simulation.estimate import estimate
+from duetto.serve.simulation.estimate import estimate, prefill_seconds
 from duetto.serve.simulation.fitting import Job, fit, stage_bytes
 from duetto.serve.simulation.search import Aim, Answer, bear, search, served, without
 from duetto.serve.simulation.tally import Within
@@ -124,3 +124,36 @@ def test_precisions_are_considered_where_that_is_allowed():
     space = Space(job(), BASE, STATED, quantised=True)
     assert [c.options.quantization for c in space.layouts()] == [None, "fp8", "fp8"]
     assert jnp.dtype(space.job.dtype) == jnp.bfloat16
+
+
+def test_requests_in_any_order_begin_at_0():
+    load = Workload.of([Entry(-3.0, 5, 1), Entry(-5.0, 6, 1), Entry(1e9, 7, 1)])
+    assert [(e.arrival, e.prompt) for e in load.entries] == [(0.0, 6), (2.0, 5), (1e9 + 5, 7)]
+
+
+def test_prompts_are_estimated_whole_where_nothing_is_found_again():
+    load = Workload([Entry(float(i), 2000, 5, (0, 1, 2, 3)) for i in range(8)])
+    kept, lost = (
+        Space(job(), replace(BASE, enable_prefix_caching=caching), STATED).made() for caching in (True, False)
+    )
+    assert prefill_seconds(lost, load, 0.95).mean > prefill_seconds(kept, load, 0.95).mean
+    assert prefill_seconds(lost, load, 0.95) == prefill_seconds(
+        kept, Workload([replace(e, blocks=()) for e in load.entries]), 0.95
+    )
+
+
+def test_pages_in_the_hosts_memory_are_not_simulated_with_prompts_computed_apart():
+    bare, kept = (Space(job(target="2xh200"), replace(BASE, swap_space=gib), STATED).made() for gib in (0, 1))
+    assert [own.apart for own in bare.splits()] == [1] and not list(kept.splits())
+
+
+def test_only_what_is_not_given_is_varied_and_only_layouts_that_do_not_fit_are_refused():
+    base = replace(BASE, pipeline_parallel_size=2)
+    space = Space(
+        job(target="4xh200"), base, STATED, fixed=frozenset({"pipeline_parallel_size", "page_size"})
+    )
+    found = list(space.layouts())
+    assert found and all(own.options.pipeline_parallel_size == 2 for own in found)
+    assert "page size" not in {name for name, _ in space.variations(found[0])}
+    assert space.candidate(micro_batches=3 * BASE.seats) is None
+    assert not {f"TP{own.options.tensor_parallel_size} PP2 DP1" for own in found} & space.refused.keys()

@@ -5,7 +5,7 @@ from cases.simulated import Even, simulation
 
 from duetto.serve.simulation.fleet import Fleet
 from duetto.serve.simulation.run import Simulation
-from duetto.serve.simulation.swapped import swap
+from duetto.serve.simulation.tiers import swap
 from duetto.serve.simulation.traces import Entry
 
 PAGE_BYTES = 1000
