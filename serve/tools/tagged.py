@@ -87,7 +87,7 @@ class Tagged:
         """Terms for a call of a tool: its parameters in their order, those that it requires always."""
         required = tool.arguments.get("required") or ()
         terms = [lark.text(self.name[0] + tool.name + self.name[1] + self.space)]
-        for key in tool.arguments.get("properties") or {}:
+        for key in tool.properties:
             term = lark.rule(self._written(tool, key, lark))
             terms.append(term if key in required else f"{term}?")
         return " ".join([*terms, lark.text(self.closes)])

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from .values import at
+
 ANCHORS = ("$defs", "definitions")  # of what references mean
+SAYING = {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # what there may be
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "patternProperties",
+    "if",
+}  # what else may be there
 
 
 @dataclass(frozen=True)
@@ -18,17 +28,22 @@ class Tool:
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
         """The schema of arguments that are asked for: an object of the parameters that are named, unless it
-        says that there may be others, or names none."""
-        properties = self.parameters.get("properties")
-        is_open = self.parameters.get("type") == "object" and not properties
-        return {
-            "type": "object", **({} if is_open else {"additionalProperties": False}), **self.parameters,
-        }  # fmt: skip
+        says what else there may be, or that there may be anything; a reference is followed."""
+        found = self.parameters
+        if isinstance(reference := found.get("$ref"), str) and isinstance(at(found, reference), Mapping):
+            found = self.rooted(at(found, reference))
+        is_closed = (found.get("properties") or not found) and not SAYING.intersection(found)
+        return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **found}
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The parameters by their names."""
+        found = self.arguments.get("properties")
+        return found if isinstance(found, Mapping) else {}
 
     def schema(self, parameter: str) -> Mapping[str, Any]:
         """The schema of one of its parameters; an empty one where nothing is said of it."""
-        properties = self.parameters.get("properties")
-        found = properties.get(parameter) if isinstance(properties, Mapping) else None
+        found = self.properties.get(parameter)
         return found if isinstance(found, Mapping) else {}
 
     def rooted(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from duetto.serve.text.tokenizer import Tokenizer
 from duetto.serve.tools.incoming import Text
 from duetto.serve.tools.notations import LAYOUTS, notation_of
 from duetto.serve.tools.reader import CallReader
+from duetto.serve.tools.tool import Tool
 from duetto.serve.tools.toolbox import Toolbox
 
 pytest.importorskip("llguidance")
@@ -133,3 +134,17 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     parts = parting.take(text, at_end=True)
     assert text_of(parts, Thought) == 'b"' and not text_of(parts, Text) and parting.count == 1
     assert dialect.calls_special and dialect.keeps_special
+
+
+def test_schemas_of_arguments_are_closed_where_they_name_all():
+    place = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    closed = {"additionalProperties": False}
+    assert Tool("f").arguments == {"type": "object"} | closed
+    assert Tool("f", place).arguments == place | closed
+    assert Tool("f", place | {"additionalProperties": True}).arguments["additionalProperties"] is True
+    assert Tool("f", {"type": "object"}).arguments == {"type": "object"}
+    either = {"anyOf": [place, {"type": "object", "properties": {"y": {}}}]}
+    assert Tool("f", either).arguments == {"type": "object"} | either
+    named = Tool("f", {"$ref": "#/$defs/Place", "$defs": {"Place": place}})
+    assert named.arguments == place | closed | {"$defs": {"Place": place}}
+    assert named.schema("x") == {"type": "integer"} and named.schema("y") == {}
