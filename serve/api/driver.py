@@ -11,11 +11,11 @@ import numpy as np
 
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
+from ..host.threads import Orders, obey
 from ..outputs import CompletionOutput, RequestOutput
 from .embedding import embedding_of, making
 from .intake import Intake, Prompt
 from .llm import LLM
-from .threads import Orders, obey
 from .ticket import Cursor, Ticket
 
 

@@ -20,6 +20,7 @@ from ..handover.peers import Peers
 from ..handover.registered import Agent
 from ..handover.source import Ready
 from ..host.store import warn
+from ..host.threads import Orders, obey
 from ..loading.mesh import apart
 from ..loading.start import start_engine
 from ..options.checks import GIB, place_of, places_of
@@ -28,7 +29,6 @@ from ..programs.transfers import MOST
 from ..tiers.tier import Content, Key, key_of
 from ..tiers.tiering import Tiering
 from .session import Session
-from .threads import Orders, obey
 from .ticket import Ticket
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)

@@ -17,6 +17,7 @@ from ...sampling.params import SamplingParams
 from ..engine.engine import Engine
 from ..host.memory import give_back
 from ..host.progress import telling
+from ..host.threads import in_threads
 from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
 from ..loading.start import on_devices
@@ -31,7 +32,6 @@ from ..text.tokenizer import Tokenizer
 from . import embedding, handing, likelihood, replying, snapshots, vllm
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
-from .threads import in_threads
 from .ticket import Ticket
 
 

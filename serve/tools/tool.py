@@ -8,14 +8,9 @@ from typing import Any
 from .values import at
 
 ANCHORS = ("$defs", "definitions")  # of what references mean
-SAYING = {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # what there may be
-    "additionalProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "patternProperties",
-    "if",
-}  # what else may be there
+OTHERS = {  # what says which other arguments there may be
+    "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Tool:
         found = self.parameters
         if isinstance(reference := found.get("$ref"), str) and isinstance(at(found, reference), Mapping):
             found = self.rooted(at(found, reference))
-        is_closed = (found.get("properties") or not found) and not SAYING.intersection(found)
+        is_closed = (found.get("properties") or not found) and not OTHERS.intersection(found)
         return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **found}
 
     @property

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from ..sampling.params import SamplingParams
 from ..serve.api.intake import Intake, Prompt
 from ..serve.api.llm import LLM
-from ..serve.api.threads import Gate, in_threads
 from ..serve.api.ticket import Ticket
 from ..serve.api.vllm import check_all
+from ..serve.host.threads import Gate, in_threads
 from ..serve.outputs import RequestOutput
 from .progress import Progress
 
