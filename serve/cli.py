@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": Command("PROMPT", "continue one prompt and show the text as it comes"),
     "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped"),
     "serve": Command("[MODEL]", "answer requests of OpenAI's API over HTTP"),
+    "verify": Command("LOG", "prove an audit log: run its requests again, and compare bits"),
     "route": Command(
         "--replica URL ...", "one address for several servers: prompts go where their beginnings are cached"
     ),

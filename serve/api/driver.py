@@ -110,12 +110,21 @@ class Driver:
         """The whole result of a flow that is at its end."""
         return self._llm._intake.output(flow.ticket)
 
+    def wake(self) -> None:
+        """Look again at what there is to do: the engine was paused or resumed, or requests were ended."""
+        self._orders.put(lambda: None)
+
     def stop(self) -> None:
         """End the thread after the step under way."""
         self._orders.put(None)
         self._thread.join()
 
     # ------------------------------------------------------------ in the thread
+
+    @property
+    def _is_busy(self) -> bool:
+        engine = self._session.engine
+        return bool(self._flows or engine.has_work) and not engine.is_sleeping
 
     def _begin(self, flow: Flow) -> None:
         self._flows[flow.ticket.id] = flow
@@ -127,10 +136,10 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while obey(self._orders, wait=not self._flows and not self._session.engine.has_work):
+            while obey(self._orders, wait=not self._is_busy):
                 with self._session.turn():
-                    if self._session.engine.has_work:
-                        self._session.engine.step()
+                    if (engine := self._session.engine).has_work and not engine.is_sleeping:
+                        engine.step()
                     taken = [(flow, flow.take()) for flow in self._flows.values()]
                 pieces = [Piece(flow, new, flow.at_end) for flow, new in taken if new]
                 for piece in pieces:

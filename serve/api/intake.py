@@ -96,13 +96,13 @@ class Intake:
                 stop_ids=self.stop_ids(params),
                 eos_ids=() if params.ignore_eos else self._silent_ids(),
                 bad_words=words,
-                text=self._detokenizer(params, tokens),
+                text=self.detokenizer(params, tokens),
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
                 pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
-                constraint=self._constraint(params, len(tokens)),
+                constraint=self.constraint(params, len(tokens)),
             )
             for i in range(params.n)
         ]
@@ -196,7 +196,7 @@ class Intake:
         drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
         return int(drawn[0])
 
-    def _detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
+    def detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
@@ -216,7 +216,7 @@ class Intake:
             raise ValueError("structured_outputs is not allowed: the model has no end-of-sequence token")
         return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
-    def _constraint(self, params: SamplingParams, start: int) -> Constraint | None:
+    def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
         asked = params.structured_outputs
         return None if asked is None else self.grammars.constraint(asked, start)
 
@@ -248,6 +248,7 @@ class Intake:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
+            weights=list(request.weights),
         )
 
     def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:

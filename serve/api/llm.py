@@ -11,16 +11,15 @@ from ...checkpoints.generation import GenerationDefaults
 from ...checkpoints.overrides import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
-from ...model.weights.compress import in_form
 from ...model.weights.prepared import unprepared
 from ...sampling.params import SamplingParams
+from ..audit.log import opened
 from ..engine.engine import Engine
 from ..host.memory import give_back
 from ..host.progress import telling
 from ..host.threads import in_threads
 from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
-from ..loading.start import on_devices
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..outputs import Delta, RequestOutput
@@ -29,7 +28,7 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message, render_for
 from ..text.tokenizer import Tokenizer
-from . import embedding, handing, likelihood, replying, snapshots, vllm
+from . import embedding, handing, likelihood, replying, snapshots, vllm, weights
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .ticket import Ticket
@@ -76,7 +75,7 @@ class LLM:
         with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
             config, params, defaults = load_folder(folder, dtype, mesh, chosen)
         words, lacking = origin.words()
-        self._begin(config, params, words, defaults, chosen, lacking)
+        self._begin(config, params, words, defaults, chosen, lacking, str(origin.model))
 
     @classmethod
     @together
@@ -117,10 +116,12 @@ class LLM:
         defaults: GenerationDefaults,
         options: EngineOptions,
         lacking: str = NONE,
+        model: str | None = None,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._defaults = defaults = ending(defaults, tokenizer)
         self._session, self._closing = handing.started(config, params, options)
+        self._session.log = opened(self.engine, options, tokenizer, model)
         self._intake = Intake(
             config.vocab_size,
             self.engine.sizes.max_model_len,
@@ -193,6 +194,8 @@ class LLM:
 
     log_likelihood, reply = likelihood.log_likelihood, replying.reply
     save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
+    update_params, load_params = weights.update_params, weights.load_params
+    pause_generation, resume_generation = weights.pause_generation, weights.resume_generation
 
     # ------------------------------------------------------------ streams
 
@@ -240,16 +243,6 @@ class LLM:
 
     # ------------------------------------------------------------ the engine
 
-    def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation.
-
-        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or sharding
-        differs, TypeError for parameters that are not on a device.
-        """
-        with self._session.turn():
-            params = on_devices(params)
-            self.engine.update_params(in_form(params, self.options.quantization, params.embed.dtype))
-
     @property
     def engine(self) -> Engine:
         """The engine that serves all callers. Raises RuntimeError after `close`."""
@@ -285,6 +278,8 @@ class LLM:
         """Abort what runs and free the device's memory."""
         self._closing.close()
         self._session.close()
+        if self._session.log is not None:
+            self._session.log.close()
         give_back()
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from ..audit.log import AuditLog
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..host.signals import uninterrupted
@@ -51,6 +52,7 @@ class Session:
 
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
+        self.log: AuditLog | None = None  # which hears of requests that have ended
         engine.on_end = listener(self)
         self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
         self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order
@@ -151,6 +153,12 @@ class Session:
             for watch in self._watches:
                 watch.saw(ticket)
 
+    def _ended(self, request: Request) -> None:
+        ticket = self.tickets.get(request.id)
+        if self.log is not None:
+            self.log.ended(request, 0 if ticket is None else ticket.requests.index(request))
+        self._see(ticket)
+
     def submit(self, tickets: list[Ticket]) -> None:
         with self.turn():
             for ticket in tickets:
@@ -242,14 +250,16 @@ class Session:
         self._see(ticket)
 
     def settle(self, mode: str) -> None:
-        """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing."""
-        while mode == "wait" and self.engine.has_work:
-            with self.turn():
-                self.engine.step()
+        """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing. Requests
+        that come meanwhile go on."""
         with self.turn():
             begun = [ticket for ticket in self.tickets.values() if ticket and ticket.submitted]
             for ticket in begun if mode == "abort" else ():
                 self._abort(ticket)
+        while mode == "wait" and not all(ticket.finished for ticket in begun):
+            with self.turn():
+                if self.engine.has_work:
+                    self.engine.step()
 
     def drop(self, tickets: list[Ticket]) -> None:
         """Forget tickets, and end those that have not ended."""
@@ -296,6 +306,6 @@ def listener(session: Session) -> Callable[[Request], None]:
     def heard(request: Request) -> None:
         session = alive()
         if session is not None:
-            session._see(session.tickets.get(request.id))
+            session._ended(request)
 
     return heard

@@ -87,6 +87,8 @@ def check_ray(args: argparse.Namespace) -> None:
             args.usage_error(
                 f"--{name.replace('_', '-')} is not allowed beside --ray: caches are the actors' own"
             )
+    if args.ray and getattr(args, "audit_log", None) is not None:
+        args.usage_error("--audit-log is not allowed beside --ray: each actor would write it")
     if args.ray and getattr(args, "nnodes", 1) > 1:
         args.usage_error("--nnodes is not allowed beside --ray: each actor is one process")
 

@@ -10,7 +10,7 @@ from ..host.signals import raise_on_interrupt
 from ..host.streams import tell
 from ..options.engine import PROCESSES, EngineOptions
 from ..options.flags import add_fields, given
-from .report import check_path, render, save
+from ..roofline.report import check_path, render, save
 
 if TYPE_CHECKING:
     from ...sampling.params import SamplingParams

@@ -39,6 +39,10 @@ def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput])
     choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
     cached = sum(out.num_cached_tokens for out in outputs)
     reply = replies.body(id, task, replace(counted, outputs=choices), asked.created, cached)
+    if task.ids and task.form == "completion":  # of each choice those of its own prompt
+        own = [out.prompt_token_ids for out in outputs for _ in range(n)]
+        for choice, ids in zip(reply["choices"], own, strict=True):
+            choice["prompt_token_ids"] = ids
     return reply | {"usage": reply["usage"] | usage(counted)}
 
 

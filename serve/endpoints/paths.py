@@ -1,8 +1,8 @@
 """Paths of a server: who answers each, and what the OpenAPI document says of it."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.routing import Route
@@ -18,7 +18,7 @@ ERRORS = {
     403: "a page of another origin may not ask",
     404: "there is no such model",
     408: "the body comes too slowly",
-    409: "a profile is recorded already, or none is",
+    409: "what is asked for does not go with what is under way",
     413: "the body is too long",
     429: "too many requests wait",
     500: "the server has failed",
@@ -32,7 +32,8 @@ class Path:
     """A path, and who answers it: an ASGI application, or a function from a request to a response.
 
     `reply` is the type of its JSON where `media` is JSON, `event` that of a stream's events. With a `body` it
-    is a POST, and where it `changes` something. No key is asked for where it `is_open`.
+    is a POST, and where it `changes` something. `query` are words that may stand behind it, and their values.
+    No key is asked for where it `is_open`.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Path:
     media: str | None = JSON
     is_open: bool = False
     changes: bool = False
+    query: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -87,6 +89,11 @@ def operation(path: Path, schemas: Schemas, has_keys: bool) -> dict[str, Any]:
     if variables := re.findall(r"{(\w+)}", path.template):
         found["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in variables
+        ]
+    if path.query:
+        found["parameters"] = [
+            {"name": name, "in": "query", "schema": {"enum": list(values)}}
+            for name, values in path.query.items()
         ]
     if path.body is not None:
         shown = {"schema": schemas.body(path.body), "example": path.body.example}

@@ -30,7 +30,7 @@ from .params import require_alike
 from .plan import Limits, StepPlan, Work
 from .request import Request
 from .results import Flights, Ran, note_passes, take_all
-from .rows import batch_of, calls, prompt_rows
+from .rows import batch_of, calls_of_plan
 from .scheduler import Scheduler
 from .seats import masked, seated, tables_of
 from .sleep import Sleep
@@ -76,7 +76,8 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self.flights, self._failures = Flights(self.scheduler.group_of), 0
+        self.flights = Flights(self.scheduler.group_of)
+        self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.speculation, self.warmup = speculation, warmup
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
@@ -120,6 +121,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Put a request into the queue; capacity is a place there, never an error."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
+        request.made_by(self.weights)
         request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
         self.scheduler.add(request)
 
@@ -147,8 +149,7 @@ class Engine:
             if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
                 raise
             return []
-        if touched:
-            self._failures = 0
+        self._failures = 0 if touched else self._failures
         return touched
 
     def report(self) -> dict[str, Any]:
@@ -168,21 +169,27 @@ class Engine:
         }
         return self.meter.report() | self.tiers.report() | self.programs.report() | own
 
-    def update_params(self, params: Decoder) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten.
+    def update_params(self, params: Decoder, keep: bool = False) -> None:
+        """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten,
+        and unfinished requests that are to be kept go on: their tokens are computed again.
 
-        Raises RuntimeError while requests are unfinished, ValueError where a shape, dtype or place differs.
+        Raises RuntimeError for those that are not, ValueError where a shape, dtype or place differs.
         """
-        if self.scheduler.has_work:
-            raise RuntimeError("update_params: requests are unfinished; run or abort them first")
+        if self.scheduler.has_work and not keep:
+            raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
         params = prepared_as(self.params, params)
         require_alike(self.params, params)
+        if self.scheduler.has_work:
+            self.vacate()
         if self.warmup is not None:
             self.warmup.replaced(self.tables)
         self.scheduler.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self.sleeper.replaced(params)
         self.tiers.replaced(self.everything)
+        self.weights += 1
+        for _, request in self.scheduler.waiting:
+            request.made_by(self.weights)
 
     # ------------------------------------------------------------ memory given back
 
@@ -236,8 +243,7 @@ class Engine:
     def _warm(self, warmup: Warmup) -> None:
         if not warmup.busy:
             return
-        cache = warmup.advance(self._state, self.tables, self.scheduler.growth)
-        if cache is None:
+        if (cache := warmup.advance(self._state, self.tables, self.scheduler.growth)) is None:
             self._recover()
         else:
             self._state = replace(self._state, cache=cache)
@@ -286,13 +292,7 @@ class Engine:
         self._state = replace(self._state, cache=cache, slots=masked(self.programs, self._state.slots, plan))
         for request in plan.seats:
             self._seat(request)
-        classes = self.classes
-        phases = (
-            (classes.prefill, prompt_rows(classes.prefill, plan.prefill, self.sizes)),
-            (classes.decode, plan.decode),
-            (classes.verify, plan.verify),
-        )
-        ran = [self._run(*call) for own, works in phases if works for call in calls(own, works, self.sizes)]
+        ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran

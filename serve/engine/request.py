@@ -84,6 +84,10 @@ class Request:
     constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
 
     tokens: list[int] = field(default_factory=list)
+    known: int = 0  # generated tokens that were given with it
+    weights: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # from which generated token on, which version
     computed: int = 0
     pages: list[list[int]] = field(default_factory=list)  # for each window
     names: list[bytes] = field(default_factory=list)
@@ -166,7 +170,15 @@ class Request:
             self.append(token)
             if self.params.logprobs is not None:
                 self.scores.append(*unknown_score(self.params.logprobs))
-        self.clock = Clock()
+        self.known, self.clock = self.generated, Clock()
+
+    def made_by(self, version: int) -> None:
+        """Tokens are of this version of the weights from now on; before the first one so is all else."""
+        if self.weights and self.weights[-1][0] == self.generated:
+            self.weights.pop()
+        self.weights.append((self.generated, version))
+        if self.generated == self.known:
+            self.prompt_scores = ScoreLog()
 
     def _stop_at(self, token: int) -> None:
         below_min = self.generated <= self.params.min_tokens
@@ -181,6 +193,8 @@ class Request:
     def finish(self, reason: str, stop: int | str | None = None) -> None:
         assert not self.finished, f"request {self.id} finishes twice"
         self.finish_reason, self.stop_reason = reason, stop
+        if len(self.weights) > 1 and self.weights[-1][0] == self.generated:  # which have made none
+            self.weights.pop()
         self.clock.finish = self.clock.now()
         if self.text is not None:
             self.text.finish()

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from ...kvcache.pages import Batch
+from ..programs.classes import Classes
 from ..programs.compile import Programs, fill
 from ..programs.shapes import Shape, Sizes, holds, row_tokens, smallest
-from .plan import Work
+from .plan import StepPlan, Work
 from .scores import tell_following
 
 
@@ -35,6 +36,13 @@ def by_shards(works: Sequence[Work], sizes: Sizes | None) -> list[list[Work]]:
 
 
 Call = tuple[Shape, dict[int, Work]]  # and its work by the rows
+
+
+def calls_of_plan(classes: Classes, plan: StepPlan, sizes: Sizes) -> Iterator[Call]:
+    """The calls of a step, one after the other."""
+    yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
+    yield from calls(classes.decode, plan.decode, sizes)
+    yield from calls(classes.verify, plan.verify, sizes)
 
 
 def calls(shapes: tuple[Shape, ...], works: list[Work], sizes: Sizes | None = None) -> list[Call]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ...fields import knob
 
 MODEL = "a name that the model is served under; it need not be given"
+IDS = "give token ids too: of the answer, and where it is whole of the prompt; and which weights made them"
 RESUME = (
     "of an answer that may go on elsewhere: its id, created, and token ids of each choice so far as outputs"
 )
@@ -40,6 +41,7 @@ class ChatFields:
     top_logprobs: int | None = knob(None, "report so many alternatives too; only with logprobs true")
     chat_template_kwargs: Mapping[str, Any] | None = knob(None, "variables of the chat template")
     include_reasoning: bool | None = knob(True, "give the model's reasoning beside its answer")
+    return_token_ids: bool | None = knob(False, IDS)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class CompletionFields:
         metadata={"help": "text or token ids, or a list of them"}
     )
     model: str | None = knob(None, MODEL)
+    return_token_ids: bool | None = knob(False, IDS)
 
 
 @dataclass(frozen=True)

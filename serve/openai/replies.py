@@ -41,13 +41,15 @@ class Replies:
             else self.completion_choice(o, task)
             for o in output.outputs
         ]
+        told = {"prompt_token_ids": ids} if task.ids else {}
         return {
             "id": PREFIXES[task.form] + id,
             "object": "chat.completion" if chat else "text_completion",
             "created": created,
             "model": self.named(task),
-            "choices": choices,
+            "choices": choices if chat else [choice | told for choice in choices],
             "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": cached}},
+            **(told if chat else {}),
         }
 
     def named(self, task: Task) -> str:
@@ -55,10 +57,12 @@ class Replies:
         return self.model if task.model is None else task.model
 
     def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        """Why the output ended; token ids where there is no text."""
-        ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        """Why the output ended; token ids where they are wanted, or there is no text."""
+        ending: dict[str, Any] = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        if task.ids and output.weights is not None:
+            ending |= {"weights": output.weights}
         textless = self.tokenizer is None or not task.params.detokenize
-        return {**ending, "token_ids": output.token_ids} if textless else ending
+        return {**ending, "token_ids": output.token_ids} if textless or task.ids else ending
 
     def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
         """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""

@@ -15,11 +15,13 @@ class Usage(TypedDict):
 
 
 class Ending(TypedDict):
-    """The end of a choice; token ids where there is no text."""
+    """The end of a choice; token ids where they are wanted, or there is no text, and from which of them on
+    which version of the weights made them."""
 
     finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
+    weights: NotRequired[list[tuple[int, int]]]
 
 
 class TextLogprobs(TypedDict):
@@ -37,6 +39,7 @@ class TextChoice(Ending):
     index: int
     text: str
     logprobs: TextLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -106,6 +109,7 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class FunctionDelta(TypedDict):

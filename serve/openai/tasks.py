@@ -60,6 +60,7 @@ class Task:
     model: str | None = None
     pooling: PoolingParams | None = None
     reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
+    ids: bool = False  # whether it has token ids beside its text
     now: datetime | None = None
     known: tuple[tuple[int, ...], ...] = ()
     source: str | None = None
@@ -76,6 +77,8 @@ def task_of_body(
     body = {k: v for k, v in body.items() if v is not None}
     model = body.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
+    ids = body.get("return_token_ids", False)
+    require(isinstance(ids, bool), "return_token_ids", ids, "true or false")
     if form == "chat":
         params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
         reasoning = body.get("include_reasoning", True)
@@ -86,10 +89,10 @@ def task_of_body(
             is_free, "tool_choice", body.get("tool_choice"), "none or auto beside what the output must be"
         )
         chat = chat_of("chat", name, params, body)
-        return replace(chat, model=model, reasoning=reasoning, toolbox=toolbox)
+        return replace(chat, model=model, reasoning=reasoning, toolbox=toolbox, ids=ids)
     require("prompt" in body, "prompt", None, "a string or a list of token ids")
     params = sampling_of(_body_fields(body, COMPLETION), {**DEFAULTS["completion"], **defaults}, seed)
-    return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model)
+    return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model, ids=ids)
 
 
 def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime | None = None) -> list[int]:

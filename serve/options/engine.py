@@ -172,6 +172,9 @@ class EngineOptions:
     profiler_config: Mapping[str, Any] | None = knob(
         None, "where start_profile writes: its torch_profiler_dir", flag=False
     )
+    audit_log: str | None = knob(
+        None, "file that gets a line of each request that has ended, for duetto verify (default: none)"
+    )
     seed: int = knob(0, "seed of requests that bring none")
     serve_while_compiling: bool = knob(
         True,

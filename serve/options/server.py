@@ -51,6 +51,10 @@ class ServerOptions:
     profile_dir: str | None = knob(
         None, "folder for profiles, by POST /start_profile and /stop_profile; default: these are not there"
     )
+    weights_dir: str | None = knob(
+        None, "folder in which POST /update_weights finds models to serve from then on, beside /pause and "
+        "/resume; default: these are not there",
+    )  # fmt: skip
     otlp_traces_endpoint: str | None = knob(
         None, "where a span of each request goes, by OTLP over HTTP, as http://localhost:4318/v1/traces"
     )

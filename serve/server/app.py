@@ -9,6 +9,7 @@ from ..endpoints.page import Page
 from ..endpoints.profile import Profile
 from ..endpoints.state import State
 from ..endpoints.tokens import Tokens
+from ..endpoints.weights import Weights
 from ..service.errors import HANDLERS
 from ..service.service import Service
 from .keys import Keys
@@ -22,6 +23,8 @@ def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette
     paths += State(service).paths
     if service.options.profile_dir is not None:
         paths += Profile(service, service.options.profile_dir).paths
+    if service.options.weights_dir is not None:
+        paths += Weights(service, service.options.weights_dir).paths
     paths += Page(paths, has_keys=bool(keys)).paths
     middleware = origins(service.options.allowed_origins or ())
     middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))

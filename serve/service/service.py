@@ -2,7 +2,7 @@
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +201,13 @@ class Service:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:
             raise RequestError("invalid_request", str(error), blamed(error)) from None
+
+    async def change(self, work: Callable[[], Any]) -> Any:
+        """Something done to the engine in another thread, after which its own looks at it again."""
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            self._driver.wake()
 
     # ------------------------------------------------------------ pieces, from the engine's thread
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from duetto.serve.audit import machine
 from duetto.serve.batch import fingerprint as module
 from duetto.serve.batch.fingerprint import contents, fingerprint
 from duetto.serve.cli import main
@@ -41,7 +42,7 @@ def test_the_same_job_has_the_same_fingerprint(model):
 
 
 def test_the_machine_counts(model, monkeypatch):
-    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(module.kept, "cores", lambda: 97)) == {
+    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(machine.kept, "cores", lambda: 97)) == {
         "cores"
     }
     other = SimpleNamespace(
@@ -54,9 +55,9 @@ def test_the_machine_counts(model, monkeypatch):
 
 
 def test_the_processor_counts_by_its_name_and_its_instructions(monkeypatch):
-    before = module.processor_name()
-    monkeypatch.setattr(module, "processor", lambda: "flags: avx99")
-    assert module.processor_name.__wrapped__() != before
+    before = machine.processor_name()
+    monkeypatch.setattr(machine, "processor", lambda: "flags: avx99")
+    assert machine.processor_name.__wrapped__() != before
 
 
 @pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"])
@@ -68,9 +69,9 @@ def test_the_compilers_settings_count(model, monkeypatch, name):
 
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "tokenizers", "jinja2"])
 def test_versions_count(model, monkeypatch, package):
-    version = module.version
+    version = machine.version
     newer = lambda name: "99.0" if name == package else version(name)
-    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(module, "version", newer)) == {package}
+    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(machine, "version", newer)) == {package}
 
 
 def test_the_draft_models_content_counts_and_not_its_name(model, monkeypatch, tmp_path):

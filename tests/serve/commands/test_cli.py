@@ -18,9 +18,9 @@ from duetto.serve import cli
 from duetto.serve.batch.fingerprint import contents
 from duetto.serve.cli import main, parse
 from duetto.serve.commands import plan
-from duetto.serve.commands.report import check_path, render
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
+from duetto.serve.roofline.report import check_path, render
 
 SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]

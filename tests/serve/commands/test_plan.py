@@ -27,7 +27,6 @@ from duetto.serve.commands.planning import (
     memory_of,
     plan_job,
 )
-from duetto.serve.commands.report import render
 from duetto.serve.host.devices import memory_limit
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.programs.shapes import Shape, Sizes
@@ -35,6 +34,7 @@ from duetto.serve.programs.sizing import choose_sizes
 from duetto.serve.roofline.floor import Demand, demand, pair_demand
 from duetto.serve.roofline.measured import STATUS
 from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.roofline.report import render
 from duetto.serve.roofline.targets import here
 
 pytestmark = pytest.mark.as_served

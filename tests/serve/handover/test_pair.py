@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve.commands.report import render
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.roofline.report import render
 
 SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

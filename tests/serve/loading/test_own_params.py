@@ -3,6 +3,7 @@ mapping."""
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -192,10 +193,22 @@ def plain_greedy(model: Llama, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def test_the_training_example_learns_while_it_samples():
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "sample_while_training.py")
+def example_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+def test_the_training_example_learns_while_it_samples():
+    example = example_of("sample_while_training.py")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs both
         losses, texts = example.train(rounds=2, steps=15)
     assert losses[-1] < 0.8 * losses[0] and len(texts) == 2
+
+
+def test_the_example_of_reinforcement_learns_from_its_own_samples():
+    example = example_of("reinforce.py")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rewards, apart, equal = example.reinforce(rounds=8)
+    assert rewards[-1] > 3 * rewards[0] > 0 and apart < 1e-4 and equal

@@ -20,7 +20,8 @@ def test_a_profile_is_recorded(starting, keys, tmp_path):
 
 def test_there_are_none_without_a_folder(server):
     with server.http() as http:
-        assert http.post("/start_profile").status_code == http.post("/stop_profile").status_code == 404
+        for path in ("/start_profile", "/stop_profile", "/pause", "/resume", "/update_weights"):
+            assert http.post(path).status_code == 404
 
 
 def recorded(folder: Path) -> list[Path]:

@@ -1,0 +1,80 @@
+"""`duetto verify`: an audit log proved by running its requests again."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..host.streams import tell
+from ..options.flags import positive
+from ..options.keywords import engine_options
+from ..proof.claims import Claims, Start
+from ..proof.verdict import OPEN, Proof
+from .command import model_flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("log", help="what --audit-log has written")
+    model_flags(parser)
+    parser.add_argument(
+        "--sample", type=positive, metavar="INT", help="so many requests, drawn at random (default: all)"
+    )
+    parser.add_argument("--head", metavar="HASH", help="a line's hash that is known from elsewhere")
+    parser.add_argument(
+        "--anyway",
+        action="store_true",
+        help="run what other versions or devices have made too: equal bits are proved, others are not",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--quiet", action="store_true", help="say nothing of the start")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where all is proved, 1 where something was altered, 2 where something cannot be told here."""
+    try:
+        claims = Claims.of(Path(args.log))
+    except (ValueError, OSError) as error:
+        tell(f"duetto verify: {error}")
+        return OPEN
+    if args.head is not None and args.head not in claims.hashes:
+        claims.broken[0] = f"no line has the hash {args.head}: the end was taken off, or something changed"
+    try:
+        proof = proved(args, claims)
+    except (ValueError, OSError, RuntimeError) as error:
+        proof = Proof([], claims)
+        tell(f"duetto verify: no engine can be started as in the log: {error}")
+    if args.json:
+        print(msgspec.json.encode(proof.record()).decode())
+    else:
+        print("\n".join(proof.lines()))
+    return proof.code
+
+
+def proved(args: argparse.Namespace, claims: Claims) -> Proof:
+    """Starts an engine as the log's latest start says. Raises ValueError where it cannot be."""
+    from ..api.llm import LLM
+    from ..proof.replay import Prover
+
+    start = claims.last_start
+    if start is None:
+        raise ValueError("the line of its start is missing")
+    with LLM(**arguments(args, start)) as llm:
+        return Prover(llm).prove(claims, args.sample, args.anyway)
+
+
+def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
+    """What the engine is made with: the log's model and options, where flags do not say otherwise."""
+    if args.model is None and start.model is None:
+        raise ValueError("the log names no folder for its model: give it with --model")
+    names = ("tokenizer", "revision", "tokenizer_revision", "download_dir")
+    kept = None if args.compilation_cache == "none" else args.compilation_cache
+    options = engine_options(start.options | {"use_tqdm_on_load": not args.quiet})
+    own = {name: vars(options)[name] for name in [*start.options, "use_tqdm_on_load"]}
+    return {
+        "model": args.model or start.model,
+        "dtype": start.facts["dtype"] if args.dtype == "auto" else args.dtype,
+        "compilation_cache": kept,
+        **{name: vars(args)[name] for name in names},
+        **own,
+    }

@@ -1,0 +1,1 @@
+"""An audit log proved: its requests are run again, and bits compared."""

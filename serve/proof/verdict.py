@@ -1,0 +1,98 @@
+"""What was found of a log: of each request, and of the log itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .claims import Claims, Span
+
+PROVED, DIFFERS, OPEN = 0, 1, 2  # exit codes: all, something is otherwise, something cannot be told here
+
+
+@dataclass
+class Verdict:
+    """On a request, by its line: `reasons` why it, or a part of it, cannot be proved here, the `spans` of its
+    tokens that are run again, and `differences` from them, each with its place. Where `foreign` facts have
+    made it, a difference proves nothing."""
+
+    line: int
+    id: str
+    index: int
+    reasons: list[str]
+    spans: list[Span] = field(default_factory=list)
+    foreign: str = ""
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.differences) and not self.foreign
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.differences and not self.reasons
+
+    def __str__(self) -> str:
+        told = self.differences if self.differs else [*self.reasons, *self.differences]
+        if self.differences and self.foreign:
+            told = [self.foreign, *told]
+        return f"line {self.line}, request {self.id}, completion {self.index}: {'; '.join(told)}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Verdicts on requests of a log."""
+
+    verdicts: list[Verdict]
+    claims: Claims
+
+    @property
+    def proved(self) -> list[Verdict]:
+        return [v for v in self.verdicts if v.is_proved]
+
+    @property
+    def altered(self) -> list[Verdict]:
+        return [v for v in self.verdicts if v.differs]
+
+    @property
+    def unproved(self) -> list[Verdict]:
+        return [v for v in self.verdicts if not v.is_proved and not v.differs]
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        if self.altered or self.claims.broken:
+            return DIFFERS
+        return OPEN if self.unproved or not self.verdicts else PROVED
+
+    def lines(self) -> Iterator[str]:
+        """For people: what is wrong first."""
+        claims = self.claims
+        yield from (f"altered: {wrong}" for wrong in claims.unread())
+        yield from (f"altered: {v}" for v in self.altered)
+        yield from (f"not provable here: {v}" for v in self.unproved)
+        yield from (f"line {n} was cut off when its process was killed" for n in claims.cut_off)
+        total = len(claims.requests)
+        of = f" of {total} in the log" if len(self.verdicts) < total else ""
+        yield (
+            f"{len(self.proved)} of {len(self.verdicts)} requests{of} have the same bits again, "
+            f"{len(self.altered)} differ, {len(self.unproved)} cannot be proved here"
+        )
+        yield f"the chain {'is broken' if claims.broken else 'is whole'} and ends with {claims.head}"
+
+    def record(self) -> dict[str, Any]:
+        """The same as JSON."""
+
+        def told(verdict: Verdict) -> dict[str, Any]:
+            own = vars(verdict)
+            return {name: own[name] for name in ("line", "id", "index", "reasons", "differences")}
+
+        return {
+            "requests": len(self.claims.requests),
+            "run": len(self.verdicts),
+            "proved": len(self.proved),
+            "altered": [told(v) for v in self.altered],
+            "not_provable": [told(v) for v in self.unproved],
+            "broken": [{"line": n, "wrong": wrong} for n, wrong in self.claims.broken.items()],
+            "cut_off": self.claims.cut_off,
+            "head": self.claims.head,
+        }

@@ -1,0 +1,151 @@
+"""Other weights under requests that are under way, pauses, and log-probabilities of tokens that are given."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.requests import GREEDY, IDS, PROMPTS, SEEDED, exact
+
+from duetto import LLM, RequestOutput, SamplingParams
+from duetto.checkpoints import huggingface
+from duetto.model.transformer import Decoder
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+LONG = replace(SEEDED, max_tokens=24)
+BOTH = [(IDS, LONG), (PROMPTS[1], replace(GREEDY, max_tokens=24, logprobs=0, prompt_logprobs=0))]
+
+
+@pytest.fixture(scope="module")
+def other(tiny) -> Decoder:
+    return jax.tree.map(lambda x: jnp.flip(x, 0), tiny.params)
+
+
+@pytest.fixture
+def restored(llm, tiny) -> Iterator[None]:
+    yield
+    llm.update_params(tiny.params)
+
+
+def begun(llm: LLM, steps: int = 8) -> list[str]:
+    ids = [llm.add_request(prompt, params) for prompt, params in BOTH]
+    for _ in range(steps):
+        llm.step()
+    return ids
+
+
+def ended(llm: LLM, ids: list[str]) -> list[RequestOutput]:
+    found = {}
+    while llm.has_unfinished_requests():
+        found |= {output.request_id: output for output in llm.step()}
+    return [found[id] for id in ids]
+
+
+def continued(llm: LLM, prompt: list[int], params: SamplingParams, known: list[int]) -> RequestOutput:
+    """A request whose first tokens are given."""
+    make = partial(llm._intake.ticket, prompt=prompt, params=params, known=[known])
+    (output,) = llm._finish(llm._session.tickets_of([make]), use_tqdm=False)
+    return output
+
+
+def test_requests_that_are_kept_go_on_with_the_new_weights(llm, other, restored):
+    before = [o.outputs[0] for o in (llm.generate(*request, use_tqdm=False)[0] for request in BOTH)]
+    compiled = llm.report()["compilations"]
+    ids = begun(llm)
+    llm.update_params(other, mode="keep")
+    late = llm.add_request(*BOTH[0])
+    found = [o.outputs[0] for o in ended(llm, [*ids, late])]
+    version = llm.engine.weights
+    for (prompt, params), old, new in zip(BOTH, before, found[:2], strict=True):
+        (_, first), (at, second) = new.weights or []
+        assert 0 < at < 24 and (first, second) == (version - 1, version)
+        assert new.token_ids[:at] == old.token_ids[:at] and new.logprobs[:at] == old.logprobs[:at]
+        rest = continued(llm, prompt, params, new.token_ids[:at]).outputs[0]
+        assert rest.token_ids == new.token_ids != old.token_ids
+        assert rest.logprobs[at:] == new.logprobs[at:]
+    assert found[2].weights == [(0, version)]
+    assert found[2].token_ids == llm.generate(*BOTH[0], use_tqdm=False)[0].outputs[0].token_ids
+    assert llm.report()["compilations"] == compiled
+
+
+def test_requests_may_end_before_or_be_aborted(llm, other, tiny, restored):
+    whole = [llm.generate(*request, use_tqdm=False)[0].outputs[0].token_ids for request in BOTH]
+    ids = begun(llm)
+    llm.update_params(other, mode="wait")
+    assert [o.outputs[0].token_ids for o in ended(llm, ids)] == whole
+    llm.update_params(tiny.params)
+    ids = begun(llm)
+    wrong = replace(other, embed=other.embed[:-1])
+    for refused in (lambda: llm.update_params(wrong, mode="abort"), lambda: llm.update_params(other)):
+        with pytest.raises((ValueError, RuntimeError), match="expected|requests are unfinished"):
+            refused()
+    with pytest.raises(ValueError, match="mode='later' is not allowed"):
+        llm.update_params(other, mode="later")
+    llm.step()
+    llm.update_params(other, mode="abort")
+    for output, old in zip(ended(llm, ids), whole, strict=True):
+        (one,) = output.outputs
+        assert one.finish_reason == "abort" and 0 < len(one.token_ids) < 24
+        assert one.token_ids == old[: len(one.token_ids)] and len(one.weights) == 1
+
+
+def test_weights_that_come_while_a_prompt_is_read_make_all_of_it(llm, other, restored):
+    ids = [llm.add_request(PROMPTS[3], replace(GREEDY, prompt_logprobs=0))]
+    llm.engine.step()  # 64 of 80 tokens
+    llm.update_params(other, mode="keep")
+    (found,) = ended(llm, ids)
+    (want,) = llm.generate(PROMPTS[3], replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    assert found.outputs[0].token_ids == want.outputs[0].token_ids and len(found.outputs[0].weights) == 1
+    assert found.prompt_logprobs == want.prompt_logprobs
+
+
+def test_a_pause_keeps_what_runs(llm, other, tiny, restored):
+    whole = [llm.generate(*request, use_tqdm=False)[0] for request in BOTH]
+    for clear_cache in (True, False):
+        ids = begun(llm)
+        llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert llm.is_sleeping()
+        with pytest.raises(RuntimeError, match="sleeps, without scheduling"):
+            llm.step()
+        llm.resume_generation()
+        assert exact(ended(llm, ids)) == exact(whole)
+    ids = begun(llm)
+    llm.pause_generation(mode="keep")
+    llm.update_params(other)
+    llm.update_params(tiny.params)
+    llm.resume_generation()
+    assert exact(ended(llm, ids)) == exact(whole)
+    with pytest.raises(ValueError, match="mode='never' is not allowed"):
+        llm.pause_generation(mode="never")
+
+
+def test_weights_of_a_folder(llm, other, tiny, tmp_path, restored):
+    huggingface.save(tmp_path / "new", tiny.config, other, "float32")
+    before = llm.engine.weights
+    assert llm.load_params(tmp_path / "new") == before + 1
+    loaded = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.update_params(other)
+    assert exact(loaded) == exact(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    bigger = replace(tiny.config, max_position=tiny.config.max_position * 2)
+    huggingface.save(tmp_path / "bigger", bigger, other, "float32")
+    with pytest.raises(ValueError, match="bigger is of another model"):
+        llm.load_params(tmp_path / "bigger")
+
+
+def test_given_tokens_have_the_bits_of_sampled_ones(llm):
+    """By decode always; by prefill where the two are of one class."""
+    prompts = [IDS, PROMPTS[1], PROMPTS[3]]
+    params = [replace(LONG, logprobs=0), replace(GREEDY, logprobs=0, max_tokens=20), replace(LONG, seed=1)]
+    sampled = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+    tokens = [o.token_ids for o in sampled]
+    wanted = [[at[t].logprob for t, at in zip(o.token_ids, o.logprobs, strict=True)] for o in sampled]
+    found = llm.log_likelihood(prompts, tokens, by="decode")
+    assert [(o.token_ids, o.logprobs) for o in found] == list(zip(tokens, wanted, strict=True))
+    read = [o.logprobs for o in llm.log_likelihood(prompts, tokens)]
+    assert (read == wanted) == llm.engine.classes.same_bits
+    np.testing.assert_allclose(np.concatenate(read), np.concatenate(wanted), atol=1e-4)
+    with pytest.raises(ValueError, match="by='decode' is not allowed"):
+        llm.log_likelihood(prompts, by="decode")
