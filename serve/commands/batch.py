@@ -35,7 +35,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
-    from ..api.remote import Remote
+    from ..remote.remote import Remote
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +96,8 @@ def check_ray(args: argparse.Namespace) -> None:
 def start_actors(args: argparse.Namespace, options: EngineOptions) -> "Remote":
     """Engines in actors of Ray's as one."""
     from ...ray import RayCrew
-    from ..api.remote import Remote
     from ..loading.origin import Origin
+    from ..remote.remote import Remote
 
     tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
     crew = RayCrew(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)

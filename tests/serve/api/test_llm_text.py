@@ -249,6 +249,7 @@ def test_a_reply_calls_tools_as_a_server_answers(llm):
     tools = [{"type": "function", "function": {"name": "rain", "parameters": days}}]
     messages = [{"role": "user", "content": "rain?"}]
     asked = {"tools": tools, "tool_call_parser": "hermes", "parallel_tool_calls": False}
+    choices, calls = [], []
     for seed in range(3):
         params = SamplingParams(temperature=1.5, seed=seed, max_tokens=60, n=2)
         choices = llm.reply(messages, params, **asked, tool_choice="required")
