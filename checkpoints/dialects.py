@@ -25,7 +25,8 @@ class Marks:
 @dataclass(frozen=True)
 class Calls:
     """Calls of tools stand between `begin` and `end`, which is "" where they end with the message; `name` is
-    that of vLLM's `--tool-call-parser` for the notation between them."""
+    that of vLLM's `--tool-call-parser` for the notation between them; of Mistral's two, which have one there,
+    the older has a name of its own. Llama's models may leave `begin` out at the beginning of a message."""
 
     signs: tuple[str, ...]
     name: str
@@ -73,7 +74,8 @@ CALLS = (
     Calls(("<|START_ACTION|>",), "cohere_command", "<|START_ACTION|>", "<|END_ACTION|>"),
     Calls(("<|tool_call_start|>",), "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
     Calls(("<|tool_call|>",), "granite", "<|tool_call|>"),  # Granite 3; the fourth has Hermes' notation
-    Calls(("[TOOL_CALLS]",), "mistral", "[TOOL_CALLS]"),
+    Calls(("[TOOL_CALLS]", "[ARGS]"), "mistral", "[TOOL_CALLS]"),  # since version 11
+    Calls(("[TOOL_CALLS]",), "mistral_list", "[TOOL_CALLS]"),
     Calls(
         ("<｜tool▁calls▁begin｜>", "```json"),
         "deepseek_v3",
@@ -88,8 +90,8 @@ CALLS = (
     Calls(("<arg_key>",), "glm45", "<tool_call>", "</tool_call>"),
     Calls(("<function=",), "qwen3_coder", "<tool_call>", "</tool_call>"),  # Qwen3-Coder, Qwen 3.5
     Calls(("<tool_call>",), "hermes", "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, EXAONE 4, ERNIE 4.5
-    Calls(("<|python_start|>",), "llama4_json", '{"name": '),
-    Calls(("ipython", '"parameters": '), "llama3_json", '{"name": '),
+    Calls(("<|python_start|>",), "llama4_json", "<|python_start|>", "<|python_end|>"),
+    Calls(("ipython", '"parameters": '), "llama3_json", "<|python_tag|>"),
 )
 
 

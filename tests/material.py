@@ -30,9 +30,15 @@ from duetto.model.inputs.layer import inputs_of
 from duetto.model.layers import normalise
 from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
 from duetto.serve.commands.convert import convert
+from duetto.serve.grammar.grammars import Grammars
+from duetto.serve.loading.folder import DEMO
+from duetto.serve.openai.dialect import Dialect
 from duetto.serve.text.chat import ChatTemplateError, render_chat
 from duetto.serve.text.stops import Detokenizer
 from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.tools.incoming import Arguments, Begun
+from duetto.serve.tools.reader import CallReader
+from duetto.serve.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.extras
 
@@ -278,6 +284,37 @@ def test_real_chat_templates_are_rendered_as_transformers_renders_them():
         except ChatTemplateError as error:
             text = {"error": str(error).removeprefix("the chat template failed: ")}
         assert text == expected, name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        "Qwen-Qwen2.5-7B-Instruct",
+        "meta-llama-Llama-3.1-8B-Instruct",
+        "meta-llama-Llama-3.2-3B-Instruct",
+    ],
+)
+def test_calls_are_found_in_what_real_chat_templates_write(model):
+    """And a grammar would have allowed them."""
+    template = (DATA / "chat_templates" / f"{model}.jinja").read_text()
+    golden = json.loads((DATA / "chat_templates" / "golden.json").read_text())
+    given = golden["cases"]["tool_result"]
+    options = {"bos_token": "<s>", "eos_token": "</s>", "tools": given["tools"], "date_string": "26 Jul 2024"}
+    prompt = render_chat(template, given["messages"][:1], **options)
+    text = render_chat(template, given["messages"][:2], **options, add_generation_prompt=False)
+    text = text.removeprefix(prompt).removesuffix("\n")
+    text = text.removesuffix("<|im_end|>").removesuffix("<|eot_id|>").removesuffix("<|end|>")
+    own = Tokenizer.from_folder(DEMO)
+    assert own is not None
+    dialect, box = Dialect(own, calls_of(template).name), Toolbox(given["tools"], "required")
+    begun, arguments, _ = CallReader(dialect.known(), box.tools).take(text, at_end=True)
+    assert begun == Begun("get_weather") and isinstance(arguments, Arguments)
+    assert json.loads(arguments.text) == {"city": "Oslo"}
+    grammars = Grammars(own, len(own), [own.eos_token_id])
+    follower = grammars.constraint(dialect.asked(box, []), 0)
+    follower.follow(own.encode(text.strip()))
+    assert follower.failure is None
 
 
 @pytest.mark.parametrize(

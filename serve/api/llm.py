@@ -33,7 +33,7 @@ from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
 from ..text.chat import Message
 from ..text.tokenizer import Tokenizer
-from . import embedding, handing, likelihood, snapshots, vllm, weights
+from . import embedding, handing, likelihood, replying, snapshots, vllm, weights
 from .bar import Tqdm, progress
 from .intake import Intake, Prompt, listed, one_each
 from .ticket import Ticket
@@ -198,7 +198,7 @@ class LLM:
         """A conversation as token ids; options are those of `chat.render_for`."""
         return self._intake.conversation(messages, **options)["prompt_token_ids"]
 
-    log_likelihood = likelihood.log_likelihood
+    log_likelihood, reply = likelihood.log_likelihood, replying.reply
     save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
     update_params, load_params = weights.update_params, weights.load_params
     pause_generation, resume_generation = weights.pause_generation, weights.resume_generation

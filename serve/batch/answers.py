@@ -8,6 +8,7 @@ send them, and in `error`, where vLLM has them.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -26,21 +27,22 @@ LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in ("\u0085", "\u2028", "\u20
 @dataclass(frozen=True)
 class Answers:
     """Writes the answers of one job: `salt` (the input's hash) and a line's number name an answer, `model`
-    the model for lines that do not."""
+    the model for lines that do not, `parser` the notation of calls."""
 
     salt: str
     model: str
     tokenizer: Tokenizer | None = None
+    parser: str | None = None
 
-    @property
-    def _replies(self) -> Replies:
-        return Replies(self.model, self.tokenizer)
+    @cached_property
+    def replies(self) -> Replies:
+        return Replies(self.model, self.tokenizer, self.parser)
 
     def result(self, number: int, task: Task, output: RequestOutput) -> bytes:
         """The answer to a task that was run."""
         if task.form == "plain":
             return encoded(self._plain(number, task, output))
-        body = self._replies.body(self._name("", number), task, output)
+        body = self.replies.body(self._name("", number), task, output)
         response = {"status_code": 200, "request_id": self._name("req_", number), "body": body}
         return encoded(self._envelope(number, task.id, response, None))
 
@@ -76,7 +78,7 @@ class Answers:
         return {**name, "line": number, **without(said, "index"), "usage": usage(output), **scores}
 
     def _plain_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        choice = {"index": output.index, "text": output.text, **self._replies.ending(output, task)}
+        choice = {"index": output.index, "text": output.text, **self.replies.ending(output, task)}
         if output.logprobs is None:
             return choice
         return {

@@ -4,7 +4,6 @@ is kept."""
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -24,6 +23,7 @@ from ..text.chat import ChatTemplateError
 from ..text.tokenizer import Tokenizer
 from .answers import Answers
 from .lines import INTERNAL, Address, RawLine, address_of, decode, task_of
+from .options import BatchOptions
 from .source import Input
 
 if TYPE_CHECKING:
@@ -66,28 +66,6 @@ class Sink(Protocol):
     def has_room(self) -> bool: ...
     def append(self, index: int, digest: int, answer: bytes, about: Mapping[str, Any]) -> None: ...
     def sync(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """How a job is run. `in_flight` lines are in the engine at once (four times max_num_seqs keeps it busy).
-
-    Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
-    not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
-    `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report;
-    `save_cache` is a folder for what the engine's cache holds at the end; `adapters` are those that a line
-    may name as its model.
-    """
-
-    in_flight: int = 128
-    seed: int = 0
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    model_name: str = "duetto"
-    max_line_bytes: int = 8 << 20
-    progress: bool = True
-    explain: bool = False
-    save_cache: str | None = None
-    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
 
 
 class OrderedStream:
@@ -237,7 +215,7 @@ class Job:
     def _submit(self, line: RawLine, task: Task, engine: BatchEngine) -> None:
         try:
             prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
-            params = params_for(task, engine.tokenizer)
+            params = params_for(task, self._answers.replies.dialect, prompt)
             adapter = self._options.adapters.get(task.model or "")
             engine.add_request(prompt, params, str(line.index), lora_request=adapter)
         except ChatTemplateError as error:
@@ -253,7 +231,8 @@ class Job:
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()
         self._check_products(self._engine)
-        self._answers = Answers(self._source.sha256, self._options.model_name, self._engine.tokenizer)
+        options, tokenizer = self._options, self._engine.tokenizer
+        self._answers = Answers(self._source.sha256, options.model_name, tokenizer, options.tool_call_parser)
         self._progress.begin()
         return self._engine
 

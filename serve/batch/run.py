@@ -22,12 +22,14 @@ from ...sampling.params import SamplingParams
 from ..host.files import JobError, disk, status, write_whole
 from ..host.signals import Interrupted, Interrupts
 from ..host.streams import tell
-from .job import BatchEngine, BatchOptions, Job, OrderedStream
+from .job import BatchEngine, Job, OrderedStream
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
+from .options import BatchOptions
 from .source import Input, file_hash
 
 Report = dict[str, Any]
+DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"  # answers, of a job's options
 
 
 def run_batch(
@@ -306,10 +308,8 @@ def own_fingerprint(options: BatchOptions) -> dict[str, str]:
     """What decides answers among the options, and this program's version."""
     return {
         "duetto": version("duetto"),
-        "seed": str(options.seed),
         "sampling": msgspec.json.encode(dict(options.sampling), order="sorted").decode(),
-        "model_name": options.model_name,
-        "max_line_bytes": str(options.max_line_bytes),
+        **{name: str(vars(options)[name]) for name in DECIDING},
     }
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from ...sampling.params import SamplingParams
 from ..adapters.registry import modules_of
 from ..batch.fingerprint import fingerprint
-from ..batch.job import BatchOptions
+from ..batch.options import BatchOptions
 from ..batch.run import Place, run_batch
 from ..host.devices import default_device, memory_limit
 from ..loading.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..processes.meeting import join
+from ..tools.notations import named
 from .command import (
     cache_flags,
     check_cache,
@@ -35,7 +36,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
-    from ..api.remote import Remote
+    from ..remote.remote import Remote
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model-name",
         default="duetto",
         help="the model's name in answers to lines that name none (default: duetto)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="STR",
+        help="notation of the model's calls of tools, as hermes (default: that of its chat template)",
     )
     parser.add_argument(
         "--progress",
@@ -91,8 +97,8 @@ def check_ray(args: argparse.Namespace) -> None:
 def start_actors(args: argparse.Namespace, options: EngineOptions) -> "Remote":
     """Engines in actors of Ray's as one."""
     from ...ray import RayCrew
-    from ..api.remote import Remote
     from ..loading.origin import Origin
+    from ..remote.remote import Remote
 
     tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
     crew = RayCrew(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
@@ -111,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     check_report(args)
     check_cache(args)
     check_ray(args)
+    if args.tool_call_parser is not None:
+        checked(args, lambda: named(args.tool_call_parser))
     asked = options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
@@ -134,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         explain=args.explain,
         save_cache=args.save_cache,
         adapters={request.lora_name: request for request in adapters},
+        tool_call_parser=args.tool_call_parser,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured

@@ -151,8 +151,8 @@ def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: I
 def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     """Prompt and output tokens of the lines of a batch. Raises ValueError for one that is not allowed,
     OSError."""
-    from ..batch.job import BatchOptions
     from ..batch.lines import decode, task_of
+    from ..batch.options import BatchOptions
     from ..batch.source import Input
     from ..text.chat import apply_chat
     from ..text.tokenizer import Tokenizer

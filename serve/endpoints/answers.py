@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from ..openai.parting import Parting
 from ..openai.replies import PREFIXES, Replies, usage
 from ..openai.tasks import Task
 from ..outputs import CompletionOutput, RequestOutput
-from ..text.reasoning import Reasoning
 from ..text.tokenizer import Tokenizer
 from .asked import Asked
 
@@ -82,7 +82,7 @@ class Events:
     asked: Asked
     prompt_ids: Sequence[int] = ()
     tokens: int = 0  # generated so far
-    _begun: dict[int, Reasoning | None] = field(default_factory=dict)  # choices
+    _begun: dict[int, Parting] = field(default_factory=dict)  # choices
     _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:
@@ -147,7 +147,7 @@ class Events:
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
             if out.index not in self._begun:
-                self._begun[out.index] = self.replies.reasoning(self.prompt_ids)
+                self._begun[out.index] = self.replies.parting(self.task, self.prompt_ids, self.id, out.index)
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])

@@ -11,6 +11,8 @@ from ..openai.responses import task_of_response
 from ..openai.resume import Resume, resume_of
 from ..openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
+TOLD = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -69,7 +71,7 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
     """What the body of a response asks for. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
-    told = {name: fields[name] for name in ("instructions", "metadata", "text") if fields.get(name)}
+    told = {name: fields[name] for name in TOLD if fields.get(name)}
     return Asked([task_of_response(fields, defaults)], stream, told=told, resume=resume)
 
 

@@ -1,7 +1,7 @@
 """/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -13,6 +13,7 @@ from ..openai.bodies import Message
 from ..openai.reading import object_of
 from ..openai.refusing import RequestError, require
 from ..openai.schemas import Body
+from ..openai.toolboxes import toolbox_of
 from ..service.errors import HttpError, json_response
 from ..service.service import Service
 from ..text.chat import apply_chat, check_messages
@@ -29,6 +30,7 @@ class TokenizeFields:
 
     prompt: str | None = knob(None, "text")
     messages: Sequence[Message] | None = knob(None, "a conversation, in place of a text")
+    tools: Sequence[Mapping[str, Any]] | None = knob(None, "functions that the reply may call; of messages")
     add_special_tokens: bool | None = knob(True, "as before a completion; of a text")
     add_generation_prompt: bool | None = knob(True, "begin a reply; of messages")
     return_token_strs: bool | None = knob(False, "give each token's text too")
@@ -138,8 +140,9 @@ class Tokens:
     def _encoded(self, body: dict[str, Any]) -> list[int]:
         if body.get("messages") is not None:
             generation = flag(body, "add_generation_prompt", default=True)
-            messages = check_messages(body["messages"])
-            return apply_chat(self._tokenizer, messages, MOST, add_generation_prompt=generation)
+            messages, toolbox = check_messages(body["messages"]), toolbox_of({"tools": body.get("tools")})
+            options = {"add_generation_prompt": generation, "tools": toolbox and toolbox.given}
+            return apply_chat(self._tokenizer, messages, MOST, **options)
         text: Any = body.get("prompt")
         require(isinstance(text, str), "prompt", text, "a string")
         special = flag(body, "add_special_tokens", default=True)

@@ -58,6 +58,17 @@ class FormatFields:
 
 
 @dataclass(frozen=True)
+class ToolFields:
+    """What a reply may call."""
+
+    tools: Sequence[Mapping[str, Any]] | None = knob(None, "functions that the model may call")
+    tool_choice: str | Mapping[str, Any] | None = knob(
+        None, "none, auto (default), required, or a function that must be called"
+    )
+    parallel_tool_calls: bool | None = knob(True, "false: at most one call")
+
+
+@dataclass(frozen=True)
 class CompletionFields:
     """A text to continue."""
 
@@ -73,7 +84,10 @@ class ResponseFields:
     """An input to respond to."""
 
     input: str | Sequence[Mapping[str, Any]] = field(
-        metadata={"help": "a text, or items: messages of which all parts are text, and earlier reasoning"}
+        metadata={
+            "help": "a text, or items: messages of which all parts are text, earlier reasoning, calls of "
+            "functions and their outputs"
+        }
     )
     model: str | None = knob(None, MODEL)
     instructions: str | None = knob(None, "a first message of the system")

@@ -22,8 +22,8 @@ HARMLESS = frozenset(
     }
 )
 
-# Fields that are understood only as far as they ask for nothing, with the values that do. Without tools there
-# is no call to choose or to parallelise, and a completion is all of a text.
+# Fields that are understood only as far as they ask for nothing, with the values that do: where there are no
+# tools, no call is to be chosen or made beside others, and a completion is all of a text.
 NEUTRAL: Table = {
     "add_generation_prompt": (True,),
     "best_of": (1,),

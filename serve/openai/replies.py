@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...checkpoints.dialects import Marks
 from ...sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
-from ..text.reasoning import Reasoning, marks_of
 from ..text.tokenizer import Tokenizer
+from ..tools.incoming import Text
+from ..tools.reader import CallReader
+from .dialect import Dialect
+from .parting import Parting, Thought, call_deltas, text_of, whole_calls
 from .tasks import Task
 
 PREFIXES = {"chat": "chatcmpl-", "completion": "cmpl-"}  # of a reply's id, by what was asked for
@@ -21,10 +23,12 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
 
 @dataclass(frozen=True)
 class Replies:
-    """Makes replies of `model`, for requests that do not name it otherwise."""
+    """Makes replies of `model`, for requests that do not name it otherwise; `parser` names the notation of
+    calls where the chat template's is not meant."""
 
     model: str
     tokenizer: Tokenizer | None = None
+    parser: str | None = None
 
     def body(
         self, id: str, task: Task, output: RequestOutput, created: int = 0, cached: int = 0
@@ -32,7 +36,9 @@ class Replies:
         """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
         chat, ids = task.form == "chat", output.prompt_token_ids
         choices = [
-            self.chat_choice(o, task, self.reasoning(ids)) if chat else self.completion_choice(o, task)
+            self.chat_choice(o, task, self.parting(task, ids, id, o.index))
+            if chat
+            else self.completion_choice(o, task)
             for o in output.outputs
         ]
         told = {"prompt_token_ids": ids} if task.ids else {}
@@ -71,39 +77,41 @@ class Replies:
         }
 
     @cached_property
-    def _marks(self) -> Marks | None:
-        return marks_of(self.tokenizer)
+    def dialect(self) -> Dialect:
+        return Dialect(self.tokenizer, self.parser)
 
-    def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """What tells the reasoning of a reply to a prompt from its answer, where the model may reason."""
-        if self.tokenizer is None or self._marks is None:
-            return None
-        return Reasoning.after(self.tokenizer, self._marks, prompt_ids)
+    def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> Parting:
+        """What tells the parts of a choice of the reply of this id, to a prompt."""
+        reasoning = self.dialect.reasoning(prompt_ids)
+        notation, toolbox = self.dialect.notation, task.toolbox
+        if toolbox is None or not toolbox.tools or notation is None:
+            return Parting("", reasoning)
+        reader = CallReader(notation, toolbox.tools, toolbox.is_several)
+        return Parting(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
 
-    def chat_choice(
-        self, output: CompletionOutput, task: Task, reasoning: Reasoning | None = None
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text}
-        if reasoning is not None:
-            thought, message["content"] = reasoning.take(output.text, at_end=True)
-            message |= reasoned(thought, task)
-        return {"index": output.index, "message": message, **self._chat_ending(output, task)}
+    def chat_choice(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+        parts = parting.take(output.text, at_end=True)
+        calls, answer = whole_calls(parts), text_of(parts, Text)
+        message = {"role": "assistant", "content": None if calls and not answer else answer}
+        message |= reasoned(text_of(parts, Thought), task) | ({"tool_calls": calls} if calls else {})
+        return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
 
-    def chat_delta(
-        self, output: CompletionOutput, task: Task, reasoning: Reasoning | None = None
-    ) -> dict[str, Any]:
+    def chat_delta(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
         """What a stream adds to a choice."""
-        thought, answer = "", output.text
-        if reasoning is not None:
-            thought, answer = reasoning.take(output.text, at_end=output.finished())
-        delta = reasoned(thought, task) | ({"content": answer} if answer else {})
-        return {"index": output.index, "delta": delta, **self._chat_ending(output, task)}
+        known = parting.count
+        parts = parting.take(output.text, at_end=output.finished())
+        calls, answer = call_deltas(parts, known), text_of(parts, Text)
+        delta = reasoned(text_of(parts, Thought), task) | ({"content": answer} if answer else {})
+        delta |= {"tool_calls": calls} if calls else {}
+        return {"index": output.index, "delta": delta, **self._chat_ending(output, task, parting)}
 
-    def _chat_ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+    def _chat_ending(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.chat_logprobs(output, output.logprobs, alternatives_of(task))
-        return {"logprobs": logprobs, **self.ending(output, task)}
+        ending = {"logprobs": logprobs, **self.ending(output, task)}
+        has_called = parting.count and output.finish_reason == "stop"
+        return ending | ({"finish_reason": "tool_calls"} if has_called else {})
 
     def completion_logprobs(
         self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
@@ -141,7 +149,7 @@ class Replies:
         return f"token_id:{token_id}" if score.decoded_token is None else score.decoded_token
 
 
-def reasoned(thought: str, task: Task) -> dict[str, str]:
+def reasoned(thought: str, task: Task) -> dict[str, Any]:
     """A message's reasoning, where it is wanted, under vLLM's name and DeepSeek's."""
     return {"reasoning": thought, "reasoning_content": thought} if thought and task.reasoning else {}
 

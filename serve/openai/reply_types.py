@@ -18,7 +18,7 @@ class Ending(TypedDict):
     """The end of a choice; token ids where they are wanted, or there is no text, and from which of them on
     which version of the weights made them."""
 
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
     weights: NotRequired[list[tuple[int, int]]]
@@ -71,11 +71,25 @@ class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
 
 
+class CalledFunction(TypedDict):
+    """A function's name, and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Reply(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Ending):
@@ -98,11 +112,26 @@ class ChatCompletion(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What is new of a call; its first one has its id and name."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ReplyDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatDelta(TypedDict):
@@ -111,7 +140,7 @@ class ChatDelta(TypedDict):
     index: int
     delta: ReplyDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
 
@@ -128,7 +157,7 @@ class ChatChunk(TypedDict):
 
 
 class ResponseReply(TypedDict):
-    """A response; items of its output are reasoning and a message."""
+    """A response; items of its output are reasoning, a message, and calls of functions."""
 
     id: str
     object: Literal["response"]

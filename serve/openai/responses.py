@@ -1,14 +1,16 @@
 """Bodies of OpenAI's Responses API, as far as nothing is kept between requests, and replies to them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...refusals import Table, among
 from ..outputs import CompletionOutput
+from ..tools.incoming import Begun
 from .formats import of_text
 from .refusing import RequestError, require
 from .tasks import Task, task_of_body
+from .toolboxes import of_response
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
 # Fields that are understood only as far as they ask for nothing, beside those of a chat.
@@ -33,7 +35,7 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
     """The chat that a body asks for. Raises RequestError naming the field, its value and what is allowed."""
     chat: dict[str, Any] = {}
     for name, value in body.items():
-        if value is None or name in ("input", "instructions"):
+        if value is None or name in ("input", "instructions", "tools", "tool_choice"):
             continue
         require(name not in KEPT, name, value, KEPT.get(name, ""))
         if name == "text":
@@ -45,7 +47,9 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
             chat[RENAMED.get(name, name)] = value
     require(chat.get("n", 1) == 1, "n", chat.get("n"), "a response has one answer")
     require(not chat.get("logprobs"), "logprobs", chat.get("logprobs"), "not in a response")
-    return task_of_body("chat", None, chat | {"messages": messages_of(body)}, defaults, None)
+    return task_of_body(
+        "chat", None, chat | of_response(body) | {"messages": messages_of(body)}, defaults, None
+    )
 
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -57,7 +61,20 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [*first, {"role": "user", "content": given}]
     require(isinstance(given, list) and bool(given), "input", given, "a string or a list of items")
     found = [message_of(f"input[{i}]", item) for i, item in enumerate(given or [])]
-    return [*first, *(message for message in found if message is not None)]
+    return [*first, *together(message for message in found if message is not None)]
+
+
+def together(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of which the calls that follow one of the assistant's are its own."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            calls = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            found[-1] = {**last, "tool_calls": calls}
+        else:
+            found.append(message)
+    return found
 
 
 def message_of(where: str, item: Any) -> dict[str, Any] | None:
@@ -66,14 +83,29 @@ def message_of(where: str, item: Any) -> dict[str, Any] | None:
     kind = item.get("type", "message")
     if kind == "reasoning":
         return None
-    require(kind == "message", f"{where}.type", kind, "message or reasoning")
-    role, content = item.get("role"), item.get("content")
-    roles = "user", "assistant", "system", "developer"
+    if kind == "function_call":
+        function = {name: item.get(name) for name in ("name", "arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        texts = [*function.values(), call["id"]]
+        require(all(isinstance(x, str) for x in texts), where, item, "call_id, name and arguments as strings")
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        id, output = item.get("call_id"), item.get("output")
+        require(isinstance(id, str), f"{where}.call_id", id, "a string")
+        return {"role": "tool", "tool_call_id": id, "content": content_of(f"{where}.output", output)}
+    kinds = "message, reasoning, function_call or function_call_output"
+    require(kind == "message", f"{where}.type", kind, kinds)
+    role, roles = item.get("role"), ("user", "assistant", "system", "developer")
     require(role in roles, f"{where}.role", role, " or ".join(roles))
-    if isinstance(content, list):
-        content = "\n".join(text_of(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    require(isinstance(content, str), f"{where}.content", content, "a string or a list of parts with text")
+    content = content_of(f"{where}.content", item.get("content"))
     return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def content_of(where: str, content: Any) -> str:
+    if isinstance(content, list):
+        content = "\n".join(text_of(f"{where}[{i}]", part) for i, part in enumerate(content))
+    require(isinstance(content, str), where, content, "a string or a list of parts with text")
+    return content
 
 
 def text_of(where: str, part: Any) -> str:
@@ -92,8 +124,8 @@ class Response:
     task: Task
     told: Mapping[str, Any]
 
-    def item_id(self, kind: str) -> str:
-        return f"{kind}_{self.id}"
+    def item_id(self, kind: str, number: int = 0) -> str:
+        return f"{kind}_{self.id}{number or ''}"
 
     def record(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """The response in a state, with what it has so far."""
@@ -134,16 +166,23 @@ class Response:
             return self.record("incomplete", output, usage=usage, incomplete_details=cut)
         return self.record("completed", output, usage=usage)
 
-    def message(self, text: str | None, status: str = "completed") -> dict[str, Any]:
-        """The item that is the answer; without its parts where the text is None."""
-        content = [] if text is None else [text_part(text)]
-        own = {"id": self.item_id("msg"), "type": "message", "role": "assistant"}
-        return own | {"status": status, "content": content}
 
-    def thought(self, text: str | None) -> dict[str, Any]:
-        """The item that is the reasoning."""
-        content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-        return {"id": self.item_id("rs"), "type": "reasoning", "summary": [], "content": content}
+def message(id: str, text: str | None, status: str) -> dict[str, Any]:
+    """An item of the answer; without its parts where the text is None."""
+    content = [] if text is None else [text_part(text)]
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def thought(id: str, text: str | None) -> dict[str, Any]:
+    """The item that is the reasoning."""
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": id, "type": "reasoning", "summary": [], "content": content}
+
+
+def call(id: str, begun: Begun, text: str, status: str) -> dict[str, Any]:
+    """An item that is a call, with the arguments that there are."""
+    own = {"id": id, "type": "function_call", "call_id": begun.id, "name": begun.name}
+    return own | {"arguments": text, "status": status}
 
 
 def text_part(text: str) -> dict[str, Any]:

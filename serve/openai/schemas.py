@@ -10,7 +10,15 @@ from ...refusals import Table
 from ...sampling.checks import LIMITS
 from ...sampling.params import SamplingParams
 from . import responses
-from .bodies import ChatFields, CompletionFields, EchoFields, FormatFields, ResponseFields, StreamFields
+from .bodies import (
+    ChatFields,
+    CompletionFields,
+    EchoFields,
+    FormatFields,
+    ResponseFields,
+    StreamFields,
+    ToolFields,
+)
 from .neutral import HARMLESS, NEUTRAL
 from .tasks import BODY, DEFAULTS
 
@@ -34,7 +42,7 @@ class Body:
 FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, ChatFields, FormatFields, StreamFields),
+        (SamplingParams, ChatFields, ToolFields, FormatFields, StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
@@ -44,7 +52,7 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, ResponseFields),
+        (SamplingParams, ResponseFields, ToolFields),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }

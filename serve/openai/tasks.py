@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -12,19 +12,22 @@ from ...model.pooling import PoolingParams
 from ...refusals import among, nearest
 from ...sampling.params import SamplingParams
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
-from ..text.reasoning import are_special, marks_of
 from ..text.tokenizer import Tokenizer
-from .bodies import ChatFields, CompletionFields, FormatFields, names
+from ..tools.toolbox import Toolbox
+from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
+from .dialect import Dialect
 from .formats import with_structured
 from .neutral import HARMLESS, NEUTRAL
 from .refusing import RequestError, require
+from .toolboxes import toolbox_of
 
 Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
 MAX_STRINGS = 1024  # to stop at, or never to generate: each is looked for at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
-CHAT, COMPLETION = (names(own) | names(FormatFields) for own in (ChatFields, CompletionFields))
+CHAT = names(ChatFields) | names(ToolFields) | names(FormatFields)
+COMPLETION = names(CompletionFields) | names(FormatFields)
 # OpenAI's answers have no place for what these ask for.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
@@ -53,6 +56,7 @@ class Task:
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
+    toolbox: Toolbox | None = None
     model: str | None = None
     pooling: PoolingParams | None = None
     reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
@@ -79,7 +83,13 @@ def task_of_body(
         params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
         reasoning = body.get("include_reasoning", True)
         require(isinstance(reasoning, bool), "include_reasoning", reasoning, "true or false")
-        return replace(chat_of("chat", name, params, body), model=model, reasoning=reasoning, ids=ids)
+        toolbox, shape = toolbox_of(body), params.structured_outputs
+        is_free = shape is None or toolbox is None or not toolbox.is_forced
+        require(
+            is_free, "tool_choice", body.get("tool_choice"), "none or auto beside what the output must be"
+        )
+        chat = chat_of("chat", name, params, body)
+        return replace(chat, model=model, reasoning=reasoning, toolbox=toolbox, ids=ids)
     require("prompt" in body, "prompt", None, "a string or a list of token ids")
     params = sampling_of(_body_fields(body, COMPLETION), {**DEFAULTS["completion"], **defaults}, seed)
     return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model, ids=ids)
@@ -95,18 +105,27 @@ def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give the prompt as token ids")
     if task.messages is not None:
-        return apply_chat(tokenizer, task.messages, most, now=now, **task.template_variables)
+        tools = None if task.toolbox is None else task.toolbox.given
+        return apply_chat(tokenizer, task.messages, most, now=now, tools=tools, **task.template_variables)
     assert task.prompt is not None
     return tokenizer.encode(task.prompt, most=most)
 
 
-def params_for(task: Task, tokenizer: Tokenizer | None) -> SamplingParams:
-    """A task's sampling parameters. The text of a chat keeps special tokens where marks of reasoning are
-    among them, so that it can be told from the answer."""
-    marks = marks_of(tokenizer) if task.form == "chat" else None
-    if tokenizer is None or marks is None or not are_special(tokenizer, marks):
-        return task.params
-    return replace(task.params, skip_special_tokens=False)
+def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
+    """A task's sampling parameters. The text of a chat keeps special tokens where marks are among them, so
+    that its parts can be told; calls that must come are asked for.
+
+    Raises RequestError for tools where the model's notation of calls is not known.
+    """
+    params, toolbox = task.params, task.toolbox
+    if task.form != "chat":
+        return params
+    keeps = dialect.keeps_special
+    if toolbox is not None and toolbox.tools:
+        keeps = dialect.calls_special or keeps
+        if toolbox.is_forced:
+            params = replace(params, structured_outputs=dialect.asked(toolbox, prompt_ids))
+    return replace(params, skip_special_tokens=False) if keeps else params
 
 
 def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...fields import knob
 from ...refusals import shown
+from ..tools.notations import named
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
 ENDPOINT = re.compile(r"https?://[^/]")
@@ -30,6 +31,10 @@ class ServerOptions:
         "origin of pages elsewhere that may ask from a browser, as https://chat.example, or *; repeatable; "
         "default: none",
     )
+    tool_call_parser: str | None = knob(
+        None, "notation of the model's calls of tools, as hermes; default: that of its chat template"
+    )
+    enable_auto_tool_choice: bool = knob(True, "as always here: the model may call tools that it is given")
     max_queued: int = knob(
         256, "completions that may wait for their first token; more are answered with 429 and Retry-After"
     )
@@ -70,6 +75,10 @@ class ServerOptions:
         for name in ("max_queued", "max_wait", "max_body", "receive_timeout", "max_unread", "ping"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} {shown(getattr(self, name))} is not allowed: more than 0")
+        if self.tool_call_parser is not None:
+            named(self.tool_call_parser)
+        if not self.enable_auto_tool_choice:
+            raise ValueError("enable_auto_tool_choice False is not allowed: requests say tool_choice none")
         if not self.host:
             raise ValueError("host '' is not allowed: an address or a name; 0.0.0.0 is every one")
         if not all(self.served_model_name or ["demo"]):

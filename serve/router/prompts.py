@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...kvcache.names import extend, root
+from ..openai.toolboxes import of_response
 from ..text.chat import ChatTemplateError, apply_chat, check_messages
 from ..text.tokenizer import Tokenizer
 
@@ -42,7 +43,8 @@ class Texts:
         given = asked(path, body)
         if is_ids(given):
             return named(given, self.page_size, TOKENS)
-        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        whole = given if isinstance(given, str) else [tools_of(path, body), given]
+        text = whole if isinstance(whole, str) else msgspec.json.encode(whole).decode()
         letters = memoryview(text.encode(errors="replace")[: MOST * LETTERS])
         found = named(letters, self.page_size * LETTERS, TEXT)
         return Prompt(found.names, self.page_size, found.tokens // LETTERS)
@@ -57,15 +59,16 @@ class Tokens:
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
         given = asked(path, body)
         try:
-            return named(given if is_ids(given) else self._ids(given, body), self.page_size, TOKENS)
+            ids = given if is_ids(given) else self._ids(given, tools_of(path, body), body)
+            return named(ids, self.page_size, TOKENS)
         except (ChatTemplateError, ValueError, TypeError):
             return Prompt()  # what is wrong with it a replica says
 
-    def _ids(self, given: Any, body: Mapping[str, Any]) -> list[int]:
+    def _ids(self, given: Any, tools: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(given, str):
             return self.tokenizer.encode(given, most=MOST)
         variables = body.get("chat_template_kwargs") or {}
-        return apply_chat(self.tokenizer, check_messages(given), MOST, **variables)
+        return apply_chat(self.tokenizer, check_messages(given), MOST, tools=tools, **variables)
 
 
 def asked(path: str, body: Mapping[str, Any]) -> Any:
@@ -77,6 +80,11 @@ def asked(path: str, body: Mapping[str, Any]) -> Any:
     given = body.get("input") if path.endswith("/embeddings") else body.get("prompt")
     several = isinstance(given, list) and given and isinstance(given[0], (str, list))
     return given[0] if several else given or ""  # type: ignore[index]
+
+
+def tools_of(path: str, body: Mapping[str, Any]) -> Any:
+    """The tools that a chat's template is given; None where there are none."""
+    return (of_response(body) if path.endswith("/responses") else body).get("tools") or None
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:

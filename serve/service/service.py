@@ -70,7 +70,7 @@ class Service:
         self.llm, self.options = llm, options
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
-        self.replies = Replies(self.names[0], llm.tokenizer)
+        self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
         self.error: Exception | None = None
         self.is_draining = False
         self.ended = asyncio.Event()
@@ -209,8 +209,10 @@ class Service:
     def _prepared(self, task: Task) -> Flow:
         try:
             prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt, task.now)
-            params = task.pooling or params_for(task, self.llm.tokenizer)
+            params = task.pooling or params_for(task, self.replies.dialect, prompt)
             return self._driver.flow(prompt, params, task.known, self.adapters.get(task.model or ""))
+        except RequestError:
+            raise
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:

@@ -15,8 +15,8 @@ from typing import Any
 
 from .sampling.params import SamplingParams
 from .serve.api.llm import LLM
-from .serve.api.remote import Asked, Facts, Gone, Worker
 from .serve.outputs import RequestOutput
+from .serve.remote.worker import Asked, Facts, Gone, Worker
 
 ERROR = "__inference_error__"
 Row = dict[str, Any]
@@ -162,8 +162,8 @@ def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
 
 
 class RayCrew:
-    """Workers as Ray's actors, for `serve/api/remote.py`. Raises ValueError, saying what to install, without
-    Ray."""
+    """Workers as Ray's actors, for `serve/remote/remote.py`. Raises ValueError, saying what to install,
+    without Ray."""
 
     def __init__(self, arguments: Mapping[str, Any], options: Mapping[str, Any]):
         try:

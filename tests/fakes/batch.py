@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from duetto.serve.api.intake import Intake
-from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

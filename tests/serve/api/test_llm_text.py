@@ -241,3 +241,31 @@ def test_a_script_for_vllm_runs_with_its_import_changed(capsys):
         "2 'class Point'",
     ]
     assert lines[3].split()[0] in ("length", "stop") and len(lines) == 4
+
+
+def test_a_reply_calls_tools_as_a_server_answers(llm):
+    """For any seed, and its calls go on in the conversation."""
+    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    tools = [{"type": "function", "function": {"name": "rain", "parameters": days}}]
+    messages = [{"role": "user", "content": "rain?"}]
+    asked = {"tools": tools, "tool_call_parser": "hermes", "parallel_tool_calls": False}
+    choices, calls = [], []
+    for seed in range(3):
+        params = SamplingParams(temperature=1.5, seed=seed, max_tokens=60, n=2)
+        choices = llm.reply(messages, params, **asked, tool_choice="required")
+        assert [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 2
+        calls = [call for choice in choices for call in choice["message"]["tool_calls"]]
+        assert {call["function"]["arguments"] for call in calls} <= {'{"days": 1}', '{"days": 2}'}
+        assert len({call["id"] for call in calls}) == 2
+    said = [
+        *messages,
+        choices[0]["message"],
+        {"role": "tool", "tool_call_id": calls[0]["id"], "content": "3"},
+    ]
+    (choice,) = llm.reply(said, END, **asked, tool_choice="none")
+    assert choice["message"] == {"role": "assistant", "content": ""} and choice["finish_reason"] == "stop"
+    assert llm.reply(messages, END)[0]["message"]["content"] == ""
+    with pytest.raises(ValueError, match="tool_choice.*snow"):
+        llm.reply(messages, tools=tools, tool_choice={"type": "function", "function": {"name": "snow"}})
+    with pytest.raises(ValueError, match="chat template has no notation"):
+        llm.reply(messages, tools=tools)

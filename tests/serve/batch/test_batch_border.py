@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetto.serve.batch.answers import Answers
-from duetto.serve.batch.job import BatchOptions
 from duetto.serve.batch.lines import Address, RawLine, address_of, decode, task_of
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 from duetto.serve.openai.refusing import RequestError
 
@@ -187,7 +187,7 @@ NEUTRAL = [
 ASKING = [
     ({"best_of": 2}, "best_of=2 is not allowed: only 1 is supported"),
     ({"best_of": True}, "best_of=true is not allowed"),
-    ({"tool_choice": "required"}, 'tool_choice="required" is not allowed: only "none" or "auto"'),
+    ({"tool_choice": "required"}, 'tool_choice="required" is not allowed: none or auto without tools'),
     ({"length_penalty": 0.5}, "length_penalty=0.5 is not allowed"),
     ({"include_reasoning": "no"}, 'include_reasoning="no" is not allowed'),
     ({"add_generation_prompt": False}, "add_generation_prompt=false is not allowed"),

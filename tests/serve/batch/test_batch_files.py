@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, journal_of, report_of, runner
 
-from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 
 

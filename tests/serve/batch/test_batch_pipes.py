@@ -13,7 +13,8 @@ from fakes.batch import (
     FakeEngine,
 )
 
-from duetto.serve.batch.job import BatchOptions, OrderedStream
+from duetto.serve.batch.job import OrderedStream
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 
 

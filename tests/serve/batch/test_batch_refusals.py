@@ -14,8 +14,8 @@ from fakes.batch import (
     journal_of,
 )
 
-from duetto.serve.batch.job import BatchOptions
 from duetto.serve.batch.journal import Header, Journal
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, runner
 
-from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 from duetto.serve.cli import main
 from duetto.serve.host.signals import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt

@@ -17,10 +17,10 @@ import pytest
 
 from duetto import LLM
 from duetto.ray import Predictor, ProcessorConfig, RayCrew, build_processor
-from duetto.serve.api.remote import Remote
-from duetto.serve.batch.job import BatchOptions
+from duetto.serve.batch.options import BatchOptions
 from duetto.serve.batch.run import run_batch
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.remote.remote import Remote
 
 pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "decode_steps": 1}

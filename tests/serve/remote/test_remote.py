@@ -7,8 +7,9 @@ import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, characters, runner
 
 from duetto import SamplingParams
-from duetto.serve.api.remote import Facts, Gone, Remote
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.remote.remote import Remote
+from duetto.serve.remote.worker import Facts, Gone
 
 
 class FakeCrew:

@@ -81,6 +81,14 @@ def test_equal_beginnings_have_equal_names():
         assert response.tokens > 16
         assert naming("/v1/embeddings", {"input": "sort a list of numbers " * 20}).names
         assert naming("/v1/completions", {}).tokens <= 1
+    tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": name}} for name in ("rain", "snow")]
+    for naming in (Texts(4), Tokens(tokenizer, 4)):  # tools stand before the messages
+        one, two, same = (
+            naming("/v1/chat/completions", {"messages": talk, "tools": given}).names
+            for given in (tools[:1], tools[1:], tools[:1])
+        )
+        assert one == same and not {*one[12:]} & {*two[12:]}
     assert Tokens(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
     assert Texts(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
 

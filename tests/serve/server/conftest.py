@@ -103,7 +103,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(keys: Path) -> Iterator[Running]:
     running = start(
         "--api-key-file", str(keys), "--max-body", "100000", "--receive-timeout", "2",
-        "--served-model-name", "demo", "--served-model-name", "other",
+        "--served-model-name", "demo", "--served-model-name", "other", "--tool-call-parser", "hermes",
+        "--enable-auto-tool-choice",
     )  # fmt: skip
     yield running
     assert running.stop() == 0, running.said

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -237,3 +238,89 @@ def test_structured_outputs_are_what_the_library_gives(client, llm):
     with pytest.raises(openai.BadRequestError, match="Invalid type: odd") as error:
         client.chat.completions.create(**chat)
     assert error.value.param == "structured_outputs"
+
+
+RAIN = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Malmö", "Oslo"]},
+        "days": {"type": "integer", "maximum": 9, "minimum": 0},
+    },
+    "required": ["city"],
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "rain", "parameters": RAIN}},
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {"rain": RAIN, "now": {"maxProperties": 0}}
+ONE: Any = {"type": "function", "function": {"name": "now"}}
+
+
+def called(chunks: Any) -> tuple[list[tuple[str, str, str]], str, str | None]:
+    """The calls of a stream, its text, and its end."""
+    calls: list[list[str]] = []
+    text, end = "", None
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        text, end = text + (choice.delta.content or ""), choice.finish_reason or end
+        for one in choice.delta.tool_calls or []:
+            if one.id:
+                assert one.index == len(calls) and one.type == "function"
+                calls.append([one.id, one.function.name, ""])
+            calls[one.index][2] += one.function.arguments
+    return [(id, name, arguments) for id, name, arguments in calls], text, end
+
+
+@pytest.mark.parametrize(("choice", "seed"), [("required", 1), ("required", 2), ("required", 3), (ONE, 4)])
+def test_calls_that_must_come_are_calls_of_the_tools(client, choice, seed):
+    """In a stream too, for any seed, and the conversation goes on with their results."""
+    asked: Any = {
+        "model": "demo", "messages": [{"role": "user", "content": "rain?"}], "tools": TOOLS,
+        "tool_choice": choice, "temperature": 1.5, "seed": seed, "max_tokens": 120,
+        "parallel_tool_calls": seed % 2 == 1,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0]
+    calls, text, end = called(client.chat.completions.create(stream=True, **asked))
+    found = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
+    assert [one[1:] for one in calls] == found and end == whole.finish_reason
+    if end == "tool_calls":
+        assert whole.message.content is None and text == ""
+        for name, arguments in found:
+            assert choice == "required" or name == "now"
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert len(found) == 1 or seed % 2 == 1
+    results = [{"role": "tool", "tool_call_id": one.id, "content": "3"} for one in whole.message.tool_calls]
+    asked["messages"] = [*asked["messages"], whole.message, *results]
+    if end == "tool_calls":
+        again = client.chat.completions.create(**asked | {"tool_choice": "none"}).choices[0]
+        assert again.message.tool_calls is None and again.message.content
+
+
+def test_calls_that_may_come_leave_a_text_as_it_is(client):
+    asked: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+        "max_tokens": 8,
+    }
+    plain = client.chat.completions.create(**asked).choices[0]
+    assert client.chat.completions.create(**asked, tools=TOOLS).choices[0] == plain
+    with pytest.raises(openai.BadRequestError, match="tool_choice.*none or auto without tools"):
+        client.chat.completions.create(**asked, tool_choice="required")
+
+
+def test_responses_call_functions(client):
+    tools: Any = [{"type": "function", "name": "now"}]
+    asked: Any = {
+        "model": "demo",
+        "input": "x",
+        "tools": tools,
+        "tool_choice": {"type": "function", "name": "now"},
+    }
+    (call,) = client.responses.create(**asked, temperature=0).output
+    assert (call.type, call.name, call.arguments, call.status) == ("function_call", "now", "{}", "completed")
+    with client.responses.stream(**asked, temperature=0) as events:
+        kinds = [event.type for event in events]
+    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    again = [{"role": "user", "content": "x"}, call, result]
+    assert client.responses.create(model="demo", input=again, max_output_tokens=4).output_text

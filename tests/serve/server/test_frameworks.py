@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from functools import reduce
 from importlib import import_module
+from operator import add
 from typing import Any
 
 import pytest
@@ -56,6 +58,28 @@ def test_langchain_chats(server, said):
     assert "".join(chunk.content for chunk in own.stream("sort a list")) == said
     assert [one.content for one in own.batch(["sort a list"] * 3)] == [said] * 3
     assert asyncio.run(own.ainvoke(MESSAGES)).content == said
+
+
+@QUIET
+def test_langchain_binds_tools(server):
+    """Calls come whole and as a stream, and their results go back."""
+    langchain: Any = pytest.importorskip("langchain_openai")
+    messages: Any = import_module("langchain_core.messages")
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 120}
+    own = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="first-key", model="demo", **options)
+    city = {"type": "string", "enum": ["Malmö", "Oslo"]}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    rain = {"type": "function", "function": {"name": "rain", "description": "", "parameters": schema}}
+    for choice in ("any", "rain"):
+        bound = own.bind_tools([rain], tool_choice=choice, parallel_tool_calls=False)
+        whole = bound.invoke("rain?")
+        (call,) = whole.tool_calls
+        assert call["name"] == "rain" and call["args"]["city"] in city["enum"] and not whole.content
+        first, *others = bound.stream("rain?")
+        (streamed,) = reduce(add, others, first).tool_calls
+        assert (streamed["name"], streamed["args"]) == (call["name"], call["args"])
+    result = messages.ToolMessage("3 mm", tool_call_id=call["id"])
+    assert own.invoke([*MESSAGES, whole, result]).content
 
 
 @QUIET

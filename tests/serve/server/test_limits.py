@@ -40,7 +40,7 @@ COMPLETIONS = [
 ]
 CHATS = [
     ({"messages": []}, 400, "messages", None),
-    ({"messages": TALK, "tools": [{}]}, 400, "tools", "tools"),
+    ({"messages": TALK, "tools": [{}]}, 400, "tools", "tools[0].type"),
     ({"messages": TALK, "top_logprobs": 2}, 400, "only with logprobs", "top_logprobs"),
 ]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from duetto.checkpoints.dialects import marks_of
+from duetto.serve.openai.dialect import Dialect
 from duetto.serve.openai.tasks import params_for, task_of_body
 from duetto.serve.text.reasoning import Reasoning, are_special
 
@@ -100,7 +101,8 @@ def test_marks_that_are_special_tokens_stay_in_the_text_of_a_chat(special):
     assert are_special(own, marks_of("[/THINK]")) is special
     body = {"messages": [{"role": "user", "content": "a"}]}
     chat = task_of_body("chat", None, body, {}, None)
-    assert params_for(chat, own).skip_special_tokens is not special
+    assert params_for(chat, Dialect(own), []).skip_special_tokens is not special
     completion = task_of_body("completion", None, {"prompt": "a"}, {}, None)
-    assert params_for(completion, own) is completion.params
-    assert params_for(chat, None) is params_for(chat, letters("{{ messages }}")) is chat.params
+    assert params_for(completion, Dialect(own), []) is completion.params
+    for plain in (None, letters("{{ messages }}")):
+        assert params_for(chat, Dialect(plain), []) is chat.params

@@ -4,78 +4,20 @@ A job knows them by the protocol of its engine. What a process that is lost had 
 the tokens of a request do not depend on who computes them.
 """
 
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ...sampling.params import SamplingParams
 from ..adapters.request import LoRARequest
+from ..api.intake import Intake
 from ..host.streams import tell
 from ..options.engine import EngineOptions
 from ..outputs import RequestOutput
 from ..text.tokenizer import Tokenizer
-from .intake import Intake
-from .llm import LLM
+from .worker import Asked, Facts, Gone
 
-ENOUGH, MOST = (
-    0.05,
-    1.0,
-)  # seconds of steps after which a worker tells what has ended, if anything; or nothing
 LOSSES = 5  # workers that may be lost in a row, nothing having ended between
-
-
-class Asked(NamedTuple):
-    """A request as a worker is given it."""
-
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    lora_request: LoRARequest | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is to be known of a worker's engine before it is given requests."""
-
-    vocab_size: int
-    max_model_len: int
-    eos_ids: tuple[int, ...]
-    products: str | None
-    process: int = 0  # its number, where it runs
-
-
-class Gone(Exception):
-    """A worker's process has been lost."""
-
-
-class Worker:
-    """An engine that is told in a process of its own what to run, and asked what came of it."""
-
-    def __init__(self, **arguments: Any):
-        self._llm = LLM(**arguments)
-
-    def facts(self) -> Facts:
-        llm = self._llm
-        ends, products = llm._intake.eos_ids, llm.report().get("products")
-        return Facts(
-            llm.config.vocab_size, llm.engine.sizes.max_model_len, ends, products, process=os.getpid()
-        )
-
-    def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
-        """Begin some requests, and go on with all; what has ended."""
-        for id, prompt, params, adapter in new:
-            self._llm.add_request(prompt, params, id, lora_request=adapter)
-        begin, ended = time.monotonic(), []
-        while self._llm.has_unfinished_requests():
-            ended += self._llm.step()
-            if time.monotonic() - begin > (ENOUGH if ended else MOST):
-                break
-        return ended
-
-    def report(self, explained: bool = False) -> dict[str, Any]:
-        return self._llm.report(explained)
 
 
 class Crew(Protocol):

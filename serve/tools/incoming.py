@@ -1,0 +1,127 @@
+"""A text as it comes, for readers that are written as if all of it were there.
+
+A reader is a generator: it yields events, and None where it wants more of the text. What it gives depends on
+the text alone, not on how that was cut.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .json_scan import JsonScan
+
+
+@dataclass(frozen=True)
+class Text:
+    """Part of what a message says."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call of the tool of this name; `id` is what the model calls it, if it does."""
+
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a call."""
+
+
+Event = Text | Begun | Arguments | Ended
+T = TypeVar("T")
+Steps = Generator[Event | None, None, T]
+
+
+class Incoming:
+    """What has come and was not given out. What lies before `at` was read, and is text if nothing comes of
+    it."""
+
+    def __init__(self):
+        self.text, self.at, self.is_over = "", 0, False
+
+    def given(self) -> str:
+        """What was read, which is gone then."""
+        text, self.text, self.at = self.text[: self.at], self.text[self.at :], 0
+        return text
+
+    def more(self) -> Steps[bool]:
+        """Whether another character comes."""
+        while self.at == len(self.text) and not self.is_over:
+            yield None
+        return self.at < len(self.text)
+
+    def peek(self) -> Steps[str]:
+        """The next character, "" at the end."""
+        return self.text[self.at] if (yield from self.more()) else ""
+
+    def skip(self, mark: str) -> Steps[bool]:
+        """Whether a mark comes next, which is read then."""
+        while not self.text.startswith(mark, self.at):
+            if self.is_over or not mark.startswith(self.text[self.at :]):
+                return False
+            yield None
+        self.at += len(mark)
+        return True
+
+    def skip_any(self, marks: Iterable[str]) -> Steps[bool]:
+        """Whether one of several marks comes next."""
+        for mark in marks:
+            if (yield from self.skip(mark)):
+                return True
+        return False
+
+    def run(self, is_in: Callable[[str], bool]) -> Steps[str]:
+        """As many characters of a kind as come."""
+        start = self.at
+        while (character := (yield from self.peek())) and is_in(character):
+            self.at += 1
+        return self.text[start : self.at]
+
+    def blank(self) -> Steps[str]:
+        """White space."""
+        return (yield from self.run(str.isspace))
+
+    def stops_in(self, mark: str) -> Steps[bool]:
+        """Whether the text ends before a mark that may come next is whole."""
+        while mark != (rest := self.text[self.at :]) and mark.startswith(rest):
+            if self.is_over:
+                return True
+            yield None
+        return False
+
+    def until(self, mark: str) -> Steps[tuple[str, bool]]:
+        """What comes before a mark, and whether it comes: all of the text where it does not."""
+        start = seen = self.at
+        while (found := self.text.find(mark, seen)) < 0 and not self.is_over:
+            seen = max(start, len(self.text) - len(mark) + 1)
+            yield None
+        end = len(self.text) if found < 0 else found
+        self.at = end + len(mark) if found >= 0 else end
+        return self.text[start:end], found >= 0
+
+    def value(self) -> Steps[str]:
+        """A value of JSON, as far as it goes."""
+        start, scan = self.at, JsonScan()
+        while not scan.is_over and (yield from self.more()):
+            self.at = scan.take(self.text, self.at)
+        return self.text[start : self.at]
+
+    def arguments(self) -> Steps[None]:
+        """Gives out a value of JSON as it comes. Nothing before it is waiting to be given."""
+        assert self.at == 0
+        scan = JsonScan()
+        while not scan.is_over and (yield from self.more()):
+            self.at = scan.take(self.text, 0)
+            if self.at:
+                yield Arguments(self.given())
