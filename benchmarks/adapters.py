@@ -1,7 +1,7 @@
 """What adapters cost a step of decode on this machine: of eight rows, without room for adapters, with room
 that nobody uses, and with one and three that the rows have.
 
-    python benchmarks/studies/adapters.py [--shape 135m] [--rank 16] [--dtype float32] [--rounds 15]
+    python benchmarks/adapters.py [--shape 135m] [--rank 16] [--dtype float32] [--rounds 15]
 
 Prints a markdown table. Every weight that may have an adapter has one; times are medians of groups of steps,
 the ways in turns, in brackets the median over the rounds of what a way takes of the time without.
