@@ -5,15 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from duetto.sampling.accept import target_probs
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample
-from duetto.sampling.state import admit, dense_bias, empty_state, load_history, needs_history
+from duetto.sampling.state import admit, dense_bias, empty_state, load_history, load_masks, needs_history
 from duetto.serve.api.intake import Intake
 from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
 LOGITS = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)
 enter, look_back, draw = (jax.jit(f) for f in (admit, load_history, sample))
+constrain, target = jax.jit(load_masks), jax.jit(target_probs)
 
 
 def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple = ()) -> list[int]:
@@ -29,6 +31,32 @@ def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple
     logits = jnp.broadcast_to(LOGITS, (DRAWS, V))
     found = draw(logits, position, jnp.zeros(DRAWS, jnp.int32), jnp.ones(DRAWS, bool), state)
     return found.token.tolist()
+
+
+ODD = {"temperature": 1.5, "min_tokens": 300, "logit_bias": {3: 1e6, 5: 1e6}, "presence_penalty": -2.0}
+ALLOWED = {1: {0, 7}, 2: {EOS}, 3: {1, 3, 11}, 4: {4, 5}}  # by position
+
+
+@pytest.mark.parametrize("given", [{"top_k": 5, "repetition_penalty": 1e3}, {"temperature": 0.0}])
+def test_a_grammar_comes_before_everything_else(given):
+    """Each position has a mask of its own, and the target of a guess is what is drawn under it."""
+    params = SamplingParams(structured_outputs={"regex": "x"}, max_tokens=None, **ODD | given)
+    knobs = knobs_row(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=[[4], [5]])
+    bias = dense_bias(params, V, [[4], [5]])
+    zero, tokens = np.int32(0), np.zeros(16, np.int32)
+    state = enter(empty_state(1, V, positions=len(ALLOWED)), zero, knobs)
+    state = look_back(state, zero, tokens, np.int32(1), np.int32(1), bias)
+    masks = np.array([[[sum(1 << i for i in own)] for own in ALLOWED.values()]], np.uint32)
+    seats = np.array([0], np.int32)
+    state = constrain(state, seats, seats + 1, masks)
+    state = constrain(state, seats + 1, seats, 0 * masks)  # a seat that is not there
+    position = np.tile(np.array([*ALLOWED], np.int32), DRAWS // 4)
+    given = np.broadcast_to(LOGITS, (DRAWS, V)), position, 0 * position, position > 0, state
+    found, probs = np.asarray(draw(*given).token), np.asarray(target(*given))
+    for at, own in ALLOWED.items():
+        assert {*found[position == at].tolist()} <= own
+        assert {*np.flatnonzero(probs[position == at][0]).tolist()} <= own
+        assert (probs[np.arange(DRAWS), found][position == at] > 0).all()
 
 
 def intake() -> Intake:
