@@ -5,7 +5,7 @@ tokens a second.
 
 A fourth run settles each step before the next without any grammar: what the lost overlap alone costs.
 
-    python benchmarks/studies/structured.py
+    python benchmarks/structured.py
 """
 
 import statistics
