@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...sampling.params import BeamSearchParams, SamplingParams
+from ..adapters.request import Adapters, LoRARequest
 from ..outputs import CompletionOutput, Logprob, require_whole
 from .bar import Tqdm, rounds
-from .intake import Prompt, listed
+from .intake import Prompt, listed, one_each
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -45,6 +46,7 @@ class Search:
     prompt: list[int]
     rounds: int  # tokens that a beam may get
     beams: list[BeamSearchSequence]
+    adapter: LoRARequest | None = None
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def score(self, beam: BeamSearchSequence) -> float:
@@ -91,11 +93,14 @@ def search(
     params: BeamSearchParams,
     use_tqdm: Tqdm = False,
     concurrency_limit: int | None = None,
+    lora_request: Adapters = None,
 ) -> list[BeamSearchOutput]:
     """`LLM.beam_search`."""
     if concurrency_limit is not None and concurrency_limit < 1:
         raise ValueError(f"concurrency_limit={concurrency_limit!r} is not allowed: 1 or more, or None")
-    searches = [begun(llm, prompt, params) for prompt in listed(prompts)]
+    texts = listed(prompts)
+    adapters = one_each("lora_requests", lora_request, len(texts))
+    searches = [begun(llm, *one, params) for one in zip(texts, adapters, strict=True)]
     asked = one_token(params, llm.options.max_logprobs, llm.config.vocab_size)
     at_once = concurrency_limit or max(len(searches), 1)
     for first in range(0, len(searches), at_once):
@@ -103,13 +108,13 @@ def search(
     return [BeamSearchOutput([with_text(llm, beam) for beam in s.sequences()]) for s in searches]
 
 
-def begun(llm: "LLM", prompt: Prompt, params: BeamSearchParams) -> Search:
+def begun(llm: "LLM", prompt: Prompt, adapter: LoRARequest | None, params: BeamSearchParams) -> Search:
     """A prompt's search. Raises ValueError or TypeError for a prompt that `generate` would refuse."""
     limit = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
     _, tokens = llm._intake.tokens(prompt)
     llm._intake.check(tokens, limit)
     rounds = llm._intake.end(tokens, limit) - len(tokens)
-    return Search(params, llm._intake.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)])
+    return Search(params, llm._intake.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)], adapter)
 
 
 def one_token(params: BeamSearchParams, most: int, V: int) -> SamplingParams:
@@ -136,8 +141,14 @@ def run(llm: "LLM", searches: list[Search], params: SamplingParams, use_tqdm: Tq
             break
         beams = [(search, beam) for search in growing for beam in search.beams]
         makes = [
-            partial(llm._intake.ticket, prompt=b.tokens, params=params, written=len(b.logprobs))
-            for _, b in beams
+            partial(
+                llm._intake.ticket,
+                prompt=beam.tokens,
+                params=params,
+                written=len(beam.logprobs),
+                lora_request=search.adapter,
+            )
+            for search, beam in beams
         ]
         found = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
         require_whole("beam_search", found)

@@ -11,6 +11,8 @@ import numpy as np
 
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
+from ..adapters.registry import Registry
+from ..adapters.request import LoRARequest
 from ..host.threads import Orders, obey
 from ..outputs import CompletionOutput, RequestOutput
 from .embedding import embedding_of, making
@@ -88,7 +90,11 @@ class Driver:
         self._thread.start()
 
     def flow(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, known: Sequence[Sequence[int]] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        known: Sequence[Sequence[int]] = (),
+        adapter: LoRARequest | None = None,
     ) -> Flow:
         """A checked request, to generate or to be embedded; tokens of its completions may be `known`. Raises
         ValueError or TypeError, naming what is wrong."""
@@ -96,8 +102,13 @@ class Driver:
             make = making(self._llm, prompt, params)
         else:
             make = partial(self._llm._intake.ticket, prompt=prompt, params=params, known=known)
-        (ticket,) = self._session.tickets_of([make])
+        (ticket,) = self._session.tickets_of([partial(make, lora_request=adapter)])
         return Flow(ticket, self._llm._intake)
+
+    @property
+    def adapters(self) -> Registry | None:
+        """Those that requests may name; None where none are served."""
+        return self._llm._intake.adapters
 
     def begin(self, flow: Flow) -> None:
         self._orders.put(lambda: self._begin(flow))

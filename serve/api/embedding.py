@@ -9,6 +9,7 @@ import numpy as np
 
 from ...model.pooling import Pooling, PoolingParams
 from ...sampling.params import SamplingParams
+from ..adapters.request import Adapters
 from ..outputs import EmbeddingOutput, EmbeddingRequestOutput
 from . import vllm
 from .bar import Tqdm
@@ -27,7 +28,7 @@ def embed(
     *,
     use_tqdm: Tqdm = True,
     pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-    lora_request: None = None,
+    lora_request: Adapters = None,
     tokenization_kwargs: dict[str, Any] | None = None,
 ) -> list[EmbeddingRequestOutput]:
     """Embeddings of prompts, in their order: hidden states after the last norm, of the last token or the mean
@@ -36,10 +37,14 @@ def embed(
     A prompt has the same bits alone and beside others. Raises ValueError or TypeError for a prompt that
     `generate` refuses, and for more dimensions than the model has.
     """
-    vllm.check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+    vllm.check_all(tokenization_kwargs=tokenization_kwargs)
     texts = listed(prompts)
     given = one_each("pooling_params", pooling_params or PoolingParams(), len(texts))
-    makes = [partial(making(llm, *one), awaited=False) for one in zip(texts, given, strict=True)]
+    adapters = one_each("lora_requests", lora_request, len(texts))
+    makes = [
+        partial(making(llm, text, params), awaited=False, lora_request=adapter)
+        for text, params, adapter in zip(texts, given, adapters, strict=True)
+    ]
     tickets = llm._session.tickets_of(makes)
     llm._finish(tickets, use_tqdm)
     return [result(ticket) for ticket in tickets]

@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...model.pooling import Pool, PoolingParams
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
+from ..adapters.registry import Registry
+from ..adapters.request import LoRARequest, checked
 from ..engine.request import Request, ScoreLog
 from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from ..text.chat import Message, render_for
 from ..text.stops import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .ticket import Ticket
@@ -46,6 +50,7 @@ class Intake:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     lacking: str = "the model has no tokenizer"  # said where text needs one
+    adapters: Registry | None = None
 
     def __post_init__(self):
         self._arrivals = itertools.count()
@@ -67,6 +72,7 @@ class Intake:
         pooling: PoolingParams | None = None,
         awaited: bool = True,
         known: Sequence[Sequence[int]] = (),
+        lora_request: LoRARequest | None = None,
     ) -> Ticket:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
@@ -85,7 +91,7 @@ class Intake:
         end = self.end(tokens, params)
         words = self.bad_words(params)
         self._check_sampling(params, words)
-        seed = self._seed(params)
+        adapter, seed = self._adapter(lora_request), self._seed(params)
         requests = [
             Request(
                 id=id,
@@ -103,6 +109,7 @@ class Intake:
                 pool=None if pooling is None else Pool(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
                 constraint=self.constraint(params, len(tokens)),
+                adapter=adapter,
             )
             for i in range(params.n)
         ]
@@ -113,6 +120,11 @@ class Intake:
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
         return Ticket(id, text, requests)
+
+    def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
+        if self.adapters is None and checked(wanted) is not None:
+            raise ValueError("lora_request is not allowed: set enable_lora")
+        return None if self.adapters is None else self.adapters.of(checked(wanted))
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it has one, and its token ids."""
@@ -137,6 +149,18 @@ class Intake:
         if ids is None and text is not None:
             return text, self._encode(text)
         return text, token_ids(ids)
+
+    def conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
+        """One conversation or several as prompts; options are those of `chat.render_for`."""
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        return [self.conversation(one, **options) for one in (messages if several else [messages])]
+
+    def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.lacking}: chat needs one")
+        text = render_for(self.tokenizer, messages, **options)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:

@@ -7,12 +7,17 @@ from typing import Any, Self
 
 from jax.sharding import Mesh
 
+from ...checkpoints.families import FAMILIES
+from ...checkpoints.families.family import Family
 from ...checkpoints.generation import GenerationDefaults
+from ...checkpoints.huggingface import read_model
 from ...checkpoints.overrides import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...model.weights.prepared import unprepared
 from ...sampling.params import SamplingParams
+from ..adapters.registry import registry_of
+from ..adapters.request import Adapters, LoRARequest
 from ..audit.log import opened
 from ..engine.engine import Engine
 from ..host.memory import give_back
@@ -26,7 +31,7 @@ from ..outputs import Delta, RequestOutput
 from ..processes.meeting import join, together
 from ..programs.jaxcache import keep_compiled
 from ..roofline.explain import explain
-from ..text.chat import Message, render_for
+from ..text.chat import Message
 from ..text.tokenizer import Tokenizer
 from . import embedding, handing, likelihood, replying, snapshots, vllm, weights
 from .bar import Tqdm, progress
@@ -74,8 +79,9 @@ class LLM:
         chosen = origin.settled(chosen, **where)
         with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
             config, params, defaults = load_folder(folder, dtype, mesh, chosen)
+            family = read_model(folder)[0]
         words, lacking = origin.words()
-        self._begin(config, params, words, defaults, chosen, lacking, str(origin.model))
+        self._begin(config, params, words, defaults, chosen, lacking, str(origin.model), family)
 
     @classmethod
     @together
@@ -117,6 +123,7 @@ class LLM:
         options: EngineOptions,
         lacking: str = NONE,
         model: str | None = None,
+        family: Family = FAMILIES["llama"],
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._defaults = defaults = ending(defaults, tokenizer)
@@ -129,6 +136,7 @@ class LLM:
             tokenizer,
             defaults.eos_token_ids,
             lacking,
+            registry_of(options, family, config, params.embed.dtype),
         )
 
     # ------------------------------------------------------------ whole results
@@ -139,7 +147,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Tqdm = True,
         *,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
@@ -147,16 +155,14 @@ class LLM:
         """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of
         them.
 
-        One set of sampling parameters serves all, or a list has one for each; likewise priorities, of which
-        smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's other arguments only
-        neutral values are allowed. Raises before anything is run if a prompt or parameter is not allowed.
+        One set of sampling parameters serves all, or a list has one for each; likewise adapters, and
+        priorities, of which smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's
+        other arguments only neutral values are allowed. Raises before anything is run if a prompt or
+        parameter is not allowed.
         """
-        vllm.check_all(
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
-        tickets = self._tickets(listed(prompts), sampling_params, priority, awaited=False)
+        vllm.check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        texts = listed(prompts)
+        tickets = self._tickets(texts, sampling_params, priority, awaited=False, adapters=lora_request)
         return self._finish(tickets, use_tqdm)
 
     def chat(
@@ -164,7 +170,7 @@ class LLM:
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Tqdm = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -178,7 +184,7 @@ class LLM:
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
         vllm.check_all(chat_template_content_format=chat_template_content_format)
-        prompts = self._conversations(
+        prompts = self._intake.conversations(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -190,7 +196,7 @@ class LLM:
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
         """A conversation as token ids; options are those of `chat.render_for`."""
-        return self._conversation(messages, **options)["prompt_token_ids"]
+        return self._intake.conversation(messages, **options)["prompt_token_ids"]
 
     log_likelihood, reply = likelihood.log_likelihood, replying.reply
     save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
@@ -200,31 +206,40 @@ class LLM:
     # ------------------------------------------------------------ streams
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[Delta]:
         """Pieces of the continuation as they are generated; the request begins with the first piece that is
         asked for.
 
         Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
-        (ticket,) = self._tickets([prompt], sampling_params, priority)
+        (ticket,) = self._tickets([prompt], sampling_params, priority, adapters=lora_request)
         return self._session.stream(ticket)
 
     def astream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **others: Any
     ) -> AsyncGenerator[Delta]:
         """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the
         request."""
-        return in_threads(partial(self.stream, prompt, sampling_params, priority=priority))
+        return in_threads(partial(self.stream, prompt, sampling_params, **others))
 
     # ------------------------------------------------------------ one step at a time
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> str:
-        """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id that is in
-        use."""
-        tickets = self._tickets([prompt], params, priority, request_id)
+        """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id in use."""
+        tickets = self._tickets([prompt], params, priority, request_id, adapters=lora_request)
         self._session.queue(tickets)
         return tickets[0].id
 
@@ -270,8 +285,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's authors recommend in generation_config.json, else the usual
-        defaults."""
+        """The parameters that the model's generation_config.json recommends, else the usual defaults."""
         return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
 
     def close(self) -> None:
@@ -294,29 +308,14 @@ class LLM:
     enqueue, enqueue_chat = vllm.enqueue, vllm.enqueue_chat
     wait_for_completion = vllm.wait_for_completion
     reset_prefix_cache = vllm.reset_prefix_cache
-    sleep, wake_up = vllm.sleep, vllm.wake_up
-    is_sleeping = vllm.is_sleeping
-    get_metrics = vllm.get_metrics
+    sleep, wake_up, is_sleeping = vllm.sleep, vllm.wake_up, vllm.is_sleeping
+    get_metrics, get_world_size = vllm.get_metrics, vllm.get_world_size
     start_profile, stop_profile = vllm.start_profile, vllm.stop_profile
-    get_world_size = vllm.get_world_size
     embed, encode = embedding.embed, vllm.encode
-    reward, classify = vllm.reward, vllm.classify
-    score = vllm.score
-    collective_rpc = vllm.collective_rpc
-    apply_model = vllm.apply_model
+    reward, classify, score = vllm.reward, vllm.classify, vllm.score
+    collective_rpc, apply_model = vllm.collective_rpc, vllm.apply_model
 
     # ------------------------------------------------------------ on the way in
-
-    def _conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
-        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        return [self._conversation(one, **options) for one in (messages if several else [messages])]
-
-    def _conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
-        if self.tokenizer is None:
-            raise ValueError(f"{self._intake.lacking}: chat needs one")
-        text = render_for(self.tokenizer, messages, **options)
-        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest_prompt)
-        return {"prompt": text, "prompt_token_ids": ids}
 
     def _tickets(
         self,
@@ -325,13 +324,16 @@ class LLM:
         priority: int | Sequence[int] | None,
         request_id: str | None = None,
         awaited: bool = True,
+        adapters: Adapters = None,
     ) -> list[Ticket]:
         """Tickets of checked and tokenized prompts, their ids reserved; nothing is queued yet."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(prompts))
         ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))
         make = partial(partial, self._intake.ticket, awaited=awaited)
-        makes = [make(prompt=p, params=s, priority=r) for p, s, r in zip(prompts, params, ranks, strict=True)]
+        own = one_each("lora_requests", adapters, len(prompts))
+        each = zip(prompts, params, ranks, own, strict=True)
+        makes = [make(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in each]
         return self._session.tickets_of(makes, request_id)
 
     def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:

@@ -1,10 +1,12 @@
 """What an engine counts, as the metric objects that vLLM's `get_metrics` returns, under vLLM's names."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..engine.engine import Engine
+from ..engine.request import Request
 
 LABELS = {"engine": "0"}
 
@@ -47,6 +49,11 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
+def adapters_of(requests: Iterable[Request]) -> str:
+    """The names of the adapters that unfinished requests have, with commas between them."""
+    return ",".join(sorted({r.adapter.name for r in requests if r.adapter and not r.finished}))
+
+
 def snapshot(engine: Engine) -> list[Metric]:
     """All metrics of an engine now."""
     return [*gauges(engine), *counters(engine), *guesses(engine), *histograms(engine)]
@@ -58,6 +65,13 @@ def gauges(engine: Engine) -> Iterator[Gauge]:
     yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(scheduler.running)))
     yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(waiting))
     yield Gauge("vllm:kv_cache_usage_perc", dict(LABELS), engine.tables.occupancy)
+    if most := scheduler.places.count:
+        named = {
+            "max_lora": str(most),
+            "running_lora_adapters": adapters_of(scheduler.running.values()),
+            "waiting_lora_adapters": adapters_of(request for _, request in scheduler.waiting),
+        }
+        yield Gauge("vllm:lora_requests_info", LABELS | named, time.time())
 
 
 def counters(engine: Engine) -> Iterator[Counter]:

@@ -10,6 +10,7 @@ import jax
 from ...kvcache.stages import devices
 from ...refusals import Table, check_neutral
 from ...sampling.params import BeamSearchParams, SamplingParams
+from ..adapters.request import Adapters
 from ..engine.sleep import TAGS
 from ..host.memory import give_back
 from ..outputs import RequestOutput
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 PROFILES = "duetto-profile"  # the folder of traces, in the working directory
 NEUTRAL: Table = {
-    "lora_request": (None,),
     "tokenization_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
     "chat_template_content_format": ("auto", "string"),
@@ -48,7 +48,7 @@ def beam_search(
     llm: "LLM",
     prompts: Prompt | Sequence[Prompt],
     params: BeamSearchParams,
-    lora_request: None = None,
+    lora_request: Adapters = None,
     use_tqdm: Tqdm = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
@@ -57,27 +57,23 @@ def beam_search(
     `concurrency_limit` is the number of prompts searched at once; None is all. Raises ValueError for a prompt
     that `generate` refuses, and for a `beam_width` that needs more log-probabilities than the engine reports.
     """
-    check_all(lora_request=lora_request)
-    return beam.search(llm, prompts, params, use_tqdm, concurrency_limit)
+    return beam.search(llm, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
 
 def enqueue(
     llm: "LLM",
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    lora_request: None = None,
+    lora_request: Adapters = None,
     priority: int | Sequence[int] | None = None,
     use_tqdm: Tqdm = True,
     tokenization_kwargs: dict[str, Any] | None = None,
     mm_processor_kwargs: dict[str, Any] | None = None,
 ) -> list[str]:
     """Queue prompts as `generate` takes them, for `wait_for_completion`; returns their ids."""
-    check_all(
-        lora_request=lora_request,
-        tokenization_kwargs=tokenization_kwargs,
-        mm_processor_kwargs=mm_processor_kwargs,
-    )
-    tickets = llm._tickets(listed(prompts), sampling_params, priority, awaited=False)
+    check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+    texts = listed(prompts)
+    tickets = llm._tickets(texts, sampling_params, priority, awaited=False, adapters=lora_request)
     llm._session.queue(tickets)
     return [ticket.id for ticket in tickets]
 
@@ -87,7 +83,7 @@ def enqueue_chat(
     messages: list[Message] | list[list[Message]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     use_tqdm: Tqdm = True,
-    lora_request: None = None,
+    lora_request: Adapters = None,
     priority: int | Sequence[int] | None = None,
     chat_template: str | None = None,
     chat_template_content_format: str = "auto",
@@ -100,7 +96,7 @@ def enqueue_chat(
 ) -> list[str]:
     """Queue conversations as `chat` takes them, for `wait_for_completion`; returns their ids."""
     check_all(chat_template_content_format=chat_template_content_format)
-    prompts = llm._conversations(
+    prompts = llm._intake.conversations(
         messages,
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,

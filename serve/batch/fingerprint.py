@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ...checkpoints import orbax
+from ..adapters.registry import modules_of
 from ..audit.machine import device, settings, versions
 from ..host.devices import default_device
 from ..options.engine import EngineOptions
@@ -18,9 +19,9 @@ MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
 
 # Options that decide no answer, or are known by more than their values.
 ELSEWHERE = (
-    "seed", "audit_log", "use_tqdm_on_load", "prompt_hold", "serve_while_compiling", "speculative_config",
-    "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address", "kv_transport", "kv_patience",
-    "node_rank", "master_addr", "master_port", "distributed_timeout_seconds",
+    "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling",
+    "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
+    "kv_transport", "kv_patience", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds",
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         **speculation(options),
+        **adapters(options),
     }
 
 
@@ -50,6 +52,14 @@ def contents(folder: Path) -> str:
         hashes = pool.map(file_hash, files)
         listed = [f"{f.relative_to(folder)} {found}" for f, found in zip(files, hashes, strict=True)]
     return sha256(" ".join(listed).encode()).hexdigest()
+
+
+def adapters(options: EngineOptions) -> dict[str, str]:
+    """The content of the adapters that lines may name, by their names."""
+    return {
+        f"adapter {request.lora_name}": contents(Path(request.lora_path))
+        for request in modules_of(options.lora_modules)
+    }
 
 
 def speculation(options: EngineOptions) -> dict[str, str]:

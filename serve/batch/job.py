@@ -4,7 +4,7 @@ is kept."""
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import msgspec
 
 from ...sampling.params import SamplingParams
+from ..adapters.request import LoRARequest
 from ..host.files import JobError, disk, write_all
 from ..host.signals import Interrupts
 from ..host.streams import Messages
@@ -41,7 +42,9 @@ class BatchEngine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def longest_prompt(self) -> int: ...
-    def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> object: ...
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None
+    ) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def report(self, explained: bool = False) -> dict[str, Any]: ...
     def save_cache(self, path: str) -> int: ...
@@ -70,10 +73,10 @@ class BatchOptions:
     """How a job is run. `in_flight` lines are in the engine at once (four times max_num_seqs keeps it busy).
 
     Lines without a seed get one from `seed` and their number; `sampling` holds parameters of lines that do
-    not give them; `model_name` is the model's name in answers to lines that name none; a line of more than
-    `max_line_bytes` is answered with an error; `explain` adds a table of the compiled programs to the report;
-    `save_cache` is a folder for what the engine's cache holds at the end; `tool_call_parser` names the
-    notation of calls.
+    not give them; `model_name` is the name in answers to lines that name none; a line of more than
+    `max_line_bytes` is answered with an error; `explain` adds a table of compiled programs to the report;
+    `save_cache` is a folder for what the cache holds at the end; `tool_call_parser` names the notation of
+    calls; `adapters` are those that a line may name as its model.
     """
 
     in_flight: int = 128
@@ -85,6 +88,7 @@ class BatchOptions:
     explain: bool = False
     save_cache: str | None = None
     tool_call_parser: str | None = None
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
 
 
 class OrderedStream:
@@ -144,7 +148,7 @@ class Job:
         self._interrupts, self._now = interrupts, now
         self._engine: BatchEngine | None = None
         self._products: str | None = None
-        self._answers = Answers(source.sha256, options.model_name)
+        self._answers = Answers(source.sha256, options.model_name, None, options.tool_call_parser)
         self._running: dict[str, tuple[RawLine, Task]] = {}
         self._ids: set[bytes] = set()
         self._address = Address(openai=False)  # of the line that is being taken
@@ -235,7 +239,8 @@ class Job:
         try:
             prompt = prompt_ids(task, engine.tokenizer, engine.longest_prompt, self._now)
             params = params_for(task, self._answers.replies.dialect, prompt)
-            engine.add_request(prompt, params, str(line.index))
+            adapter, id = self._options.adapters.get(task.model or ""), str(line.index)
+            engine.add_request(prompt, params, id, lora_request=adapter)
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error)) from None
         except (ValueError, TypeError) as error:
@@ -249,8 +254,7 @@ class Job:
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()
         self._check_products(self._engine)
-        options, tokenizer = self._options, self._engine.tokenizer
-        self._answers = Answers(self._source.sha256, options.model_name, tokenizer, options.tool_call_parser)
+        self._answers = replace(self._answers, tokenizer=self._engine.tokenizer)
         self._progress.begin()
         return self._engine
 

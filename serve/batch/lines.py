@@ -6,7 +6,7 @@ Two formats: OpenAI's batch API (`custom_id`, `method`, `url`, `body`) and plain
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ..openai.reading import object_of
@@ -113,14 +113,15 @@ def _plain(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Tas
         raise RequestError(
             "invalid_line", f"a line needs one of prompt, prompt_token_ids and messages; it has {given}"
         )
-    params = sampling_of(asking(value, SAMPLING, PLAIN), defaults, seed)
+    params, model = sampling_of(asking(value, SAMPLING, PLAIN), defaults, seed), value.get("model")
+    require(model is None or isinstance(model, str), "model", model, "a string")
     if asked == ["messages"]:
-        return chat_of("plain", name, params, value)
+        return replace(chat_of("plain", name, params, value), model=model)
     require("chat_template_kwargs" not in value, "chat_template_kwargs", {}, "only beside messages")
     prompt = value[asked[0]]
     ids = asked[0] == "prompt_token_ids"
     require(not (ids and isinstance(prompt, str)), "prompt_token_ids", prompt, "a list of token ids")
-    return Task("plain", name, params, prompt=prompt_of(asked[0], prompt))
+    return Task("plain", name, params, prompt=prompt_of(asked[0], prompt), model=model)
 
 
 def _openai(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...sampling.params import SamplingParams
+from ..adapters.registry import modules_of
 from ..batch.fingerprint import fingerprint
 from ..batch.job import BatchOptions
 from ..batch.run import Place, run_batch
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     folder, options = resolve_once(args, options)
     sampling = options.recommended(checked_defaults(folder).sampling) | sampling
     join(asked)
+    adapters = checked(args, lambda: modules_of(asked.lora_modules))
     options = options.on(memory_limit(default_device()))
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.seats * (args.ray or 1),
@@ -140,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         explain=args.explain,
         save_cache=args.save_cache,
         tool_call_parser=args.tool_call_parser,
+        adapters={request.lora_name: request for request in adapters},
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured

@@ -19,6 +19,7 @@ from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
+from ..adapters.writer import roomy
 from ..loading.dtype import compute_dtype
 from ..loading.folder import DEMO, read_shapes
 from ..loading.mesh import check_experts, layout_of, on_one, places, put
@@ -145,7 +146,7 @@ def abstract_arguments(plan: EnginePlan) -> Arguments:
         weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
-    params = prepared(params, plan.options.fixed_products)
+    params = roomy(prepared(params, plan.options.fixed_products), plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 

@@ -3,7 +3,9 @@
 import argparse
 from dataclasses import replace
 
+from ..adapters.registry import modules_of
 from ..loading.folder import checked_defaults
+from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
 from ..options.server import ServerOptions
 from .command import (
@@ -30,6 +32,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cache_flags(parser)
 
 
+def check_names(options: ServerOptions, engine: EngineOptions) -> None:
+    """Raises ValueError for an adapter that nobody could name."""
+    for request in modules_of(engine.lora_modules):
+        if request.lora_name in (options.served_model_name or ()):
+            raise ValueError(f"lora_modules: {request.lora_name!r} is the model's own name")
+    if options.runtime_lora_updating and not engine.enable_lora:
+        raise ValueError("runtime_lora_updating is not allowed without enable_lora")
+
+
 def run(args: argparse.Namespace) -> int:
     from ..server.running import front, served
 
@@ -45,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     with before.own:
         folder, engine = resolve_once(args, engine_options(args))
         defaults = engine.recommended(checked_defaults(folder).sampling)
+        checked(args, lambda: check_names(options, engine))
         with start(args, engine) as llm:
             code = served(llm, options, defaults, before)
             if args.save_cache is not None:

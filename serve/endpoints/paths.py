@@ -16,7 +16,7 @@ ERRORS = {
     400: "the request is not allowed; the message says why",
     401: "the API key is missing or unknown",
     403: "a page of another origin may not ask",
-    404: "there is no such model",
+    404: "there is no such model, or adapter",
     408: "the body comes too slowly",
     409: "what is asked for does not go with what is under way",
     413: "the body is too long",

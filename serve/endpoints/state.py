@@ -15,13 +15,15 @@ from .paths import Path
 
 
 class Model(TypedDict):
-    """A name that the model is served under, and how many tokens a request may have."""
+    """A name that the model is served under, and how many tokens a request may have; an adapter's `parent` is
+    the model that it belongs to, and `root` its folder."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
 
 
@@ -52,14 +54,19 @@ class State:
         ]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
+        names = [*self.service.names, *self.service.adapters]
+        return json_response({"object": "list", "data": list(map(self._model, names))})
 
     async def model(self, request: Request) -> Response:
         return json_response(self._model(self.service.known(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, object]:
         about = {"id": name, "object": "model", "created": self._since, "owned_by": "duetto"}
-        return about | {"root": self.service.names[0], "max_model_len": self.service.max_model_len}
+        base, adapter = self.service.names[0], self.service.adapters.get(name)
+        root, parent = base, None
+        if adapter is not None:
+            root, parent = adapter.lora_path, adapter.base_model_name or base
+        return about | {"root": root, "parent": parent, "max_model_len": self.service.max_model_len}
 
     async def health(self, request: Request) -> Response:
         """Whether the engine lives."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from ...kvcache.names import root
 from ...kvcache.pages import KVCache
 from ...model.pair import Params, target_of, with_target
 from ...model.transformer import Decoder
-from ...model.weights.prepared import prepared_as
+from ...model.weights.adapted import unadapted
+from ..adapters.writer import Writer
 from ..options.checks import round_up
 from ..programs.classes import Classes
 from ..programs.compile import Arguments, Programs
@@ -26,7 +26,7 @@ from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
 from .meter import Compilations, Meter
-from .params import require_alike
+from .params import exchanged, root_of
 from .plan import Limits, StepPlan, Work
 from .request import Request
 from .results import Flights, Ran, note_passes, take_all
@@ -63,20 +63,20 @@ class Engine:
     ):
         self.programs, self._state, self._limits, self._told = programs, state, limits, told
         self.config, self.sizes = programs.config, programs.sizes
+        self._adapters = Writer(target_of(state.params))
         self.meter, self._compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
         alive = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = tables_of(self.config.windows, self.sizes, limits)
         self._gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
-        kinds = jax.tree.map(lambda x: x.dtype, state.params), self.sizes.kv_cache_dtype
         self.scheduler = Scheduler(
             limits,
             self.tables,
-            root(str(self.config), *map(str, kinds)) if prefix_caching else None,
+            root_of(self.config, self.everything, self.sizes.kv_cache_dtype) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
             gathering=self._gathering,
         )
-        self.flights = Flights(self.scheduler.group_of)
+        self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.speculation, self.warmup = speculation, warmup
@@ -103,12 +103,12 @@ class Engine:
 
     @property
     def params(self) -> Decoder:
-        return target_of(self._state.params)
+        return target_of(self.everything)
 
     @property
     def everything(self) -> Params:
-        """The parameters of all that its programs run: the model's, and those of what guesses for it."""
-        return self._state.params
+        """The parameters of all that its programs run: the model's and a guesser's, without adapters."""
+        return unadapted(self._state.params)
 
     @property
     def cache(self) -> KVCache:
@@ -177,8 +177,7 @@ class Engine:
         """
         if self.scheduler.has_work and not keep:
             raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
-        params = prepared_as(self.params, params)
-        require_alike(self.params, params)
+        params = exchanged(target_of(self._state.params), params)
         if self.scheduler.has_work:
             self.vacate()
         if self.warmup is not None:
@@ -220,6 +219,7 @@ class Engine:
         if level == 0:
             return self.sleeper.pause()
         self.vacate()
+        self.scheduler.places.forget()
         self._state = self.sleeper.begin(self._state, self.programs.like, discard=level == 2)
 
     def wake_up(self, tags: Iterable[str]) -> None:
@@ -289,7 +289,8 @@ class Engine:
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
-        self._state = replace(self._state, cache=cache, slots=masked(self.programs, self._state.slots, plan))
+        slots = masked(self.programs, self._state.slots, plan)
+        self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
             self._seat(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
@@ -298,10 +299,9 @@ class Engine:
         return ran
 
     def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
-        told = self._told(self.programs, shape, works)
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         self.meter.ran(shape, count, cached, self.sizes.shards)
-        cache, slots, output = self.programs.run(shape, self._state, told)
+        cache, slots, output = self.programs.run(shape, self._state, self._told(self.programs, shape, works))
         self._state = replace(self._state, cache=cache, slots=slots)
         return Ran(shape, works, output)
 

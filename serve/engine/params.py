@@ -4,9 +4,35 @@ them."""
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ...kvcache.names import root
 from ...model.transformer import Decoder
 from ...model.tree import paths
+from ...model.weights.adapted import adapted, stacks_of, unadapted
+from ...model.weights.prepared import prepared_as
+
+
+def root_of(config: Any, params: Any, kv_cache_dtype: str) -> bytes:
+    """The name before the first page of an engine."""
+    return root(str(config), str(jax.tree.map(lambda x: x.dtype, params)), kv_cache_dtype)
+
+
+def exchanged(served: Decoder, given: Decoder) -> Decoder:
+    """Other parameters in the forms of those that an engine has, its adapters beside them. Raises ValueError
+    as `require_alike` does."""
+    weights = unadapted(served)
+    given = prepared_as(weights, given)
+    require_alike(weights, given)
+    stacks = stacks_of(served)
+    return (
+        adapted(given, {path: (there(a), there(b)) for path, (a, b) in stacks.items()}) if stacks else given
+    )
+
+
+def there(x: Any) -> jax.Array:
+    """An array, zeros in the place of one that a sleep has left off the device."""
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
 def require_alike(old: Decoder, new: Decoder) -> None:

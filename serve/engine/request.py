@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...model.pooling import Pool
+from ...model.weights.adapted import NO_ADAPTER
 from ...sampling.params import NO_TOKEN, SamplingParams
 from ..grammar.constraint import Constraint
 from ..outputs import Pass, RequestMetrics
@@ -82,6 +84,7 @@ class Request:
     patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
     source: str | None = None  # address of the engine that computes its prompt, of several
     constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
+    adapter: Adapter | None = None
 
     tokens: list[int] = field(default_factory=list)
     known: int = 0  # generated tokens that were given with it
@@ -93,6 +96,7 @@ class Request:
     names: list[bytes] = field(default_factory=list)
     marks: tuple[int, ...] = ()  # pages behind which states are kept
     slot: int | None = None
+    place: int = NO_ADAPTER  # of its adapter, while it has a slot
     ticket: Ticket | None = None  # for pages that come from a tier
     reach: int = 0  # tokens up to which it can stay in its slot
     cached: int = 0
@@ -116,6 +120,11 @@ class Request:
     def is_whole(self) -> bool:
         """Whether all of its tokens are computed, and none is found in the cache."""
         return self.pool is not None and self.pool.is_whole
+
+    @property
+    def salt(self) -> bytes:
+        """What the names of its pages have in them besides their tokens: its adapter's content."""
+        return b"" if self.adapter is None else self.adapter.digest
 
     @property
     def scored(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from ...kvcache.dealing import DealtTables, shard_of
 from ...kvcache.names import extend
 from ...kvcache.tables import PageTables, Tables
+from ..adapters.places import Places
 from ..options.checks import round_up
 from ..tiers.tiering import Untiered
 from .gathering import Gathering, fitting
@@ -47,7 +48,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
-        self.scores, self.tiers = PageScores(self.page_size), Untiered(tables)
+        self.scores, self.tiers, self.places = PageScores(self.page_size), Untiered(tables), Places(0)
         self.group = 0  # of seats, whose turn it is
         self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
 
@@ -129,7 +130,7 @@ class Scheduler:
 
     def _extend_names(self, request: Request, pages: int) -> Sequence[bytes]:
         assert self.root is not None
-        start = self.root + b"long" if self._is_long(request) else self.root
+        start = self.root + request.salt + (b"long" if self._is_long(request) else b"")
         prompt = None if self.recompute_outputs else len(request.prompt)
         extend(request.names, request.tokens, pages, self.page_size, start, prompt)
         return request.names[:pages]
@@ -138,10 +139,10 @@ class Scheduler:
         return self.boundary is not None and len(request.tokens) > self.boundary
 
     def release(self, request: Request) -> None:
-        """A running request ends or is preempted: its slot and pages are free at once, for steps run in
-        order."""
+        """A running request ends or is preempted: its slot and pages are free: steps run in order."""
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
+        self.places.release(request.adapter)
         del self.running[request.slot]
         self.reading.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
@@ -214,9 +215,8 @@ class Scheduler:
         """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
         budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
         line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
-        return fitting(
-            (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line), budget, row
-        )
+        tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
+        return fitting(tokens, budget, row)
 
     def admit(self, most: int) -> list[Request]:
         seated = []
@@ -230,6 +230,7 @@ class Scheduler:
             self.scores.take(request)
             if not request.preemptions:
                 request.cached = request.computed
+            request.place = self.places.take(request.adapter)
             request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
             request.reach = self._reach(request)
             self.running[request.slot] = request
@@ -241,12 +242,12 @@ class Scheduler:
     def _room(self) -> Tables | None:
         """The pages found for the request that is next in line, in the best shard with room; None: it waits.
 
-        It needs a slot, and the pages of its known tokens beside one spare page for each running request;
-        while pages are lent, those of all its tokens beside what running requests may take. It waits for a
-        page of its prompt, or the scores of one, that a running request is about to make, rather than compute
-        the same again; and for pages that come from a tier.
+        It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
+        each running request; while pages are lent, those of all its tokens beside what running requests may
+        take. It waits for a page of its prompt, or the scores of one, that a running request is about to
+        make, rather than compute the same again; and for pages that come from a tier.
         """
-        if not self.waiting or not self.free_slots:
+        if not (self.waiting and self.free_slots and self.places.fits(self.waiting[0][1].adapter)):
             return None
         request, loads = self.waiting[0][1], self.limits.loads(self.running)
         for found in self._places(request, loads):
@@ -284,8 +285,7 @@ class Scheduler:
         return any(request.names[page] in r.names[r.computed // self.page_size :] for r in reading)
 
     def _find(self, request: Request) -> Tables:
-        """Pages of the request's known tokens that are already written; at least one token is left to
-        compute."""
+        """Pages of the request's known tokens that are written; at least one token is left to compute."""
         return self.tiers.find(self.usable(request), request.ticket)
 
     def usable(self, request: Request) -> Sequence[bytes]:

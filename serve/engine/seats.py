@@ -30,7 +30,8 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
         prompt_len=prompt_len,
         bad_words=request.bad_words,
     )
-    new = Seat(np.int32(len(request.tokens)), np.int32(request.reach), scored_from(request), knobs)
+    known, end, place = np.int32(len(request.tokens)), np.int32(request.reach), np.int32(request.place)
+    new = Seat(known, end, scored_from(request), knobs, place)
     slots = programs.seat(slots, slot, new)
     if not needs_history(request.params):
         return slots

@@ -16,6 +16,7 @@ from ...model.transformer import Decoder
 from ...model.tree import paths
 from ...model.weights.compress import in_form
 from ...model.weights.prepared import prepared
+from ..adapters.writer import roomy
 from ..engine.engine import Engine
 from ..engine.guessing import Speculation
 from ..engine.plan import Limits
@@ -75,6 +76,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
         keep_freed()
     count = stations(params)
     options.check_stages(count)
+    params = roomy(params, config, options)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
     check_states(pair, options.speculation, count)
@@ -125,9 +127,10 @@ def kind_of(params: Params) -> type[Programs]:
 
 
 def may_serve_early(options: EngineOptions, params: Params) -> bool:
-    """Whether an engine may serve before all of its programs are there: on one device, and where the threads
-    that lower the others see jax's settings as they are here, and not only in a block of code."""
-    if not options.serve_while_compiling or len(devices(params)) > 1:
+    """Whether an engine may serve before all of its programs are there: on one device, without adapters, in
+    whose places programs are compared, and where the threads that lower the others see jax's settings as they
+    are here, and not only in a block of code."""
+    if not options.serve_while_compiling or options.enable_lora or len(devices(params)) > 1:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values

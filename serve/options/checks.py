@@ -42,6 +42,8 @@ def check_stages(options: "EngineOptions", count: int) -> None:
         )
     if options.kv_role is not None:
         raise ValueError(f"kv_role {options.kv_role} is not allowed with {beside}")
+    if options.enable_lora:
+        raise ValueError(f"enable_lora is not allowed with {beside}")
     only(options, {"decode_steps": 1} | UNTIERED, beside)
     if apart is not None and apart > 1:
         raise ValueError(f"experimental_ffn_devices {apart} is not allowed: 1, more were never run")
@@ -122,6 +124,22 @@ def place_of(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ValueError(f"kv_address {address!r} is not allowed: host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_lora(options: "EngineOptions") -> None:
+    """Adapters beside the weights, which lie on one device, or are split over several layer by layer."""
+    if not options.enable_lora:
+        if options.lora_modules:
+            raise ValueError("lora_modules is not allowed without enable_lora")
+        return
+    for name in ("kv_role", "audit_log"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"{name} {value} is not allowed with enable_lora")
+    if options.experimental_ffn_devices:
+        raise ValueError(
+            f"experimental_ffn_devices {options.experimental_ffn_devices} is not allowed with enable_lora"
+        )
+    only(options, dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "nnodes"), 1), "enable_lora")
 
 
 def check_buckets(options: "EngineOptions") -> None:

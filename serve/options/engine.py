@@ -1,14 +1,15 @@
 """How an engine is sized: every knob with its meaning, its default, and an error that says what to change."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ...fields import knob
 from ...sampling.checks import ALL, MAX_LOGPROBS
-from .checks import UNTIERED, check_buckets, check_handover, check_stages, check_tiers, only, round_up
+from . import checks
+from .checks import UNTIERED, only, round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
@@ -108,9 +109,7 @@ class EngineOptions:
         0.0, "GiB of the host's memory for pages that the cache has no room for any more (default: none)"
     )
     kv_disk_space: float = knob(0.0, "GiB of files for the same, kept for later processes (default: none)")
-    kv_disk_path: str | None = knob(
-        None, "folder of those files; default: duetto/pages in your cache directory"
-    )
+    kv_disk_path: str | None = knob(None, "folder of those files; default: duetto/pages in your cache")
     kv_role: str | None = knob(
         None,
         "prefill computes prompts for other engines, which fetch their pages; decode has its prompts computed"
@@ -140,6 +139,17 @@ class EngineOptions:
         None,
         "int8, int4 or fp8 weights, or dequantize; default, also under the checkpoint's name (awq, ...): "
         "as it stores them",
+    )
+    enable_lora: bool = knob(False, "serve adapters (LoRA) beside the model, several in one batch")
+    max_loras: int = knob(1, "adapters on the device at once; requests of others wait in line")
+    max_lora_rank: int = knob(
+        16, "highest rank of an adapter; higher ones cost memory and time in every step"
+    )
+    lora_modules: Sequence[str] | None = knob(
+        None,
+        "adapters that requests may name, each NAME=FOLDER or a JSON object with name, path and "
+        "base_model_name; with enable_lora",
+        several="NAME=FOLDER",
     )
     max_logprobs: int = knob(
         20,
@@ -201,11 +211,12 @@ class EngineOptions:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
-        check_tiers(self)
-        check_handover(self)
+        checks.check_tiers(self)
+        checks.check_handover(self)
         self._check_nodes()
         self._check_shards()
-        check_buckets(self)
+        checks.check_buckets(self)
+        checks.check_lora(self)
         if self.stations > 1:
             self.check_stages(self.stations)
         if self.decode_steps > MAX_DECODE_STEPS:
@@ -259,7 +270,7 @@ class EngineOptions:
 
     def check_stages(self, count: int) -> None:
         """Raise ValueError for what a pipeline of so many stages, or two parts of each layer, cannot do."""
-        check_stages(self, count)
+        checks.check_stages(self, count)
 
     def require_unstored(self, what: str) -> None:
         """Raise ValueError where `quantization` says how a checkpoint is stored, and there is none."""

@@ -18,7 +18,10 @@ def add_fields(
             default = "" if f.default is None else f" (default: {f.default})"
             text = (f.metadata["help"] + default).replace("%", "%%")
             flag = f"--{f.name.replace('_', '-')}"
-            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **reading(hints[f.name]))
+            how = reading(hints[f.name])
+            if several := f.metadata.get("several"):  # after one flag
+                how |= {"action": "extend", "nargs": "+", "metavar": several}
+            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
 
 
 def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = ()) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class ServerOptions:
         4096, "pieces of a stream that may wait for its reader; then the stream ends with an error"
     )
     ping: float = knob(15.0, "seconds of silence after which a stream sends a comment, to be kept open")
+    runtime_lora_updating: bool = knob(
+        False,
+        "let clients load adapters from folders of this machine and unload them, by POST "
+        "/v1/load_lora_adapter and /v1/unload_lora_adapter",
+    )
     profile_dir: str | None = knob(
         None, "folder for profiles, by POST /start_profile and /stop_profile; default: these are not there"
     )

@@ -103,7 +103,7 @@ def seat_like(slots: Slots) -> tuple[Any, Seat]:
     """What seating takes beside the slots."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
     one = jax.ShapeDtypeStruct((), jnp.int32)
-    return one, Seat(one, one, one, knobs)
+    return one, Seat(one, one, one, knobs, one)
 
 
 def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:

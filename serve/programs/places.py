@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from ...kvcache.pages import Batch
 
@@ -71,3 +71,8 @@ def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places
         assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
         places.append(np.pad(real, (0, rows - len(real)), constant_values=len(count) * T))
     return np.concatenate(places).astype(np.int32)
+
+
+def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
+    """The rows, padded with zeros to at least `rows`."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))

@@ -19,6 +19,7 @@ from ...kvcache.placement import whole
 from ...kvcache.tables import Tables
 from ...model.pair import Params
 from ...model.recurrent.kinds import STATE
+from ...model.weights.adapted import NO_ADAPTER, places_in
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock
 from .compile import Arguments, Programs, fill
@@ -116,9 +117,10 @@ class Probe:
         """Slots with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
-        new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs)
-        slots = self.programs.fresh_slots()
+        slots, places = self.programs.fresh_slots(), places_in(self.programs.like.params)
         for slot in range(self.capacity):
+            own = np.int32(slot % places if places else NO_ADAPTER)  # all of them hold the same
+            new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs, own)
             slots = self.programs.seat(slots, np.int32(slot), new)
         return slots
 

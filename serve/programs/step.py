@@ -23,12 +23,13 @@ from ...model.scatter import apart
 from ...model.sharding import in_any_shard
 from ...model.transformer import Decoder, forward, unembed
 from ...model.tree import pytree
+from ...model.weights.adapted import NO_ADAPTER, with_owners
 from ...sampling.accept import NONE_KEPT, Guesses, Rule, coupled
 from ...sampling.checks import MAX_LOGPROBS
 from ...sampling.params import NO_TOKEN, Knobs
 from ...sampling.sample import Sampled, Scores, sample
 from ...sampling.state import SamplingState, admit, commit, empty_state, stops
-from .places import place_of_row, row_of_place, rows_of_one
+from .places import at_least, place_of_row, row_of_place, rows_of_one
 from .scoring import NEVER, prompt_scores
 
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
@@ -44,6 +45,7 @@ class Slots:
     known: Any  # int32 [C], tokens that the host gave: samples for earlier positions are dropped
     end: Any  # int32 [C], tokens that the request may have at most
     scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
+    adapter: Any  # int32 [C], the place of the request's adapter beside the weights, NO_ADAPTER
     sampling: SamplingState
     hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
 
@@ -65,6 +67,7 @@ class Seat:
     end: Any
     scored: Any
     knobs: Knobs
+    adapter: Any = NO_ADAPTER
 
 
 @pytree
@@ -96,6 +99,7 @@ def empty_slots(
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
         scored=zeros(jnp.int32) + NEVER,
+        adapter=zeros(jnp.int32) + NO_ADAPTER,
         sampling=empty_state(capacity, V, n_top, positions),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
@@ -110,6 +114,7 @@ def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
         known=slots.known.at[slot].set(new.known),
         end=slots.end.at[slot].set(new.end),
         scored=slots.scored.at[slot].set(new.scored),
+        adapter=slots.adapter.at[slot].set(new.adapter),
         sampling=admit(slots.sampling, slot, new.knobs),
     )
 
@@ -159,11 +164,6 @@ def sample_last(
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
     slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
     return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
-
-
-def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, padded with zeros to at least `rows`."""
-    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
@@ -232,6 +232,7 @@ def through_model(
     params: Decoder, slots: Slots, batch: Batch, config: ModelConfig, attend: Attend, state: Any
 ) -> tuple[Float[Array, "B T D"], Any]:
     """The hidden states of every token, and attend's state after them."""
+    params = with_owners(params, slots.adapter[batch.slot])
     return forward(params, config, batch.tokens, positions(batch), attend, state, lengths(slots, batch))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...sampling.params import SamplingParams
+from ..adapters.request import LoRARequest
 from ..api.intake import Intake
 from ..host.streams import tell
 from ..options.engine import EngineOptions
@@ -85,10 +86,17 @@ class Remote:
     def longest_prompt(self) -> int:
         return self._intake.longest
 
-    def add_request(self, prompt: list[int], params: SamplingParams, request_id: str) -> str:
+    def add_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> str:
         """Raises ValueError or TypeError for what no worker could run."""
         self._intake.ticket(request_id, prompt, params)
-        self._deal(Asked(request_id, prompt, params))
+        self._deal(Asked(request_id, prompt, params, lora_request))
         return request_id
 
     def _deal(self, asked: Asked) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...sampling.params import SamplingParams
+from ..adapters.request import LoRARequest
 from ..api.llm import LLM
 from ..outputs import RequestOutput
 
@@ -22,6 +23,7 @@ class Asked(NamedTuple):
     id: str
     prompt: list[int]
     params: SamplingParams
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Worker:
 
     def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
         """Begin some requests, and go on with all; what has ended."""
-        for id, prompt, params in new:
-            self._llm.add_request(prompt, params, id)
+        for id, prompt, params, adapter in new:
+            self._llm.add_request(prompt, params, id, lora_request=adapter)
         begin, ended = time.monotonic(), []
         while self._llm.has_unfinished_requests():
             ended += self._llm.step()

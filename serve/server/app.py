@@ -4,12 +4,13 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from ..endpoints import completions
+from ..endpoints.changes.adapters import Adapters
+from ..endpoints.changes.weights import Weights
 from ..endpoints.embeddings import Embeddings
 from ..endpoints.page import Page
 from ..endpoints.profile import Profile
 from ..endpoints.state import State
 from ..endpoints.tokens import Tokens
-from ..endpoints.weights import Weights
 from ..service.errors import HANDLERS
 from ..service.service import Service
 from .keys import Keys
@@ -21,6 +22,8 @@ def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette
     """Everything that a service answers; with keys, to those who have one."""
     paths = [*completions.paths(service), *Embeddings(service).paths, *Tokens(service).paths]
     paths += State(service).paths
+    if service.options.runtime_lora_updating:
+        paths += Adapters(service).paths
     if service.options.profile_dir is not None:
         paths += Profile(service, service.options.profile_dir).paths
     if service.options.weights_dir is not None:

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..adapters.registry import Registry
+from ..adapters.request import LoRARequest
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.refusing import RequestError
@@ -82,10 +84,24 @@ class Service:
         self._driver = Driver(llm, self._deliver, self._fail)
 
     def known(self, name: str) -> str:
-        """A name that the model is served under. Raises HttpError for others."""
-        if name not in self.names:
+        """A name that the model, or an adapter of it, is served under. Raises HttpError for others."""
+        if name not in self.names and name not in self.adapters:
             raise HttpError(404, f"model {name!r} is not served here", "model_not_found", "model")
         return name
+
+    @property
+    def adapters(self) -> dict[str, LoRARequest]:
+        """Those that requests may name, by their names; the model's own come before them."""
+        registry = self._driver.adapters
+        found = [] if registry is None else registry.requests
+        return {own.lora_name: own for own in found if own.lora_name not in self.names}
+
+    @property
+    def registry(self) -> Registry:
+        """Where adapters are loaded. Raises HttpError where none are served."""
+        if self._driver.adapters is None:
+            raise HttpError(400, "no adapters are served: set enable_lora")
+        return self._driver.adapters
 
     # ------------------------------------------------------------ requests
 
@@ -194,7 +210,7 @@ class Service:
         try:
             prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt, task.now)
             params = task.pooling or params_for(task, self.replies.dialect, prompt)
-            return self._driver.flow(prompt, params, task.known)
+            return self._driver.flow(prompt, params, task.known, self.adapters.get(task.model or ""))
         except RequestError:
             raise
         except ChatTemplateError as error:

@@ -44,15 +44,17 @@ class FakeEngine:
     closed: bool = False
     ran: list[str] = field(default_factory=list)
     queue: list = field(default_factory=list)
+    adapters: list = field(default_factory=list)  # that requests came with
 
     @property
     def longest_prompt(self) -> int:
         return self.longest
 
-    def add_request(self, prompt, params, request_id):
+    def add_request(self, prompt, params, request_id, lora_request=None):
         if not 0 < len(prompt) <= self.longest:
             raise ValueError(f"the prompt has {len(prompt)} tokens, 1 to {self.longest} are allowed")
         self.queue.append((request_id, prompt, params))
+        self.adapters.append(lora_request)
         self.most = max(self.most, len(self.queue))
 
     def step(self):
@@ -96,7 +98,7 @@ class CheckingEngine(FakeEngine):
         super().__init__(**fields)
         self.intake = Intake(vocabulary, 64, EngineOptions(), self.tokenizer, eos_ids=(0,))
 
-    def add_request(self, prompt, params, request_id):
+    def add_request(self, prompt, params, request_id, lora_request=None):
         self.intake.ticket(request_id, prompt, params)
         super().add_request(prompt, params, request_id)
 

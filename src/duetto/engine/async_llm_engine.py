@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..sampling.params import SamplingParams
+from ..serve.adapters.request import LoRARequest
 from ..serve.api.intake import Intake, Prompt
 from ..serve.api.llm import LLM
 from ..serve.api.ticket import Ticket
@@ -45,23 +46,28 @@ class AsyncLLM:
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """Reports of a request, as its `output_kind` says, up to its end. Closing or cancelling it aborts the
         request."""
-        check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        start = partial(self._reports, prompt, sampling_params, request_id, priority)
+        check_all(tokenization_kwargs=tokenization_kwargs)
+        start = partial(self._reports, prompt, sampling_params, request_id, priority, lora_request)
         async with aclosing(in_threads(start, self._gate)) as reports:
             async for report in reports:
                 yield report
 
     def _reports(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        adapter: LoRARequest | None,
     ) -> Generator[RequestOutput]:
-        (ticket,) = self.llm._tickets([prompt], params, priority, request_id)
+        (ticket,) = self.llm._tickets([prompt], params, priority, request_id, adapters=adapter)
         pieces = self.llm._session.stream(ticket)
         return reported(pieces, ticket, self.llm._intake, Progress(params.output_kind))
 

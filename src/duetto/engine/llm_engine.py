@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..sampling.params import SamplingParams
+from ..serve.adapters.request import LoRARequest
 from ..serve.api.intake import Prompt
 from ..serve.api.llm import LLM
 from ..serve.api.vllm import check_all
@@ -31,16 +32,16 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Any = None,
         priority: int = 0,
     ) -> str:
         """Queue a request for `step`; returns its id. Raises ValueError or TypeError for what is not
         allowed."""
-        check_all(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_all(tokenization_kwargs=tokenization_kwargs)
         progress = Progress(params.output_kind)
-        self.llm.add_request(prompt, params, request_id, priority)
+        self.llm.add_request(prompt, params, request_id, priority, lora_request)
         self._progress[request_id] = progress
         return request_id
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
+from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.transformer import forward, unembed
 from duetto.sampling.params import BeamSearchParams
@@ -140,7 +141,7 @@ def test_output_is_not_counted_as_input(tiny):
     [
         ({"prompts": [[]]}, "the prompt is empty"),
         ({"params": BeamSearchParams(beam_width=400, max_tokens=2)}, "beam_width=400 needs 300 log-prob"),
-        ({"lora_request": "adapter"}, "lora_request='adapter' is not supported"),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, "lora_request is not allowed: set enable_lora"),
         ({"concurrency_limit": 0}, "concurrency_limit=0 is not allowed"),
     ],
     ids=["empty prompt", "wide", "adapter", "limit"],

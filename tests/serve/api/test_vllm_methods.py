@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from duetto import LLM, SamplingParams
+from duetto.lora.request import LoRARequest
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.api.metrics import Counter, Gauge, Histogram, Metric
 from duetto.serve.endpoints.metrics import EngineMetrics
@@ -48,8 +49,6 @@ def test_arguments_that_ask_for_nothing(llm):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lora_request", "adapter"),
-        ("lora_request", [None, "adapter"]),
         ("tokenization_kwargs", {"truncate_prompt_tokens": 5}),
         ("mm_processor_kwargs", {"num_crops": 4}),
         ("chat_template_content_format", "openai"),
@@ -58,6 +57,16 @@ def test_arguments_that_ask_for_nothing(llm):
 def test_arguments_that_ask_for_more_are_refused(llm, name, value):
     with pytest.raises(ValueError, match=f"^{name}=.*is not supported: only"):
         llm.chat(TALK, PARAMS, use_tqdm=False, **{name: value})
+
+
+def test_adapters_are_refused_where_none_are_served(llm):
+    for wanted in (LoRARequest("sql", 1, "/sql"), [LoRARequest("sql", 1, "/sql")]):
+        with pytest.raises(ValueError, match="lora_request is not allowed: set enable_lora"):
+            llm.chat(TALK, PARAMS, use_tqdm=False, lora_request=wanted)
+    with pytest.raises(TypeError, match="lora_request is a LoRARequest or None, not 'adapter'"):
+        llm.generate(PROMPT, PARAMS, use_tqdm=False, lora_request="adapter")
+    with pytest.raises(ValueError, match="1 prompts have 2 lora_requests"):
+        llm.generate(PROMPT, PARAMS, use_tqdm=False, lora_request=[None, None])
 
 
 def test_a_reply_has_the_text_of_its_prompt(llm):

@@ -12,6 +12,8 @@ from fakes.batch import (
     report_of,
 )
 
+from duetto.lora.request import LoRARequest
+
 
 def test_plain_lines_are_answered_in_their_order(run):
     lines = [{"prompt": f"p{i}", "id": f"n{i}", "max_tokens": i + 1} for i in range(9)]
@@ -168,3 +170,25 @@ def test_the_report_stands_beside_the_output(run):
         "preemptions": 0,
     }
     assert report["requests"][11] == {"line": 12, "error": "invalid_line"}
+
+
+def test_a_lines_model_may_be_an_adapter(run):
+    """In either format; another name is the model's own."""
+    sql = LoRARequest("sql", 1, "/sql")
+    lines = [
+        {"prompt": "a", "model": "sql"},
+        {"messages": [{"role": "user", "content": "a"}], "model": "sql"},
+        {"prompt": "a", "model": "other"},
+        {"prompt": "a"},
+        {
+            "custom_id": "x",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "a", "model": "sql"},
+        },
+        {"prompt": "a", "model": 5},
+    ]
+    done = run(lines, adapters={"sql": sql})
+    assert done.engine.adapters == [sql, sql, None, None, sql]
+    assert done.answers[-1]["error"]["message"] == "model=5 is not allowed: a string"
+    assert done.answers[4]["response"]["body"]["model"] == "sql"

@@ -25,7 +25,7 @@ def failing(error: BaseException) -> FakeEngine:
     engine = FakeEngine()
     plain = engine.add_request
 
-    def add_request(prompt, params, request_id):
+    def add_request(prompt, params, request_id, lora_request=None):
         if len(prompt) == 1:
             raise error
         plain(prompt, params, request_id)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.adapters import merged, read, write
 from fakes.tiers import always_fetching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,12 +17,14 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.kvcache.pages import page_bytes
 from duetto.kvcache.placement import cache_shardings, parts
+from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.config import Latent, ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, nbytes, paths
+from duetto.model.weights.adapted import stacks_of
 from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
@@ -273,6 +276,23 @@ def test_a_folder_is_loaded_onto_a_mesh(tiny, alone, oracle, tmp_path):
             assert isinstance(k, Quantised) and device_bytes(k.values) * 2 == nbytes(k.values)
     with pytest.raises(ValueError, match="mesh has axes data, expected tensor among them"):
         LLM(tmp_path / "theirs", mesh=Mesh(mesh.devices, ("data",)), **SMALL)
+
+
+def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
+    """And their rows have the tokens of merged weights on one device."""
+    wanted = [
+        LoRARequest(name, i, str(write(tmp_path / name, tiny.config, 2 + i, i)))
+        for i, name in enumerate("ab", 1)
+    ]
+    plain = [replace(tiny, params=merged(tiny.params, read(tmp_path / x, tiny.config))) for x in "ab"]
+    with LLM.from_params(tiny.config, spread(tiny, mesh), enable_lora=True, **SMALL) as llm:
+        asked = [wanted[0], None, wanted[1], wanted[0]]  # in turn: there is one place
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked)
+        stacks = stacks_of(llm.engine._state.params)
+    for model, i in ((plain[0], 0), (tiny, 1), (plain[1], 2), (plain[0], 3)):
+        assert outputs[i].outputs[0].token_ids == oracle(model)(PROMPTS[i], GREEDY)
+    assert stacks["layers.0.attention.o"][0].sharding.spec[0] == "tensor"
+    assert stacks["layers.0.ffn.up"][1].sharding.spec[2] == "tensor"
 
 
 def test_heads_that_do_not_divide_are_refused(mesh, tmp_path):

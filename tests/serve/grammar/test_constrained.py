@@ -82,8 +82,8 @@ def continue_plainly(
     constraint = params.structured_outputs and grammars.constraint(params.structured_outputs, len(prompt))
     knobs = knobs_row(params, seed=fold_seed(params.seed), stop_ids=(END,), prompt_len=len(prompt))
     state, zero = admit(empty_state(1, V), jnp.int32(0), knobs), jnp.zeros(1, jnp.int32)
-    most = len(prompt) + (params.max_tokens or 16)
-    while tokens[-1] != END and len(tokens) < most:
+    assert params.max_tokens is not None
+    while tokens[-1] != END and len(tokens) < len(prompt) + params.max_tokens:
         if constraint:
             constraint.follow(tokens)
             masks = constraint.masks()[:, : words_of(V)]

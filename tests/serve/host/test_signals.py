@@ -196,7 +196,7 @@ def test_a_line_that_is_being_submitted_is_submitted_whole(run, monkeypatch):
     engine = FakeEngine()
     plain = engine.add_request
 
-    def add_request(prompt, params, request_id):
+    def add_request(prompt, params, request_id, lora_request=None):
         signal.raise_signal(signal.SIGTERM)
         plain(prompt, params, request_id)
 

@@ -30,7 +30,7 @@ USUAL = {
 
 
 def test_what_asks_for_nothing_changes_nothing():
-    assert engine_options(USUAL) == EngineOptions(load_format="safetensors", hf_overrides={})
+    assert engine_options(USUAL) == EngineOptions(load_format="safetensors", hf_overrides={}, max_loras=4)
     everything = {name: values[0] for name, values in VALUES.items() if values} | EFFECTLESS
     assert engine_options(everything) == EngineOptions()
     assert engine_options(dict.fromkeys([*VALUES, *EFFECTLESS, *OTHER_NAMES])) == EngineOptions()
@@ -48,7 +48,7 @@ def test_no_name_is_in_two_tables():
             {"kv_cache_dtype": "int4"},
             "kv_cache_dtype='int4' is not allowed: auto, int8, fp8_e4m3, fp8_e5m2, fp8$",
         ),
-        ({"enable_lora": True}, "enable_lora=True is not supported: only False"),
+        ({"lora_dtype": "float16"}, "lora_dtype='float16' is not supported: only 'auto'"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2 is not supported: only 0"),
         ({"runner": "pooling"}, "runner='pooling' is not supported: only 'auto' or 'generate'"),
         ({"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: only None"),

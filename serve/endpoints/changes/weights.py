@@ -10,14 +10,14 @@ from typing import Any, Literal, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...fields import knob
-from ..openai.reading import object_of
-from ..openai.refusing import RequestError, require
-from ..openai.schemas import Body
-from ..service.errors import HttpError, json_response
-from ..service.service import Service
-from .body import read_body
-from .paths import READ_ERRORS, Path
+from ....fields import knob
+from ...openai.reading import object_of
+from ...openai.refusing import RequestError, require
+from ...openai.schemas import Body
+from ...service.errors import HttpError, json_response
+from ...service.service import Service
+from ..body import read_body
+from ..paths import READ_ERRORS, Path
 
 MODES, TRUTH = ("abort", "wait", "keep"), ("true", "false")
 

@@ -1,0 +1,1 @@
+"""Folders of adapters (LoRA) as PEFT writes them."""

@@ -1,0 +1,167 @@
+"""An adapter's folder: `adapter_config.json` and `adapter_model.safetensors`, as terms beside our parameters.
+
+A folder is refused, in one sentence that names the file and the field or tensor, rather than served in part.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...model.config import ModelConfig
+from ...model.tree import Spec
+from ...model.weights.adapted import adaptable, inputs_at
+from ..families.family import Family
+from ..families.stored import Stored
+from ..folders import read_json
+from ..layout import Group, Parameter, groups
+from ..nested import text_tensors
+from ..tensors import CheckpointError, Tensor, contents, is_finite, read
+from .config import AdapterConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Terms a b beside weights, by the weights' paths: a [*inputs, r] and b [r, *outputs], which has the
+    scale in it. `digest` is a hash of all of them: equal ones are equal adapters, whatever their names."""
+
+    name: str
+    rank: int  # the largest
+    terms: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads adapters of a model of a family that computes in a dtype, up to a rank."""
+
+    family: Family
+    config: ModelConfig
+    dtype: Any
+    most: int
+
+    def read(self, folder: Path, name: str) -> Adapter:
+        """The adapter in a folder, under a name. Raises CheckpointError for what is missing, misshapen, not
+        finite, and for what is not supported."""
+        for file in (CONFIG, WEIGHTS):
+            if not (folder / file).is_file():
+                raise CheckpointError(
+                    f"{folder}: has no {file}, expected an adapter's folder as PEFT writes it"
+                )
+        try:
+            config = AdapterConfig.of(read_json(folder / CONFIG))
+        except ValueError as e:
+            raise CheckpointError(f"{folder / CONFIG}: {e}") from e
+        file, terms, largest = folder / WEIGHTS, {}, 0
+        for module, group, a, b in self._modules(file):
+            rank = config.rank_of(module)
+            self._check(group, module, rank, a, b)
+            terms |= terms_of(group, a, b, rank, config.scale_of(module), np.dtype(self.dtype))
+            largest = max(largest, rank)
+        if not terms:
+            raise CheckpointError(f"{file}: holds no tensor, expected pairs of lora_A and lora_B")
+        return Adapter(name, largest, terms, digest(terms))
+
+    def _modules(self, file: Path) -> Iterator[tuple[str, Group, Tensor, Tensor]]:
+        """The modules that have terms, the parameters that lie in each, and its tensors."""
+        known = adaptable(self.config)
+        places = {name: group for group in groups(self.family, self.config) for name in group.names}
+        for name, pair in pairs(file).items():
+            group = places.get(name)
+            module = name.removesuffix(".weight")
+            if group is None or not all(p.path in known for p in group.parameters):
+                raise CheckpointError(
+                    f"{file}: module {module!r} cannot have an adapter here: only projections of attention "
+                    "over heads and of dense feed-forward layers can"
+                )
+            if len(pair) < 2:
+                raise CheckpointError(f"{file}: module {module!r} lacks one of lora_A and lora_B")
+            yield module, group, pair["A"], pair["B"]
+
+    def _check(self, group: Group, module: str, rank: int, a: Tensor, b: Tensor) -> None:
+        if rank > self.most:
+            raise CheckpointError(
+                f"{a.file}: module {module!r} has rank {rank}, max_lora_rank allows {self.most}"
+            )
+        first, second = as_a(group.parameters[0], rank), as_b(group, rank)
+        for tensor, expected in ((a, Group((first,), ()).shape), (b, second.shape)):
+            if tensor.shape != expected or tensor.dtype is None:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} has shape {tensor.shape} in {tensor.code}, "
+                    f"expected {expected} in F32, F16 or BF16"
+                )
+
+
+def pairs(file: Path) -> dict[str, dict[str, Tensor]]:
+    """An adapter's tensors by the names of the weights beside which they stand, and by factor."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in contents(file).items():
+        parts = FACTOR.fullmatch(name)
+        if parts is None:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is none of an adapter's: expected MODULE.lora_A.weight and lora_B"
+            )
+        (own,) = text_tensors({f"{parts['module']}.weight": tensor}) or [f"{parts['module']}.weight"]
+        found.setdefault(own, {})[parts["factor"]] = tensor
+    return found
+
+
+def as_a(parameter: Parameter, rank: int) -> Parameter:
+    """How a module's lora_A [r, in] lies beside a parameter, as [*inputs, r]."""
+    shape, k = parameter.spec.shape, inputs_at(parameter.path)
+    letters = parameter.stored.ours[:k]
+    return lying(parameter, f"r,{letters}->{letters}r", (*shape[:k], rank))
+
+
+def as_b(group: Group, rank: int) -> Group:
+    """How a module's lora_B [out, r] lies beside the parameters that share its weight, as [r, *outputs]
+    each."""
+
+    def one(p: Parameter) -> Parameter:
+        k, stored = inputs_at(p.path), p.stored
+        inputs, outputs = stored.ours[:k], stored.ours[k:]
+        (own,) = (axis for axis in stored.axes.partition("->")[0].split(",") if axis.strip("[]<>") != inputs)
+        return lying(p, f"{own},r->r{outputs}", (rank, *p.spec.shape[k:]))
+
+    return Group(tuple(map(one, group.parameters)), ())
+
+
+def lying(parameter: Parameter, axes: str, shape: tuple[int, ...]) -> Parameter:
+    spec = Spec(shape, tuple(axes.partition("->")[2]))
+    return replace(parameter, spec=spec, stored=Stored(parameter.stored.name, axes))
+
+
+def terms_of(
+    group: Group, a: Tensor, b: Tensor, rank: int, scale: float, dtype: np.dtype
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A module's terms beside each of the parameters that its weight holds; the scale goes into b."""
+    of_b = as_b(group, rank)
+    second = [np.empty(p.spec.shape, np.float32) for p in of_b.parameters]
+    read(b, of_b.parts(second, 0))
+    found = {}
+    for parameter, theirs in zip(group.parameters, second, strict=True):
+        own = as_a(parameter, rank)
+        first = np.empty(own.spec.shape, np.float32)
+        read(a, Group((own,), ()).parts([first], 0))
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = first.astype(dtype), (theirs * np.float32(scale)).astype(dtype)
+        if not all(map(is_finite, made)):
+            raise CheckpointError(f"{a.file}: module of tensor {a.name!r} holds NaN or infinity as {dtype}")
+        found[parameter.path] = made
+    return found
+
+
+def digest(terms: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for path, (a, b) in sorted(terms.items()):
+        found.update(f"{path} {a.shape} {b.shape} {a.dtype}\0".encode())
+        found.update(a.tobytes())
+        found.update(b.tobytes())
+    return found.digest()

@@ -1,0 +1,147 @@
+"""Weights beside which rows have low-rank terms of their own (LoRA: Hu et al., arXiv 2106.09685), of many
+adapters in one product: each row keeps what its own adapter makes (S-LoRA: Sheng et al., arXiv 2311.03285).
+
+A weight has places for adapters. Rows of one batch belong to any of them, or to none. No row's bits depend
+on what the other places hold, nor on which is its own: the second product is of the same size for each place.
+One over the ranks of all places, zeros where they are others', would round a row's sums by its place.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..config import Dense, GroupedQuery, ModelConfig
+from ..layers import Weight, einsum
+from ..transformer import decoder_spec
+from ..tree import Spec, paths, pytree, unwrapped
+from .compress import CONTRACTED
+
+T = TypeVar("T")
+NO_ADAPTER = -1  # the place of a row that has none
+ADAPTED = {"attention": ("q", "k", "v", "o", "gate"), "ffn": ("gate", "up", "down")}
+SCALE = 0.02  # of the numbers in places that no adapter has had: shapes are compared with them
+
+
+@pytree
+class Adapted:
+    """A weight [*inputs, *outputs], an array or a record, and `places` of terms a b of at most a rank.
+
+    `owner` is each row's place, NO_ADAPTER for none; None between steps. A row without an adapter has the
+    bits of the weight alone.
+    """
+
+    base: Any
+    a: Any  # [*inputs, places, rank]
+    b: Any  # [places, rank, *outputs]
+    owner: Any = None  # int32 [B]
+
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `ragged` multiplies rows with."""
+        return self.base.factors if isinstance(self.base, Weight) else (self.base.shape,)
+
+    def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """The product of x, whose first axis is the rows' or the rows and their tokens in one, and whose last
+        axes are the inputs, by an equation that ends in the outputs."""
+        plain = einsum(equation, x, self.base, dtype)
+        operands, out = equation.split("->")
+        left, right = operands.split(",")
+        inputs = self.a.ndim - 2
+        rows = left[:-inputs]
+        owner = per_token(self.owner, x.shape[:-inputs])
+        apart = jax.lax.optimization_barrier(x)  # else XLA copies the weight beside `a`, for one product
+        thin = einsum(f"{left},{right[:inputs]}YZ->{rows}YZ", apart, self.a)
+        each = einsum(f"{rows}YZ,YZ{right[inputs:]}->Y{out}", thin, self.b, dtype)
+        owned = jax.nn.one_hot(owner, self.b.shape[0], dtype=bool, axis=0)
+        own = jnp.where(jnp.expand_dims(owned, range(owned.ndim, each.ndim)), each, 0).sum(0)
+        has = jnp.expand_dims(owner != NO_ADAPTER, range(owner.ndim, plain.ndim))
+        return jnp.where(has, plain + own, plain)
+
+    def ragged(
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    ) -> Float[Array, "rows F"]:
+        raise AssertionError("experts have no adapters")
+
+
+def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "..."]:
+    """Each row's place for all of its tokens; the rows lead, or are flat."""
+    tokens = prod(rows)
+    return jnp.repeat(owner, tokens // len(owner)).reshape(rows)
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Room beside a model's weights for so many adapters of at most a rank."""
+
+    count: int
+    rank: int
+
+    def specs(self, weight: Spec, path: str) -> tuple[Spec, Spec]:
+        """Those of `a` and `b` beside the weight at a path: split over a mesh as its inputs and outputs
+        are."""
+        first = inputs_at(path)
+        sizes, axes = (self.count, self.rank), ("adapters", "rank")
+        a = Spec((*weight.shape[:first], *sizes), (*weight.axes[:first], *axes), scale=SCALE)
+        return a, Spec((*sizes, *weight.shape[first:]), (*axes, *weight.axes[first:]), scale=SCALE)
+
+
+def inputs_at(path: str) -> int:
+    """How many first axes of a layer's projection are summed over."""
+    return len(CONTRACTED[path.rpartition(".")[2]])
+
+
+def adaptable(config: ModelConfig) -> dict[str, Spec]:
+    """The weights of a model that adapters may change, by their paths: projections of attention over heads,
+    and of dense feed-forward layers."""
+    found = {}
+    for path, spec in paths(decoder_spec(config)).items():
+        match path.split("."):
+            case ["layers", number, part, name] if name in ADAPTED.get(part, ()):
+                kind = config.layers[int(number)]
+                of_part, allowed = (kind.keys, GroupedQuery) if part == "attention" else (kind.ffn, Dense)
+                if isinstance(of_part, allowed):
+                    found[path] = spec
+    return found
+
+
+def adapted(params: T, stacks: Mapping[str, tuple[Any, Any]]) -> T:
+    """A tree of parameters with `a` and `b` beside the weights at these paths, in place of others."""
+
+    def leaf(key: Any, weight: Any) -> Any:
+        path = jax.tree_util.keystr(key, simple=True, separator=".")
+        base = weight.base if is_record(weight) else weight
+        return Adapted(base, *stacks[path]) if path in stacks else base
+
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, Weight))
+
+
+def unadapted(params: T) -> T:
+    """The tree with the weights alone; itself where nothing is beside them."""
+    return unwrapped(params, Adapted, lambda w: w.base)
+
+
+def stacks_of(params: Any) -> dict[str, tuple[Any, Any]]:
+    """What is beside the weights, by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_record)
+    return {
+        jax.tree_util.keystr(key, simple=True, separator="."): (w.a, w.b) for key, w in leaves if is_record(w)
+    }
+
+
+def with_owners(params: T, owner: Int[Array, " B"]) -> T:
+    """The parameters for a step whose rows belong to these places; themselves where no weight has any."""
+    return unwrapped(params, Adapted, lambda w: replace(w, owner=owner))
+
+
+def places_in(params: Any) -> int:
+    """How many adapters may be beside a tree's weights."""
+    return next((a.shape[-2] for a, _ in stacks_of(params).values()), 0)
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Adapted)

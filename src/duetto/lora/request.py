@@ -1,0 +1,5 @@
+"""`LoRARequest`, where vLLM's scripts import it."""
+
+from ..serve.adapters.request import LoRARequest
+
+__all__ = ["LoRARequest"]

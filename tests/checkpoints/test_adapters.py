@@ -1,0 +1,168 @@
+"""Folders of adapters: read as PEFT means them, or refused in a sentence."""
+
+import re
+import warnings
+from importlib.util import find_spec
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.adapters import ATTENTION, merged, read, write, written
+from cases.models import TINY
+
+from duetto.checkpoints.adapters.adapter import Reader
+from duetto.checkpoints.huggingface import load, read_model
+from duetto.checkpoints.tensors import CheckpointError, contents
+from duetto.model.attention import causal
+from duetto.model.transformer import forward, unembed
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def tensors_in(folder):
+    found = contents(folder / "adapter_model.safetensors")
+    return {name: t.rows(0, t.shape[0]).astype(np.float32) for name, t in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({"lora_alpha": 8}, 2.0),
+        ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        ({"lora_alpha": 8, "alpha_pattern": {"q_proj": 2}}, 0.5),
+        ({"lora_alpha": 8, "r": 2, "rank_pattern": {r"layers\.\d+\.self_attn\.q_proj": 4}}, 2.0),
+    ],
+)
+def test_terms_lie_as_our_weights_and_b_has_the_scale(tmp_path, fields, scale):
+    folder = write(
+        tmp_path / "a",
+        TINY,
+        4,
+        0,
+        ("q_proj", "o_proj"),
+        **fields | {"rank_pattern": {"o_proj": 4} | fields.get("rank_pattern", {})},
+    )
+    adapter, stored = read(folder, TINY), tensors_in(folder)
+    a, b = adapter.terms["layers.0.attention.q"]
+    np.testing.assert_array_equal(a, stored[f"{Q}.lora_A.weight"].T)
+    np.testing.assert_allclose(b.reshape(4, -1), scale * stored[f"{Q}.lora_B.weight"].T, rtol=1e-6)
+    a, _ = adapter.terms["layers.1.attention.o"]
+    one = Q.replace("layers.0", "layers.1").replace("q_proj", "o_proj")
+    np.testing.assert_array_equal(a.reshape(-1, 4), stored[f"{one}.lora_A.weight"].T)
+    assert sorted(adapter.terms) == [f"layers.{i}.attention.{x}" for i in range(2) for x in "oq"]
+
+
+def test_a_name_follows_from_the_content_alone(tmp_path):
+    first, again, other, scaled = (
+        read(write(tmp_path / name, TINY, 2, seed, ATTENTION, lora_alpha=alpha), TINY)
+        for name, seed, alpha in (("x", 0, 4), ("y", 0, 4), ("x", 1, 4), ("x", 0, 8))
+    )
+    assert first.digest == again.digest and len({first.digest, other.digest, scaled.digest}) == 3
+    assert (first.name, again.name) == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True is not supported: only False"),
+        ({"bias": "all"}, "bias='all' is not supported: only 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] is not supported"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported: only 'LORA'"),
+        ({"init_lora_weights": "pissa_niter_16"}, "it changes the base weights"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication=[[0, 2]] is not supported"),
+        ({"r": 0}, "r is 0, expected a positive integer"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x', expected a number"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern has the pattern '('"),
+        ({"r": 3}, "lora_A.weight' has shape (2, 48) in F32, expected (3, 48)"),
+    ],
+)
+def test_what_a_configuration_asks_for_and_is_not_here(tmp_path, fields, said):
+    folder = write(tmp_path / "a", TINY, 2, 0, ATTENTION, **fields)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read(folder, TINY)
+
+
+def changed(folder, change):
+    tensors = tensors_in(folder)
+    change(tensors)
+    return written(folder, tensors, {"r": 2, "lora_alpha": 4})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop(f"{Q}.lora_B.weight"), "self_attn.q_proj' lacks one of lora_A and lora_B"),
+        (
+            lambda t: t.update({f"{Q}.lora_B.weight": np.zeros((40, 2), np.float32)}),
+            "has shape (40, 2) in F32, expected (48, 2)",
+        ),
+        (lambda t: t.update({f"{Q}.lora_A.weight": np.full((2, 48), np.nan, np.float32)}), "NaN"),
+        (
+            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": np.zeros((2, 48), np.float32)}),
+            "module 'lm_head' cannot have an adapter here",
+        ),
+        (lambda t: t.update({"base_model.model.lm_head.weight": np.zeros(3, np.float32)}), "is none of an"),
+        (lambda t: t.clear(), "holds no tensor"),
+        (
+            lambda t: t.update({f"{Q}.lora_B.weight": np.zeros((48, 2), np.int32)}),
+            "in I32, expected (48, 2) in F32, F16 or BF16",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, change, said):
+    folder = changed(write(tmp_path / "a", TINY, 2, 0, ATTENTION), change)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read(folder, TINY)
+
+
+def test_a_rank_above_the_limit_and_a_folder_that_is_none(tmp_path):
+    folder = write(tmp_path / "a", TINY, 9, 0, ATTENTION)
+    with pytest.raises(CheckpointError, match="rank 9, max_lora_rank allows 8"):
+        read(folder, TINY, most=8)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=re.escape("has no adapter_model.safetensors")):
+        read(folder, TINY)
+
+
+# ------------------------------------------------------------ PEFT itself
+
+MODELS = {
+    "llama": ({"num_key_value_heads": 2}, ["q_proj", "v_proj", "o_proj", "down_proj"]),
+    "phi3": ({"num_key_value_heads": 2, "pad_token_id": 0}, ["qkv_proj", "o_proj", "gate_up_proj"]),
+    "gpt2": ({}, ["c_attn", "c_proj", "c_fc"]),
+}
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_equal_pefts_own(family, tmp_path):
+    """Of an adapter that PEFT has written, with ranks and scales of its own in some modules."""
+    if find_spec("peft") is None or find_spec("transformers") is None:
+        pytest.skip("peft and transformers are not installed")
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more, targets = MODELS[family]
+    sizes = SIZES if family == "gpt2" else SIZES | {"intermediate_size": 48}
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more))
+    plain.save_pretrained(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraConfig(
+            r=4, lora_alpha=6, target_modules=targets, use_rslora=family == "llama",
+            rank_pattern={targets[1]: 3}, alpha_pattern={targets[0]: 2}, init_lora_weights=False,
+        )  # fmt: skip
+        model = get_peft_model(plain, lora).eval()
+        model.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()[0]
+    config, params = load(tmp_path / "model", jnp.float32)
+    reader = Reader(read_model(tmp_path / "model")[0], config, np.float32, 8)
+    params = merged(params, reader.read(tmp_path / "adapter", "a"))
+    places = jnp.arange(17, dtype=jnp.int32)[None]
+    hidden, _ = forward(params, config, jnp.asarray(ids.numpy(), jnp.int32), places, causal)
+    np.testing.assert_allclose(unembed(params, config, hidden)[0], wanted, atol=1e-3)
