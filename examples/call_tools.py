@@ -50,9 +50,8 @@ def main(model: str | None) -> None:
             print(f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())}) -> {result}")
             content = json.dumps(result, ensure_ascii=False)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-        answer = SamplingParams(temperature=0.0, max_tokens=64)
         asked["tool_choice"] = "none"
-        (choice,) = llm.reply(messages, answer, **asked)
+        (choice,) = llm.reply(messages, SamplingParams(temperature=0.0, max_tokens=64), **asked)
         print(choice["message"]["content"])
 
 
