@@ -28,8 +28,8 @@ class FakeCrew:
         return Facts(256, 64, (0,), self.products[place])
 
     def take(self, worker: FakeEngine, new: Any) -> Any:
-        for id, prompt, params in new:
-            worker.add_request(prompt, params, id)
+        for id, prompt, params, adapter in new:
+            worker.add_request(prompt, params, id, lora_request=adapter)
         return worker, worker.step()
 
     def first(self, promises: Any) -> Any:
