@@ -56,6 +56,11 @@ class Registry:
             raise ValueError(unknown("adapter", name, self._known) if self._known else f"no adapter {name!r}")
         return known[0]
 
+    def equal_to(self, digest: str) -> Adapter | None:
+        """One whose terms have a hash, given in hexadecimal digits."""
+        served = (adapter for _, adapter in list(self._known.values()))
+        return next((adapter for adapter in served if adapter.digest.hex() == digest), None)
+
     def next_id(self) -> int:
         return 1 + max((request.lora_int_id for request, _ in self._known.values()), default=0)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams
 from ..engine.request import Request, ScoreLog
@@ -33,6 +34,7 @@ def entry_of(request: Request, index: int) -> dict[str, Any]:
         "eos_ids": request.eos_ids,
         "bad_words": request.bad_words,
         "score_from": request.score_from,
+        "adapter": adapter_of(request.adapter),
         "weights": request.weights,
         "finish_reason": request.finish_reason,
         "stop_reason": request.stop_reason,
@@ -41,6 +43,11 @@ def entry_of(request: Request, index: int) -> dict[str, Any]:
         "scores": scores_of(request.scores, params.logprobs),
         "prompt_scores": scores_of(request.prompt_scores, params.prompt_logprobs),
     }
+
+
+def adapter_of(adapter: Adapter | None) -> dict[str, str] | None:
+    """An adapter's name, which decides nothing, and the hash of its terms."""
+    return None if adapter is None else {"name": adapter.name, "digest": adapter.digest.hex()}
 
 
 def params_of(params: SamplingParams) -> dict[str, Any]:

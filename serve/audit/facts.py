@@ -23,6 +23,7 @@ from . import machine
 NEEDED = (
     "max_model_len", "kv_cache_dtype", "quantization", "fixed_products", "max_logprobs", "reproducible",
     "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size", "max_batched_token_mem",
+    "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`duetto verify`: an audit log proved by running its requests again."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model_flags(parser)
     parser.add_argument(
         "--sample", type=positive, metavar="INT", help="so many requests, drawn at random (default: all)"
+    )
+    parser.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="adapters, where they are not those that the log's start names",
     )
     parser.add_argument("--head", metavar="HASH", help="a line's hash that is known from elsewhere")
     parser.add_argument(
@@ -70,6 +77,8 @@ def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     names = ("tokenizer", "revision", "tokenizer_revision", "download_dir")
     kept = None if args.compilation_cache == "none" else args.compilation_cache
     options = engine_options(start.options | {"use_tqdm_on_load": not args.quiet})
+    if args.lora_modules:
+        options = replace(options, enable_lora=True, lora_modules=args.lora_modules)
     own = {name: vars(options)[name] for name in [*start.options, "use_tqdm_on_load"]}
     return {
         "model": args.model or start.model,

@@ -132,9 +132,8 @@ def check_lora(options: "EngineOptions") -> None:
         if options.lora_modules:
             raise ValueError("lora_modules is not allowed without enable_lora")
         return
-    for name in ("kv_role", "audit_log"):
-        if (value := getattr(options, name)) is not None:
-            raise ValueError(f"{name} {value} is not allowed with enable_lora")
+    if options.kv_role is not None:
+        raise ValueError(f"kv_role {options.kv_role} is not allowed with enable_lora")
     if options.experimental_ffn_devices:
         raise ValueError(
             f"experimental_ffn_devices {options.experimental_ffn_devices} is not allowed with enable_lora"

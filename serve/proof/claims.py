@@ -10,6 +10,13 @@ import msgspec
 from ..audit.chain import START, Line, read
 
 
+class Named(msgspec.Struct, frozen=True):
+    """An adapter's name, and the hash of its terms."""
+
+    name: str
+    digest: str
+
+
 class Entry(msgspec.Struct, frozen=True):
     """A request's line (`audit.entry` says what its fields are)."""
 
@@ -30,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     scores: dict[str, list[Any]] | None
     prompt_scores: dict[str, list[Any]] | None
+    adapter: Named | None = None
 
 
 class Start(msgspec.Struct):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...sampling.params import SamplingParams
 from ..api.llm import LLM
 from ..api.ticket import Ticket
@@ -78,6 +79,9 @@ class Prover:
             yield "the line of its start is missing"
             return
         yield from claim.start.outside_contract
+        named = claim.entry.adapter
+        if named is not None and self._adapter(claim.entry) is None:
+            yield f"adapter {named.name!r} ({named.digest[:8]}) is not here: give it with --lora-modules"
         textual = claim.entry.params.get("stop") or claim.entry.params.get("structured_outputs")
         if textual and claim.start.tokenizer != self.words:
             yield "the tokenizer, in whose text stop strings and grammars are read, is another"
@@ -104,6 +108,11 @@ class Prover:
             yield f"lengths: {len(entry.prompt)} prompt tokens of {entry.end}"
         if not 0 <= entry.known <= len(entry.tokens) <= entry.end - len(entry.prompt):
             yield f"lengths: {len(entry.tokens)} tokens after {len(entry.prompt)} of {entry.end}"
+
+    def _adapter(self, entry: Entry) -> Adapter | None:
+        """The one whose terms a request had, whatever its name is here."""
+        served = self.llm._intake.adapters
+        return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
 
     # ------------------------------------------------------------ run again
 
@@ -145,6 +154,7 @@ class Prover:
             score_from=entry.score_from,
             patience=math.inf,
             constraint=self.llm._intake.constraint(params, len(entry.prompt)),
+            adapter=self._adapter(entry),
         )
         request.resume(entry.tokens[: span.first])
         request.obey()
