@@ -96,6 +96,15 @@ def test_limits_that_nothing_keeps_say_what_came_nearest(capsys):
     assert "0.0% of those looked at are in time" in told and "first token p50" in told
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, whatever tests before this one have left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_search_and_tells_what_was_found(capsys, monkeypatch):
     def interrupted(*args: Any) -> list[Answer]:
         found = search(*args)
