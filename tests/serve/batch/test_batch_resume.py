@@ -90,7 +90,9 @@ def test_the_time_of_a_chat_template_is_that_of_the_first_start(run, monkeypatch
     """It is kept in whole seconds, so the template finds no microseconds."""
     engine, seen = FakeEngine(), []
     monkeypatch.setattr(
-        engine, "add_request", lambda *a: (seen.append(a[0]), FakeEngine.add_request(engine, *a))
+        engine,
+        "add_request",
+        lambda *a, **more: (seen.append(a[0]), FakeEngine.add_request(engine, *a, **more)),
     )
     assert run([{"messages": [{"role": "user", "content": "a"}]}], engine).code == 0
     assert characters().decode(seen[0]) == "[user]a000000"
