@@ -83,6 +83,6 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
 
 
 def reason(matcher: "llguidance.LLMatcher") -> str:
-    """Why it cannot go on, without the state that llguidance tells too; empty where it gives a name alone."""
+    """Why it cannot go on, without the state that llguidance tells too; empty where it has a name alone."""
     told = matcher.get_error().partition("\n<state>")[0].strip()
-    return "" if told == matcher.stop_reason() else told
+    return "" if told.isidentifier() else told

@@ -13,7 +13,7 @@ from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.refusing import RequestError
 from ..openai.replies import Replies
-from ..openai.tasks import Task, refusal, params_for, prompt_ids
+from ..openai.tasks import Task, params_for, prompt_ids, refusal
 from ..options.server import ServerOptions
 from ..outputs import CompletionOutput, RequestOutput
 from ..text.chat import ChatTemplateError
