@@ -36,6 +36,8 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = knob(None, "a regular expression for the whitespace of JSON")
 
     def __post_init__(self):
+        for name, kind in StructuredOutputsParams.__annotations__.items():
+            converted(f"structured_outputs.{name}", vars(self)[name], kind)
         ways = [name for name in WAYS if vars(self)[name] not in (None, False)]
         if len(ways) != 1:
             raise ValueError(

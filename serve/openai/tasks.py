@@ -194,7 +194,7 @@ def blamed(error: Exception) -> str | None:
 
 
 def refusal(task: Task, error: Exception) -> RequestError:
-    """What is wrong with a task, by the field of its body: a grammar of calls that must come is its tools'."""
+    """What is wrong with a task, by the field of its body: a grammar of calls is that of its tools."""
     told, name = str(error), blamed(error)
     if name == "structured_outputs" and task.toolbox is not None and task.toolbox.is_forced:
         told, name = told.replace(name, "tools", 1), "tools"

@@ -165,9 +165,8 @@ def test_a_line_that_no_engine_can_have_written(served, prove, tmp_path):
     seeded = line_of(found, seed=7)
     long = seeded | {"end": 10**6}
     proof = prove(rewritten(tmp_path / "log", [found[0], *(seeded | x for x in IMPOSSIBLE.values()), long]))
-    assert [v.differences[0][: len(x)] for v, x in zip(proof.altered, IMPOSSIBLE, strict=True)] == [
-        *IMPOSSIBLE
-    ]
+    told = [verdict.differences[0] for verdict in proof.altered]
+    assert len(told) == len(IMPOSSIBLE) and all(map(str.startswith, told, IMPOSSIBLE))
     (unproved,) = proof.unproved
     assert "max_model_len" in unproved.reasons[0]
 

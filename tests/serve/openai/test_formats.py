@@ -83,3 +83,8 @@ def test_a_responses_format_is_in_its_text():
 def test_what_is_wrong_is_named(body, named):
     with pytest.raises(RequestError, match=named):
         asked(body)
+
+
+def test_a_text_is_no_list_of_choices():
+    with pytest.raises(TypeError, match="structured_outputs.choice='ab'"):
+        StructuredOutputsParams(choice="ab")
