@@ -36,6 +36,8 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = knob(None, "a regular expression for the whitespace of JSON")
 
     def __post_init__(self):
+        for name, kind in StructuredOutputsParams.__annotations__.items():
+            converted(f"structured_outputs.{name}", vars(self)[name], kind)
         ways = [name for name in WAYS if vars(self)[name] not in (None, False)]
         if len(ways) != 1:
             raise ValueError(
@@ -45,8 +47,10 @@ class StructuredOutputsParams:
             raise ValueError(
                 f"structured_outputs.choice={list(self.choice)} is not allowed: texts, none empty"
             )
-        if isinstance(self.json, str) and not is_json(self.json):
-            raise ValueError(f"structured_outputs.json={shown(self.json)} is not allowed: it is no JSON")
+        if isinstance(self.json, str) and not is_object(self.json):
+            raise ValueError(
+                f"structured_outputs.json={shown(self.json)} is not allowed: the text of a JSON object"
+            )
 
     @property
     def schema(self) -> str | None:
@@ -59,12 +63,11 @@ class StructuredOutputsParams:
 WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def is_json(text: str) -> bool:
+def is_object(text: str) -> bool:
     try:
-        msgspec.json.decode(text)
+        return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):
         return False
-    return True
 
 
 def structured(value: Any) -> StructuredOutputsParams | None:

@@ -4,6 +4,7 @@ A folder is refused, in one sentence that names the file and the field or tensor
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -51,12 +52,13 @@ class Reader:
         """The adapter in a folder, under a name. Raises CheckpointError for what is missing, misshapen, not
         finite, and for what is not supported."""
         for file in (CONFIG, WEIGHTS):
-            if not (folder / file).is_file():
+            if not os.path.isfile(folder / file):
                 raise CheckpointError(
                     f"{folder}: has no {file}, expected an adapter's folder as PEFT writes it"
                 )
+        raw = read_json(folder / CONFIG)
         try:
-            config = AdapterConfig.of(read_json(folder / CONFIG))
+            config = AdapterConfig.of(raw)
         except ValueError as e:
             raise CheckpointError(f"{folder / CONFIG}: {e}") from e
         file, terms, largest = folder / WEIGHTS, {}, 0

@@ -35,14 +35,15 @@ class Line:
 
 
 class ChainWriter:
-    """Appends records to a file. Raises ValueError where another process writes to it, where it is no file,
-    or no such chain, OSError where the disk refuses."""
+    """Appends records to a file. Raises ValueError where another process writes to it, where it is no file
+    that can be opened, or no such chain, OSError where the disk refuses."""
 
     def __init__(self, path: Path):
         try:
             self._descriptor = lock(path)
-        except JobError as error:
-            raise ValueError(f"audit_log {str(path)!r}: {error}") from None
+        except (JobError, OSError) as error:
+            told = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"audit_log {str(path)!r} is not allowed: {told}") from None
         try:
             self.cut_off, self.hash = self._taken_up(path)
         except BaseException:

@@ -79,9 +79,10 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if bits and (matcher.is_accepting() or not matcher.is_stopped()):
             return np.frombuffer(bits, np.uint32)
-    raise ValueError(reason(matcher) or f"no token of the vocabulary goes on: {matcher.stop_reason()}")
+    raise ValueError(reason(matcher) or "no token of the vocabulary may follow")
 
 
 def reason(matcher: "llguidance.LLMatcher") -> str:
-    """Why it cannot go on, without the state that llguidance tells too."""
-    return matcher.get_error().partition("\n<state>")[0].strip()
+    """Why it cannot go on, without the state that llguidance tells too; empty where it has a name alone."""
+    told = matcher.get_error().partition("\n<state>")[0].strip()
+    return "" if told.isidentifier() else told

@@ -69,7 +69,14 @@ def compiled(vocabulary: "llguidance.LLTokenizer", text: str) -> Compiled:
 
 
 def source(asked: StructuredOutputsParams) -> str:
-    """A grammar as llguidance takes it."""
+    """A grammar as llguidance takes it. Raises ValueError for what is no JSON or no text."""
+    try:
+        return written(asked)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"structured_outputs is not allowed: {error}") from None
+
+
+def written(asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if asked.schema is not None:
@@ -77,10 +84,15 @@ def source(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        one_of = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
-        return LLMatcher.grammar_from_lark(f"start: {one_of}")
+        # One terminal: of many rules llguidance follows 2000 at most.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, asked.choice))}")
     assert asked.grammar is not None
     return LLMatcher.grammar_from_lark(asked.grammar)
+
+
+def quoted(text: str) -> str:
+    """A text as a grammar has it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def whitespace(asked: StructuredOutputsParams) -> Any:

@@ -19,7 +19,8 @@ def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
         said.append(own)
     if "structured_outputs" in others:
         said.append(others.pop("structured_outputs"))
-    require(len(said) < 2, "structured_outputs", said, "only one field says what the output must be")
+    ways = " and ".join(name for name in (*GUIDED, "response_format", "structured_outputs") if name in fields)
+    require(len(said) < 2, "structured_outputs", ways, "only one field says what the output must be")
     return others | ({"structured_outputs": said[0]} if said else {})
 
 
@@ -43,5 +44,5 @@ def of_text(given: Any) -> dict[str, Any]:
     """The `text` of a response's body as fields of a chat's."""
     require(isinstance(given, Mapping), "text", given, "an object")
     unknown = sorted(given.keys() - {"format", "verbosity"})
-    require(not unknown, "text", unknown, "format and verbosity")
+    require(not unknown, "text", ", ".join(unknown), "format and verbosity")
     return {"response_format": given["format"]} if given.get("format") is not None else {}

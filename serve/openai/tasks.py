@@ -193,6 +193,14 @@ def blamed(error: Exception) -> str | None:
     return name if name in SAMPLING else None
 
 
+def refusal(task: Task, error: Exception) -> RequestError:
+    """What is wrong with a task, by the field of its body: a grammar of calls is that of its tools."""
+    told, name = str(error), blamed(error)
+    if name == "structured_outputs" and task.toolbox is not None and task.toolbox.is_forced:
+        told, name = told.replace(name, "tools", 1), "tools"
+    return RequestError("invalid_request", told, name)
+
+
 def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:
     variables = fields.get("chat_template_kwargs") or {}
     require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")

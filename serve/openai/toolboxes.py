@@ -1,6 +1,7 @@
 """What bodies say of tools: in a chat's form, and in that of the Responses API."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,8 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
         return None
     require(isinstance(tools, list), "tools", tools, "a list of functions")
     names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
-    for name in names:
-        require(names.count(name) == 1, "tools", name, "each function has a name of its own")
+    name, count = Counter(names).most_common(1)[0]
+    require(count == 1, "tools", name, "each function has a name of its own")
     if isinstance(choice, Mapping):
         return Toolbox(tools, "required", chosen(choice, names), several)
     choice = "auto" if choice is None else choice

@@ -39,6 +39,21 @@ class Entry(msgspec.Struct, frozen=True):
     prompt_scores: dict[str, list[Any]] | None
     adapter: Named | None = None
 
+    def impossible(self) -> Iterator[str]:
+        """What no engine of any model can have written."""
+        if not 0 < len(self.prompt) < self.end or not 0 <= self.score_from <= len(self.prompt):
+            yield f"lengths: {len(self.prompt)} prompt tokens of {self.end}, scored from {self.score_from} on"
+        if not 0 <= self.known <= len(self.tokens) <= self.end - len(self.prompt):
+            yield f"lengths: {len(self.tokens)} tokens after {len(self.prompt)} of {self.end}"
+        if not self.tokens and self.finish_reason != "abort":
+            yield f"no tokens before {self.finish_reason!r}"
+        if not 0 <= self.seed < 1 << 32:
+            yield f"seed {self.seed}, which is not of 32 bits"
+        starts = [first for first, _ in self.weights]
+        is_ascending = starts == sorted(set(starts)) and max(starts, default=0) <= len(self.tokens)
+        if not is_ascending or (starts[:1] != [self.known] and self.known < len(self.tokens)):
+            yield f"weights from tokens {starts} on, of tokens {self.known} to {len(self.tokens)}"
+
 
 class Start(msgspec.Struct):
     """The line of a process's start; `versions` are the hashes of its weights, those that came later too."""
@@ -74,8 +89,9 @@ class Claim:
     @property
     def spans(self) -> list[Span]:
         """Its tokens by who made them, without those that were given."""
-        found, ends = self.entry.weights, [a for a, _ in self.entry.weights[1:]] + [len(self.entry.tokens)]
-        return [Span(a, end, version) for (a, version), end in zip(found, ends, strict=True) if a < end]
+        made, count = self.entry.weights, len(self.entry.tokens)
+        ends = [*(first for first, _ in made[1:]), count]
+        return [Span(a, end, version) for (a, version), end in zip(made, ends, strict=False) if a < end]
 
 
 @dataclass
@@ -110,7 +126,7 @@ class Claims:
             self.broken[line.number] = line.wrong
         try:
             self._note(line)
-        except (msgspec.ValidationError, KeyError) as error:
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
             self.broken.setdefault(line.number, f"it is no line of a log: {error}")
 
     def _note(self, line: Line) -> None:

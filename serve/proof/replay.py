@@ -10,7 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 from ...checkpoints.adapters.adapter import Adapter
-from ...sampling.params import SamplingParams
+from ...sampling.params import SamplingParams, knobs_row
+from ...sampling.state import check_choice
 from ..api.llm import LLM
 from ..api.ticket import Ticket
 from ..audit.facts import facts_of, weights_hash, words_hash
@@ -70,7 +71,8 @@ class Prover:
         if others:
             reasons.append(f"{others} of {len(claim.entry.tokens)} tokens were made by other weights")
         verdict = Verdict(claim.line, claim.entry.id, claim.entry.index, reasons, spans, foreign)
-        verdict.differences.extend(self._impossible(claim.entry) if spans else ())
+        if spans or not claim.spans:
+            verdict.differences.extend(self._impossible(claim.entry))
         return verdict
 
     def _against(self, claim: Claim) -> Iterator[str]:
@@ -82,6 +84,8 @@ class Prover:
         named = claim.entry.adapter
         if named is not None and self._adapter(claim.entry) is None:
             yield f"adapter {named.name!r} ({named.digest[:8]}) is not here: give it with --lora-modules"
+        if claim.entry.end > (most := self.llm.engine.sizes.max_model_len):
+            yield f"it may have {claim.entry.end} tokens, the engine here has max_model_len {most}"
         textual = claim.entry.params.get("stop") or claim.entry.params.get("structured_outputs")
         if textual and claim.start.tokenizer != self.words:
             yield "the tokenizer, in whose text stop strings and grammars are read, is another"
@@ -104,10 +108,7 @@ class Prover:
         words = range(self.llm.config.vocab_size)
         if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in words]:
             yield f"token id {wrong[0]}, which the vocabulary lacks"
-        if not 0 < len(entry.prompt) < entry.end <= self.llm.engine.sizes.max_model_len:
-            yield f"lengths: {len(entry.prompt)} prompt tokens of {entry.end}"
-        if not 0 <= entry.known <= len(entry.tokens) <= entry.end - len(entry.prompt):
-            yield f"lengths: {len(entry.tokens)} tokens after {len(entry.prompt)} of {entry.end}"
+        yield from entry.impossible()
 
     def _adapter(self, entry: Entry) -> Adapter | None:
         """The one whose terms a request had, whatever its name is here."""
@@ -139,6 +140,7 @@ class Prover:
         params = SamplingParams.from_dict(entry.params)
         if span.first > entry.known:
             params = replace(params, prompt_logprobs=None)
+        self._check(params, entry)
         whole = is_last(entry, span) and entry.finish_reason != "abort"
         request = Request(
             id="",
@@ -161,6 +163,14 @@ class Prover:
         if request.finished:
             raise ValueError(f"it ends after {request.generated} tokens")
         return request
+
+    def _check(self, params: SamplingParams, entry: Entry) -> None:
+        """Raises ValueError for what no row of the engine can have."""
+        V = self.llm.config.vocab_size
+        params.check_vocabulary(V)
+        stops, words = entry.stop_ids, entry.bad_words
+        knobs_row(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), bad_words=words)
+        check_choice(params, V, stops, words)
 
 
 def ticket_of(request: Request, id: str) -> Ticket:

@@ -13,7 +13,7 @@ from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..openai.refusing import RequestError
 from ..openai.replies import Replies
-from ..openai.tasks import Task, blamed, params_for, prompt_ids
+from ..openai.tasks import Task, params_for, prompt_ids, refusal
 from ..options.server import ServerOptions
 from ..outputs import CompletionOutput, RequestOutput
 from ..text.chat import ChatTemplateError
@@ -216,7 +216,7 @@ class Service:
         except ChatTemplateError as error:
             raise RequestError("chat_template_error", str(error), "messages") from None
         except (ValueError, TypeError) as error:
-            raise RequestError("invalid_request", str(error), blamed(error)) from None
+            raise refusal(task, error) from None
 
     async def change(self, work: Callable[[], Any]) -> Any:
         """Something done to the engine in another thread, after which its own looks at it again."""

@@ -122,6 +122,9 @@ def test_a_rank_above_the_limit_and_a_folder_that_is_none(tmp_path):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=re.escape("has no adapter_model.safetensors")):
         read(folder, TINY)
+    for name in ("x" * 5000, "x\0"):
+        with pytest.raises(CheckpointError, match=re.escape("has no adapter_config.json")):
+            read(tmp_path / name, TINY)
 
 
 # ------------------------------------------------------------ PEFT itself

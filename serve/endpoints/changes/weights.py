@@ -70,7 +70,7 @@ class Weights:
     async def pause(self, request: Request) -> Response:
         asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(request.query_params)
         others = sorted(asked.keys() - {"mode", "clear_cache"})
-        require(not others, "query", others, "mode and clear_cache")
+        require(not others, "query", ", ".join(others), "mode and clear_cache")
         for name, allowed in {"mode": MODES, "clear_cache": TRUTH}.items():
             require(asked[name] in allowed, name, asked[name], ", ".join(allowed))
         pause = partial(self._llm.pause_generation, asked["mode"], asked["clear_cache"] == "true")
@@ -87,7 +87,7 @@ class Weights:
     async def update(self, request: Request) -> Response:
         body = object_of(await read_body(request, self.service.options), "body")
         others = sorted(body.keys() - {"path", "mode"})
-        require(not others, "body", others, "path and mode")
+        require(not others, "body", ", ".join(others), "path and mode")
         mode = body.get("mode") or "keep"
         require(mode in MODES, "mode", mode, ", ".join(MODES))
         load = partial(self._llm.load_params, self._place(body.get("path")), mode)
@@ -96,8 +96,11 @@ class Weights:
     def _place(self, path: Any) -> Folder:
         """The folder that a client names. Raises RequestError for one that is not in the server's own."""
         require(isinstance(path, str) and bool(path), "path", path, "a folder's name")
-        found = (self._folder / path).resolve()
-        inside = found.is_relative_to(self._folder) and found.is_dir()
+        try:
+            found = (self._folder / path).resolve()
+            inside = found.is_relative_to(self._folder) and found.is_dir()
+        except (OSError, ValueError):  # no file has such a name
+            found, inside = self._folder, False
         require(inside, "path", path, "a folder in the server's folder for weights")
         return found
 

@@ -146,6 +146,31 @@ FORGED = {
 }
 
 
+IMPOSSIBLE: dict[str, dict[str, Any]] = {  # by what is found
+    "no tokens": {"tokens": []},
+    "weights from tokens [3]": {"weights": [[3, 0]]},
+    "weights from tokens [-4]": {"weights": [[-4, 0]]},
+    "weights from tokens [0, 999]": {"weights": [[0, 0], [999, 0]]},
+    "weights from tokens []": {"weights": []},
+    "seed -1": {"seed": -1},
+    "lengths: ": {"score_from": -3},
+    "what was asked: bad_words": {"bad_words": [[10**6]]},
+}
+
+
+def test_a_line_that_no_engine_can_have_written(served, prove, tmp_path):
+    """Is found without running it: what has no tokens, or hides some, is not proved, and none stops the
+    proof of others."""
+    found = records(served[0])[:5]
+    seeded = line_of(found, seed=7)
+    long = seeded | {"end": 10**6}
+    proof = prove(rewritten(tmp_path / "log", [found[0], *(seeded | x for x in IMPOSSIBLE.values()), long]))
+    told = [verdict.differences[0] for verdict in proof.altered]
+    assert len(told) == len(IMPOSSIBLE) and all(map(str.startswith, told, IMPOSSIBLE))
+    (unproved,) = proof.unproved
+    assert "max_model_len" in unproved.reasons[0]
+
+
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_line_is_found_by_its_bits(served, prove, tmp_path, what):
     """Also where the chain was forged with it."""

@@ -50,6 +50,7 @@ def accepts(constraint: Constraint, text: str) -> bool:
     [
         ({"regex": "a+b?"}, ["a", "aab"], ["", "b", "aba", "ab "]),
         ({"choice": ["yes", 'no"\n', "é|ü", "yesterday"]}, ["yes", 'no"\n', "é|ü"], ["ye", "é", "no"]),
+        ({"choice": ["a\x7f", *map(str, range(3000))]}, ["a\x7f", "29", "2999"], ["a", "3000"]),
         ({"json": {"type": "array", "maxItems": 1}}, ["[]", '[ {"a":\n1}]'], ["[1,2]", "{}", "[] "]),
         ({"json": '{"const": {"a": [1]}}', "disable_any_whitespace": True}, ['{"a":[1]}'], ['{"a": [1]}']),
         ({"json": {"type": "array"}, "whitespace_pattern": "_*"}, ["[_1__,2]"], ["[1, 2]"]),
@@ -108,6 +109,8 @@ def test_copies_go_ways_of_their_own(grammars):
         ({"regex": "(["}, "invalid regex"),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
         ({"grammar": "start: <none>"}, "unknown special token"),
+        ({"grammar": "start: start"}, "no token of the vocabulary may follow"),
+        ({"choice": ["\ud800"]}, "surrogates not allowed"),
     ],
 )
 def test_what_cannot_be_compiled_says_why(grammars, asked, why):
@@ -123,7 +126,7 @@ def test_a_vocabulary_that_lacks_what_a_grammar_wants(monkeypatch):
     monkeypatch.setattr(tokenizer, "token_bytes", lambda i: b"" if i in gone else words(i))
     constraint = Grammars(tokenizer, V, [END]).constraint(StructuredOutputsParams(regex="a[bc]"), 0)
     constraint.follow(ids("a"))
-    assert constraint.failure == "NoExtensionBias"
+    assert constraint.failure == "no token of the vocabulary may follow"
 
 
 def test_long_tokens_and_panics(monkeypatch):

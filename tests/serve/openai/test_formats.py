@@ -57,7 +57,7 @@ def test_a_responses_format_is_in_its_text():
     found = task_of_response({"input": "x", "text": {"format": own, "verbosity": "low"}}, {})
     assert found.params.structured_outputs == StructuredOutputsParams(json=SCHEMA)
     assert task_of_response({"input": "x", "text": {}}, {}).params.structured_outputs is None
-    with pytest.raises(RequestError, match="text=a list of 1"):
+    with pytest.raises(RequestError, match='text="schema"'):
         task_of_response({"input": "x", "text": {"schema": SCHEMA}}, {})
 
 
@@ -68,12 +68,13 @@ def test_a_responses_format_is_in_its_text():
         ({"response_format": "json"}, r"response_format.type=null"),
         ({"response_format": {"type": "json_schema"}}, "response_format needs a schema"),
         ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format needs a schema"),
-        ({"response_format": OPENAI, "guided_regex": "a"}, "structured_outputs.*only one field"),
+        ({"response_format": OPENAI, "guided_regex": "a"}, "guided_regex and response_format.*only one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs=regex and choice"),
         ({"structured_outputs": {}}, "structured_outputs=None .*one of json"),
         ({"structured_outputs": {"rx": "a"}}, "unknown field of structured_outputs 'rx'"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag='a' is not sup"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json='{' .*no JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json='{' .*a JSON object"),
+        ({"structured_outputs": {"json": "[1]"}}, r"structured_outputs.json='\[1\]' .*a JSON object"),
         ({"structured_outputs": {"choice": ["a", ""]}}, r"structured_outputs.choice=\['a', ''\]"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice='a'.*array"),
         ({"guided_regex": 3}, "structured_outputs.regex=3"),
@@ -82,3 +83,8 @@ def test_a_responses_format_is_in_its_text():
 def test_what_is_wrong_is_named(body, named):
     with pytest.raises(RequestError, match=named):
         asked(body)
+
+
+def test_a_text_is_no_list_of_choices():
+    with pytest.raises(TypeError, match="structured_outputs.choice='ab'"):
+        StructuredOutputsParams(choice="ab")

@@ -47,7 +47,8 @@ def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp
             time.sleep(0.01)
         assert http.post("/update_weights", json={"path": "new"}).json() == {"version": 1}
         for refused in (
-            {"path": "../new"}, {"path": "none"}, {"path": "new", "mode": "later"}, {"path": 1}, {"way": "x"},
+            {"path": "../new"}, {"path": "none"}, {"path": "new\0"}, {"path": "x" * 5000},
+            {"path": "new", "mode": "later"}, {"path": 1}, {"way": "x"},
         ):  # fmt: skip
             assert http.post("/update_weights", json=refused).status_code == 400, refused
         assert http.post("/pause", params={"mode": "later"}).status_code == 400
