@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery
-from .layers import Norm, biased, einsum, normalise, softcapped
+from .layers import Norm, biased, einsum, normalise, rounded, softcapped
 from .recurrent.states import Inputs, Recurrence, empty_state
 from .rope import Turn, rotate
 from .tree import Spec, pytree
@@ -57,7 +57,7 @@ class Selection:
     def order(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
         """Whole numbers above 0 that are ordered as the scores are, and equal where they are."""
         products = jax.nn.relu(einsum("bthi,bsi->bths", self.q, k, jnp.float32))
-        scores = (products * self.weights[..., None]).sum(2)
+        scores = rounded(products * self.weights[..., None]).sum(2)
         bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
         return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 

@@ -40,7 +40,9 @@ class Driver:
         self.left: list[Any] = []
         self.begin, self.leave = self.begun.append, self.left.append
 
-    def flow(self, prompt: Any, params: Any, known: Any) -> Flow:
+    adapters = None
+
+    def flow(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Flow:
         self.params = params
         return Flow()
 
