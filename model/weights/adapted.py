@@ -68,7 +68,7 @@ class Adapted:
         raise AssertionError("experts have no adapters")
 
 
-def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "..."]:
+def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "*rows"]:
     """Each row's place for all of its tokens; the rows lead, or are flat."""
     tokens = prod(rows)
     return jnp.repeat(owner, tokens // len(owner)).reshape(rows)

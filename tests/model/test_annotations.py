@@ -27,6 +27,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "layers.narrow_product.on_cpu",
             "layers.is_row",
             "lowrank.LowRank.einsum",
+            "adapted.Adapted.einsum",
             "lowrank.low_rank",
             "quant.Quantised.einsum",
             "quant.Quantised.widened",
