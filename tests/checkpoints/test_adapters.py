@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from importlib.util import find_spec
 
 import jax.numpy as jnp
 import numpy as np
@@ -141,24 +140,21 @@ SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_equal_pefts_own(family, tmp_path):
     """Of an adapter that PEFT has written, with ranks and scales of its own in some modules."""
-    if find_spec("peft") is None or find_spec("transformers") is None:
-        pytest.skip("peft and transformers are not installed")
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
     more, targets = MODELS[family]
     sizes = SIZES if family == "gpt2" else SIZES | {"intermediate_size": 48}
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **more))
+    plain = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **sizes, **more)
+    )
     plain.save_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lora = LoraConfig(
+        lora = peft.LoraConfig(
             r=4, lora_alpha=6, target_modules=targets, use_rslora=family == "llama",
             rank_pattern={targets[1]: 3}, alpha_pattern={targets[0]: 2}, init_lora_weights=False,
         )  # fmt: skip
-        model = get_peft_model(plain, lora).eval()
+        model = peft.get_peft_model(plain, lora).eval()
         model.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
