@@ -134,7 +134,8 @@ def cache_budget(
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(devices(params))
     slots = 2 * slot_bytes(config, options)  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params, dtype)
-    scratch += moved_bytes(config, options, dtype) // parts(config.layers, params)
+    if moved := moved_bytes(config, options, dtype):  # never of a stage
+        scratch += moved // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
 
