@@ -31,7 +31,7 @@ def realm(programs: Programs, params: Any, options: EngineOptions, exact: bool =
     if exact:
         facts += placed, canonical, products, options.reproducible, kept.environment(device)
     with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
-        weights = pool.submit(weights_hash, params).result()
+        weights = pool.submit(device_hash, params).result()
     return hashlib.sha256(repr((kept.source(), *facts, weights)).encode()).digest()
 
 
@@ -42,8 +42,8 @@ def layout(sharding: jax.sharding.Sharding) -> str:
     return f"{len(sharding.device_set)} devices"
 
 
-def weights_hash(params: Any) -> str:
-    """A hash of every number of the parameters, computed where they are."""
+def device_hash(params: Any) -> str:
+    """A hash of every number of the parameters, computed where they are: only sums are read."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):  # one by one: sums over a CPU's devices that overlap can hang
         found.update(jax.device_get(digest(leaf)).tobytes())
