@@ -60,8 +60,9 @@ class Session:
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
+        engine.begin = beginner(self)
         if engine.warmup is not None:
-            engine.warmup.begin(partial(warm_idle, weakref.ref(self), engine.warmup))
+            engine.begin(engine.warmup)
 
     def warm(self) -> bool:
         """Let an idle engine's warm-up advance by a run; says whether it did."""
@@ -297,6 +298,12 @@ def warm_idle(session: "weakref.ref[Session]", warmup: Warmup) -> bool:
     if found is None:
         warmup.stop()
     return found is not None and found.warm()
+
+
+def beginner(session: Session) -> Callable[[Warmup], None]:
+    """Begins a warm-up of a session's engine, and does not keep the session alive."""
+    alive = weakref.ref(session)
+    return lambda warmup: warmup.begin(partial(warm_idle, alive, warmup))
 
 
 def listener(session: Session) -> Callable[[Request], None]:

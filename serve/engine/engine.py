@@ -25,14 +25,14 @@ from ..tiers.mover import Mover
 from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
-from .meter import Compilations, Meter
+from .meter import Compilations, Meter, report_of
 from .params import exchanged, root_of
 from .plan import Limits, StepPlan, Work
 from .request import Request
 from .results import Flights, Ran, note_passes, take_all
 from .rows import batch_of, calls_of_plan
 from .scheduler import Scheduler
-from .seats import masked, seated, tables_of
+from .seats import drawn, masked, seated, tables_of
 from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -45,7 +45,8 @@ class Engine:
     planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
     token. Only guesses and grammars need those tokens first. Not thread-safe; callers take turns. `limits`
     are such that one of the last `classes` holds every row of decode and verification; prompts are cut to
-    fit. With a `warmup` classes grow, and speculation begins at its end. Times are those of `clock`, and
+    fit. With a `warmup` classes grow, and speculation begins at its end; the first grammar begins another
+    one, made `later`. Times are those of `clock`, and
     calls are written down for their programs by `told`.
     """
 
@@ -58,28 +59,30 @@ class Engine:
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
+        later: Callable[[Classes], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
         told: Callable[[Programs, Shape, dict[int, Work]], Any] = batch_of,
     ):
         self.programs, self._state, self._limits, self._told = programs, state, limits, told
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
-        self.meter, self._compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
+        self.meter, self.compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
         alive = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = tables_of(self.config.windows, self.sizes, limits)
-        self._gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
+        self.gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
         self.scheduler = Scheduler(
             limits,
             self.tables,
             root_of(self.config, self.everything, self.sizes.kv_cache_dtype) if prefix_caching else None,
             recompute_outputs=classes.same_bits,
             boundary=self.config.boundary,
-            gathering=self._gathering,
+            gathering=self.gathering,
         )
         self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
-        self.speculation, self.warmup = speculation, warmup
+        self.begin: Callable[[Warmup], None] | None = None  # told of a warm-up that is to begin
+        self.speculation, self.warmup, self._later = speculation, warmup, later
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -98,8 +101,9 @@ class Engine:
         return self.scheduler.tiers
 
     @cached_property
-    def _products(self) -> str | None:
-        return self.programs.products(self.classes.shapes)
+    def products(self) -> str | None:
+        """How the products of its shapes were configured, as `Programs.products` has it."""
+        return self.programs.products(s for s in self.classes.shapes if s.phase != "deferred")
 
     @property
     def params(self) -> Decoder:
@@ -122,6 +126,8 @@ class Engine:
         """Put a request into the queue; capacity is a place there, never an error."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
         request.made_by(self.weights)
+        if request.constraint is not None:
+            self._expect_masks()
         request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
         self.scheduler.add(request)
 
@@ -153,21 +159,8 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-        speculation = {} if self.speculation is None else {"speculation": self.speculation.report()}
-        products = {} if self.warmup or self._products is None else {"products": self._products}
-        own = {
-            **speculation,
-            **products,
-            "gathering": self._gathering.report(),
-            "dtype": str(self.params.embed.dtype),
-            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
-            "compilations": self._compilations.count,
-            "preemptions": self.scheduler.preemptions,
-            "cache_pages": self.sizes.shards * sum(self.sizes.pages),
-            "page_size": self.sizes.page_size,
-        }
-        return self.meter.report() | self.tiers.report() | self.programs.report() | own
+        """What it did, as plain numbers."""
+        return report_of(self)
 
     def update_params(self, params: Decoder, keep: bool = False) -> None:
         """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten,
@@ -253,6 +246,11 @@ class Engine:
         if warmup.done:
             self.warmup, self.speculation = None, warmup.speculation
 
+    def _expect_masks(self) -> None:
+        if self._later is not None and self.begin is not None and self.warmup is None:
+            self.warmup, self._later = self._later(self.classes), None
+            self.begin(self.warmup)
+
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age
         self.since = dict.fromkeys(classes.shapes, age) | self.since
@@ -270,7 +268,7 @@ class Engine:
         touched, guess = [], None
         if self.speculation is not None:
             guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
-        if guess or self.flights.are_awaited:
+        if guess or self.flights.are_awaited(self.classes.may_defer):
             touched = self._settle(self.scheduler.group)
         plan = self.scheduler.plan(not self.flights, guess)
         if plan is None:
@@ -281,7 +279,9 @@ class Engine:
             self.tiers.pause()
         self.flights.add(self.dispatch(plan))
         due = self.flights.beyond(self.scheduler.most_flights if plan else len(self.flights) - 1)
-        return touched + [request for flight in due for request in self._commit(flight)]
+        touched += [request for flight in due for request in self._commit(flight)]
+        self._state = drawn(self.programs, self._state, self.flights.undrawn)
+        return touched
 
     def _settle(self, group: int | None = None) -> list[Request]:
         """Take in all steps in flight, or those up to the last with rows of a group."""
@@ -289,7 +289,7 @@ class Engine:
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
-        slots = masked(self.programs, self._state.slots, plan)
+        slots = masked(self.programs, self._state.slots, plan.works)
         self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
             self._seat(request)

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ...kvcache.tables import PageTables
-from ..programs.shapes import Shape
+from ..programs.shapes import PHASES, Shape
 from ..programs.warmup import THREADS
 from .distributions import Distributions
 from .guessing import Taken
 from .request import Request
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 SPANS = 256  # kept of each shape, the latest
 FRESH = 16  # steps of a shape after which its median is taken anew
@@ -58,8 +61,8 @@ class Meter:
 
     now: Callable[[], float] = time.monotonic
     seconds: float = 0.0
-    computed: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
-    padded: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "verify": 0})
+    computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    padded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     steps: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
@@ -185,6 +188,25 @@ class Meter:
             "step_seconds": {name: statistics.median(spans) for name, spans in sorted(self.spans.items())},
             "finish_reasons": self.finish_reasons,
         }
+
+
+def report_of(engine: "Engine") -> dict[str, Any]:
+    """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
+    guesses, programs, sizes = engine.speculation, engine.programs, engine.sizes
+    speculation = {} if guesses is None else {"speculation": guesses.report()}
+    products = {} if engine.warmup or engine.products is None else {"products": engine.products}
+    own = {
+        **speculation,
+        **products,
+        "gathering": engine.gathering.report(),
+        "dtype": str(engine.params.embed.dtype),
+        "serving_since": {str(s): round(t, 3) for s, t in sorted(engine.since.items())},
+        "compilations": engine.compilations.count,
+        "preemptions": engine.scheduler.preemptions,
+        "cache_pages": sizes.shards * sum(sizes.pages),
+        "page_size": sizes.page_size,
+    }
+    return engine.meter.report() | engine.tiers.report() | programs.report() | own
 
 
 class Compilations:

@@ -32,6 +32,12 @@ class Work:
         request = self.request
         return request.constraint is not None and self.end - len(self.guesses) >= len(request.tokens)
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether its grammar has still to read the token that is computed: what it allows behind it is not
+        known."""
+        return self.request.constraint is not None and self.start >= len(self.request.tokens)
+
 
 Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
 
@@ -45,6 +51,10 @@ class StepPlan:
     prefill: list[Work] = field(default_factory=list)
     decode: list[Work] = field(default_factory=list)
     verify: list[Work] = field(default_factory=list)
+
+    @property
+    def works(self) -> list[Work]:
+        return [*self.prefill, *self.decode, *self.verify]
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode or self.verify)

@@ -1,16 +1,15 @@
 """What dispatched steps bring: rows of sampled tokens and scores, for the requests that they belong to."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...sampling.params import NO_TOKEN
 from ..outputs import Pass
-from ..programs.promise import arrived
+from ..programs.promise import Undrawn, arrived
 from ..programs.shapes import Shape
-from ..programs.step import Output
 from .guessing import Taken
 from .meter import Meter
 from .page_scores import PageScores
@@ -25,7 +24,7 @@ class Ran(NamedTuple):
 
     shape: Shape
     rows: Mapping[int, Work]
-    output: Output
+    output: Any  # Output
 
 
 class Flights:
@@ -39,16 +38,25 @@ class Flights:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def are_awaited(self) -> bool:
+    def are_awaited(self, may_defer: bool) -> bool:
         """Whether the next step of their rows follows from what they bring: one of them verifies guesses, or
-        samples under a grammar."""
-        verify = any(ran.shape.phase == "verify" for step in self._steps for ran in step)
-        return verify or any(work.is_constrained for work in self.rows)
+        samples under a grammar where no draw may be deferred."""
+        verify = any(ran.shape.phase == "verify" for ran in self.calls)
+        return verify or not may_defer and any(work.is_constrained for work in self.rows)
+
+    @property
+    def calls(self) -> Iterator[Ran]:
+        return (ran for step in self._steps for ran in step)
 
     @property
     def rows(self) -> Iterator[Work]:
-        return (work for step in self._steps for ran in step for work in ran.rows.values())
+        return (work for ran in self.calls for work in ran.rows.values())
+
+    @property
+    def undrawn(self) -> Iterator[tuple[Undrawn, Iterable[Work]]]:
+        """Calls whose tokens are to be drawn, and their rows."""
+        outputs = ((ran.output, ran.rows.values()) for ran in self.calls)
+        return ((out, works) for out, works in outputs if isinstance(out, Undrawn) and out.output is None)
 
     def add(self, step: list[Ran]) -> None:
         if step:

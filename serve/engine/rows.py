@@ -5,7 +5,8 @@ from itertools import zip_longest
 
 from ...kvcache.pages import Batch
 from ..programs.classes import Classes
-from ..programs.compile import Programs, fill
+from ..programs.compile import Programs
+from ..programs.places import fill
 from ..programs.shapes import Shape, Sizes, holds, row_tokens, smallest
 from .plan import StepPlan, Work
 from .scores import tell_following
@@ -41,7 +42,8 @@ Call = tuple[Shape, dict[int, Work]]  # and its work by the rows
 def calls_of_plan(classes: Classes, plan: StepPlan, sizes: Sizes) -> Iterator[Call]:
     """The calls of a step, one after the other."""
     yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
-    yield from calls(classes.decode, plan.decode, sizes)
+    for shape, works in calls(classes.decode, plan.decode, sizes):
+        yield shape.deferred if any(work.is_awaiting for work in works.values()) else shape, works
     yield from calls(classes.verify, plan.verify, sizes)
 
 

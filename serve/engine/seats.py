@@ -1,6 +1,7 @@
 """Requests take their seats on the device, with the masks of grammars, and pages beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ from ...kvcache.dealing import DealtTables
 from ...kvcache.tables import PageTables
 from ...sampling.params import knobs_row
 from ...sampling.state import dense_bias, needs_history, words_of
-from ..programs.compile import MASKED_AT_ONCE, Programs
+from ..programs.compile import MASKED_AT_ONCE, Arguments, Programs
+from ..programs.promise import Undrawn
 from ..programs.shapes import Sizes
 from ..programs.step import Seat
-from .plan import Limits, StepPlan, Work
+from .plan import Limits, Work
 from .request import Request
 from .scores import scored_from
 
@@ -43,13 +45,23 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def masked(programs: Programs, slots: Any, plan: StepPlan) -> Any:
-    """The slots, with what grammars allow at each position that a planned step samples for a row of
-    theirs."""
-    works = [work for work in (*plan.prefill, *plan.decode, *plan.verify) if work.is_constrained]
+def masked(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
+    """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
+    one that has to read a token first, or that has given its seat up."""
+    works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
     for i in range(0, len(works), MASKED_AT_ONCE):
         slots = programs.load_masks(slots, *masks_of(programs, works[i : i + MASKED_AT_ONCE]))
     return slots
+
+
+def drawn(
+    programs: Programs, state: Arguments, undrawn: Iterable[tuple[Undrawn, Iterable[Work]]]
+) -> Arguments:
+    """The state behind draws that were deferred until grammars had read the step before."""
+    for output, works in undrawn:
+        slots = masked(programs, state.slots, works)
+        state = replace(state, slots=output.draw(state.params, slots))
+    return state
 
 
 def masks_of(programs: Programs, works: Sequence[Work]) -> tuple[np.ndarray, ...]:

@@ -1,6 +1,6 @@
 """From parameters at hand to a warm engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -89,10 +89,12 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     programs = kind_of(everything)(phases, everything, sizes, shapes, early)
     state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
     limits = limits_of(options, sizes, shapes, pair.block, count)
-    make = partial(Engine, programs, limits=limits, prefix_caching=options.enable_prefix_caching)
+    prefixes, later = options.enable_prefix_caching, deferral(options, programs, everything, canonical)
+    make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
         classes = Classes.of(early, same_bits=not options.reproducible)
-        warmup = Warmup(programs, everything, classes, aim, partial(late_speculation, options))
+        found = record(programs, everything, canonical) if aim.reproducible else None
+        warmup = Warmup(programs, shapes, classes, aim, partial(late_speculation, options), found)
         return make(classes, state, warmup=warmup)
     classes, state = choose_classes(programs, state, canonical, options.reproducible)
     seconds = None
@@ -134,6 +136,21 @@ def may_serve_early(options: EngineOptions, params: Params) -> bool:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
+
+
+def deferral(
+    options: EngineOptions, programs: Programs, params: Params, canonical: Canonical
+) -> Callable[[Classes], Warmup] | None:
+    """What brings programs that draw once the masks of grammars are there, so that other rows need not wait:
+    where programs may come late, and only decode takes each token."""
+    if options.guesses or options.decode_steps > 1 or not may_serve_early(options, params):
+        return None
+    aim = Aim(canonical, options.reproducible, depths=())
+
+    def begin(classes: Classes) -> Warmup:
+        return Warmup(programs, [s.deferred for s in classes.decode], classes, aim, lambda *_: None)
+
+    return begin
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:

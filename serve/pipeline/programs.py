@@ -1,7 +1,7 @@
 """The programs of a model whose layers lie in stages, or in halves: called as those of one device are."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...kvcache.pages import KVCache
 from ...kvcache.stages import is_apart, stages
 from ...model.pair import Params
 from ..programs.compile import Arguments, Programs, lower_zeros
-from ..programs.kept import Lowered
+from ..programs.kept import Parts
 from ..programs.phases import Alone
 from ..programs.shapes import Shape
 from ..programs.step import Front, Seat, Slots
@@ -21,17 +21,6 @@ from .lowering import Course, Lowering, front_at
 from .relay import Ear, StagedCache, StagedSlots, Stages
 from .ring import ATTENTION, PARTS
 from .steps import heard, seat_front
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Programs of several stages that make one when they are compiled."""
-
-    parts: Sequence[Lowered]
-    join: Callable[..., Any]
-
-    def compile(self, *, compiler_options: Any = None) -> Any:
-        return self.join(*(part.compile(compiler_options=compiler_options) for part in self.parts))
 
 
 class StagedPrograms(Programs):

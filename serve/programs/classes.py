@@ -18,7 +18,7 @@ from ..host import progress
 from . import kept
 from .compile import Arguments, Programs
 from .probe import Probe, Runs, finish
-from .shapes import Canonical, Shape, doublings
+from .shapes import PHASES, Canonical, Shape, doublings
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,21 @@ class Classes:
     decode: tuple[Shape, ...]
     same_bits: bool
     verify: tuple[Shape, ...] = ()
+    deferred: tuple[Shape, ...] = ()
 
     @classmethod
     def of(cls, shapes: Iterable[Shape], same_bits: bool) -> "Classes":
-        prefill, decode, verify = (
-            tuple(s for s in sorted(shapes) if s.phase == phase) for phase in ("prefill", "decode", "verify")
-        )
-        return cls(prefill, decode, same_bits, verify)
+        of = {phase: tuple(s for s in sorted(shapes) if s.phase == phase) for phase in PHASES}
+        return cls(**of, same_bits=same_bits)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        return (*self.prefill, *self.decode, *self.verify)
+        return (*self.prefill, *self.decode, *self.verify, *self.deferred)
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether each decode has a twin that draws later."""
+        return bool(self.decode) and {s.deferred for s in self.decode} == {*self.deferred}
 
     def joined(self, shape: Shape) -> "Classes":
         return Classes.of([*self.shapes, shape], self.same_bits)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
-from jaxtyping import Int
 
 from ...kvcache.pages import ON_DEVICE, Batch, empty_cache
 from ...kvcache.placement import automatic, cache_shardings
@@ -25,9 +24,10 @@ from ...sampling.state import load_history, load_masks
 from ..host import progress
 from ..host.memory import release
 from . import kept
-from .kept import Lowered
-from .phases import Phases
+from .kept import Lowered, Parts
+from .phases import Alone, Phases
 from .places import packed
+from .promise import Deferred
 from .shapes import Shape, Sizes
 from .step import Seat, Slots, empty_slots, seat
 from .tuning import tuning
@@ -131,6 +131,17 @@ def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> j
     return jitted.lower(*operands(shape, arguments, sizes))
 
 
+def lower_deferred(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> Parts:
+    """A decode in two programs: what its tokens are drawn from, and the draw."""
+    assert isinstance(phases, Alone), "what guesses needs each token at once"
+    params, cache, slots, batch = given = operands(shape, arguments, sizes)
+    out = jax.tree.map(lambda pool: pool.sharding, cache), slots.last.sharding
+    forward = jax.jit(phases.forward, donate_argnums=1, out_shardings=out).trace(*given)
+    hidden = jax.ShapeDtypeStruct(forward.out_info[1].shape, forward.out_info[1].dtype, sharding=out[1])
+    draw = jax.jit(phases.draw, donate_argnums=1, out_shardings=out[1])
+    return Parts([forward.lower(), draw.lower(params, slots, batch, hidden)], Deferred)
+
+
 def mesh_of(place: Sharding) -> Mesh:
     """The mesh of what lies on several devices."""
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
@@ -230,7 +241,7 @@ class Programs:
 
     def add(self, shape: Shape) -> None:
         """Compile a missing shape; it is not kept if jax's settings are others than at the start."""
-        if self._keys[shape] != self._key(shape):
+        if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower(shape))
 
@@ -239,7 +250,8 @@ class Programs:
 
     def _lower(self, shape: Shape) -> Lowered:
         with self._lowering:  # one at a time: it is Python
-            return lower(self._phases, shape, self.like, self.sizes)
+            make = lower_deferred if shape.phase == "deferred" else lower
+            return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
         program = kept.compile(self._keys[shape], lowered)
@@ -324,18 +336,3 @@ class Programs:
         )
         after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
         return Batch(tokens, start, count, tables, slot, after)
-
-
-def fill(
-    batch: Batch,
-    row: int,
-    tokens: Int[np.ndarray, " T"] | list[int],
-    start: int,
-    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
-    slot: int,
-) -> None:
-    """Write one row of a host batch; `pages` has the row's own for each window."""
-    batch.tokens[row, : len(tokens)] = tokens
-    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    for table, own in zip(batch.page_tables, pages, strict=True):
-        table[row, : len(own)] = own

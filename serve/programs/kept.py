@@ -13,8 +13,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -42,6 +43,17 @@ class Lowered(Protocol):
     """What compiles to a program: jax's own, or several that make one."""
 
     def compile(self, *, compiler_options: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Several programs that make one when they are compiled."""
+
+    parts: Sequence[Lowered]
+    join: Callable[..., Any]
+
+    def compile(self, *, compiler_options: Any = None) -> Any:
+        return self.join(*(part.compile(compiler_options=compiler_options) for part in self.parts))
 
 
 def folder() -> Path | None:

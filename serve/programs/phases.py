@@ -4,6 +4,8 @@ in `speculation`."""
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from jaxtyping import Array, Float
+
 from ...kvcache.pages import Batch, KVCache
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig
@@ -47,6 +49,19 @@ class Alone:
 
     def decode(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
         return step.decode(params, cache, slots, batch, config=self.target)
+
+    def forward(
+        self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch
+    ) -> tuple[KVCache, Float[Array, "B T D"]]:
+        """A decode up to the hidden states that its tokens are drawn from: the slots stay as they are."""
+        hidden, cache = step.run(params, cache, slots, step.awake(slots, batch), self.target)
+        return cache, hidden
+
+    def draw(
+        self, params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+    ) -> tuple[Slots, Output]:
+        """The rest of it."""
+        return step.sampled(params, self.target, slots, step.awake(slots, batch), hidden)
 
     def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
         rule = RULES[self.acceptance]

@@ -1,4 +1,6 @@
-"""The tokens of a verification as rows of one token each: what decode computes, with its bits."""
+"""Where a batch's tokens are: rows that the host writes, and a verification's tokens as rows of one each."""
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,21 @@ def each_place(batch: Batch) -> Batch:
         page_tables=tuple(map(each, batch.page_tables)),
         slot=each(batch.slot),
     )
+
+
+def fill(
+    batch: Batch,
+    row: int,
+    tokens: Int[np.ndarray, " T"] | list[int],
+    start: int,
+    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
+    slot: int,
+) -> None:
+    """Write one row of a host batch; `pages` has the row's own for each window."""
+    batch.tokens[row, : len(tokens)] = tokens
+    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
+    for table, own in zip(batch.page_tables, pages, strict=True):
+        table[row, : len(own)] = own
 
 
 def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:

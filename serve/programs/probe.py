@@ -22,8 +22,9 @@ from ...model.recurrent.kinds import STATE
 from ...model.weights.adapted import NO_ADAPTER, places_in
 from ...sampling.params import SamplingParams, knobs_row
 from ..host import clock
-from .compile import Arguments, Programs, fill
-from .promise import arrived
+from .compile import Arguments, Programs
+from .places import fill
+from .promise import Undrawn, arrived
 from .scoring import NEVER
 from .shapes import Canonical, Shape
 from .step import Output, Seat
@@ -110,6 +111,8 @@ class Probe:
         params, cache = self._state
         slots = self._seated() if self.slots is None else self.slots
         cache, self.slots, out = self.programs.run(shape, Arguments(params, cache, slots), batch)
+        if isinstance(out, Undrawn):
+            self.slots = out.draw(params, self.slots)
         self._state = params, cache
         return jax.tree.map(np.asarray, arrived(out))
 

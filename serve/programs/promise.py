@@ -1,4 +1,4 @@
-"""Results of programs that another thread dispatches, so that the engine's goes on."""
+"""Results of programs that are dispatched later: by another thread, or once masks are there."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +13,38 @@ class Promised(Protocol):
     def arrived(self) -> Any:
         """Wait for the dispatch, and give its result. Raises what the dispatch raised."""
         ...
+
+
+@dataclass
+class Undrawn:
+    """The output of a decode whose tokens are to be drawn from its hidden states, [B,1,D]."""
+
+    program: Callable[..., tuple[Any, Any]]
+    batch: Any
+    hidden: Any
+    output: Any = None
+
+    def draw(self, params: Any, slots: Any) -> Any:
+        """Dispatch the draw; gives the slots."""
+        slots, self.output = self.program(params, slots, self.batch, self.hidden)
+        self.hidden = None
+        return slots
+
+    def arrived(self) -> Any:
+        assert self.output is not None, "nothing is drawn yet"
+        return self.output
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A decode in two programs, called as other steps are; its output is `Undrawn`."""
+
+    forward: Callable[..., tuple[Any, Any]]
+    draw: Callable[..., tuple[Any, Any]]
+
+    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Undrawn]:
+        cache, hidden = self.forward(params, cache, slots, batch)
+        return cache, slots, Undrawn(self.draw, batch, hidden)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ ROW_TOKENS = 32
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each seat
 
-Phase = Literal["prefill", "decode", "verify"]
+Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
 
 
 class Shape(NamedTuple):
     """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
+    What is `deferred` is one step of decode in two programs: tokens are drawn once their masks are there.
 
     A prefill's rows may be consecutive parts of one prompt, or of several. `packed` are the tokens that are
     computed where rows of a verification share fewer than B T among them; 0 where each has its T.
@@ -45,6 +46,11 @@ class Shape(NamedTuple):
     def area(self) -> int:
         """Tokens that it computes, padding among them."""
         return self.packed or self.rows * self.tokens
+
+    @property
+    def deferred(self) -> "Shape":
+        """A decode's twin that draws later."""
+        return self._replace(phase="deferred")
 
     def rows_of(self, tokens: int) -> int:
         """Rows of so many tokens that it holds."""

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 from ...kvcache.pages import KVCache
 from ...kvcache.tables import PageTables, Tables
-from ...model.pair import Params
 from ..host.store import warn
 from . import jaxcache, kept
-from .classes import Classes, record, timed
+from .classes import Classes, timed
 from .compile import Arguments, Programs
 from .probe import Probe, Runs
 from .shapes import PHASES, Canonical, Shape
@@ -65,22 +64,30 @@ def in_turn(shapes: Iterable[Shape]) -> list[Shape]:
 
 
 class Warmup:
-    """What an engine with `classes` has still to compile and to compare.
+    """What of `shapes` an engine with `classes` has still to compile and to compare.
 
     `advance` is called between its steps. `classes` grow; once `done`, `speculation` is what `speculate`
     makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
-    in `failed`.
+    in `failed`. What classes have become is kept under `record`.
     """
 
-    def __init__(self, programs: Programs, params: Params, classes: Classes, aim: Aim, speculate: Speculate):
+    def __init__(
+        self,
+        programs: Programs,
+        shapes: Iterable[Shape],
+        classes: Classes,
+        aim: Aim,
+        speculate: Speculate,
+        record: str | None = None,
+    ):
         self.programs, self.classes, self.aim, self.speculate = programs, classes, aim, speculate
         self.speculation: Any = None
         self.failed: dict[Shape, str] = {}
         self.done = self.stopped = False
-        self._record = record(programs, params, aim.canonical) if aim.reproducible else None
-        self._missing = deque(in_turn(programs.missing))
+        self._record, there = record, {s for s in shapes if s in programs.steps}
+        self._missing = deque(in_turn(s for s in shapes if s not in there))
         self._compiling = len(self._missing)
-        self._here = deque(s for s in programs.steps if s not in classes.shapes)
+        self._here = deque(s for s in programs.steps if s in there and s not in classes.shapes)
         self._lock = threading.Lock()
         self._probe: Probe | None = None
         self._runs: Runs[None] | None = None
@@ -127,7 +134,7 @@ class Warmup:
         if not (self.aim.reproducible or self.aim.depths):
             return
         try:
-            shapes = [*self.programs.steps, *self.programs.missing]
+            shapes = [*self.programs.steps, *self._missing]
             self._probe = Probe(self.programs, self.aim.canonical, shapes)
         except Exception as error:  # noqa: BLE001 - the engine serves with what it has
             self.done = True

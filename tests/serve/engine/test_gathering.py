@@ -137,7 +137,7 @@ def test_an_engine_gathers_prompts_and_changes_no_token(decode_steps):
     found = {}
     for patience in (0.0, math.inf):
         engine, programs = start(seats=4, budget=16, rows=4, width=4, pages=64, decode_steps=decode_steps)
-        engine._gathering._seconds = lambda shape: shape.area if shape.phase == "prefill" else 0.1
+        engine.gathering._seconds = lambda shape: shape.area if shape.phase == "prefill" else 0.1
         requests = [ask(prompt_of(i, 4), 3 + i * 7 % 9, i) for i in range(40)]
         for request in requests:
             request.patience = patience

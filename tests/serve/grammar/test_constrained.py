@@ -109,6 +109,23 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
         assert [bits(o) for o in together] == [bits(o) for o in alone]
 
 
+@pytest.mark.usefixtures("early")
+def test_draws_that_wait_for_grammars_change_no_bit(serve, base):
+    """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
+    they come and when they are there."""
+    wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
+    with serve(decode_steps=1) as llm:
+        while llm.engine.warmup is not None:  # of programs that every engine has
+            llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
+        steps = set[str]()
+        while "deferred[8,1]" not in steps:
+            llm.engine.tables.forget()
+            assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
+            steps = llm.report()["steps"].keys()
+        assert llm.engine.warmup is None and llm.engine.classes.may_defer
+        assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
+
+
 def test_what_ends_obeys(base, tokenizer):
     """At any temperature, and with parameters that would rather have something else."""
     odd = {
