@@ -119,3 +119,8 @@ def cache_of(cache: KVCache, span: range) -> KVCache:
 def joined(parts: Iterable[KVCache]) -> KVCache:
     """The pools of all stages, in order."""
     return jax.tree.map(lambda *own: sum(own, ()), *parts, is_leaf=lambda x: type(x) is tuple)
+
+
+def around(params: Decoder) -> Decoder:
+    """What stands before the layers and behind them."""
+    return replace(params, layers=())

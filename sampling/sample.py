@@ -232,8 +232,9 @@ def is_constrained(rows: Rows) -> Bool[Array, " B"]:
 
 def within_grammar(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     """Mask what the grammar does not allow, deeper than anything else masks: the last of all offsets."""
-    ahead = jnp.clip(rows.position - rows.state.allowed_from[rows.slot], 0, rows.state.allowed.shape[1] - 1)
-    words = rows.state.allowed[rows.slot, ahead]
+    allowed = rows.state.allowed
+    ahead = jnp.clip(rows.position - allowed.first[rows.slot], 0, allowed.masks.shape[1] - 1)
+    words = allowed.masks[rows.slot, ahead]
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
     allowed = bits.reshape(len(bits), -1)[:, : x.shape[1]] == 1
     return jnp.where(allowed, jnp.maximum(x, BANNED), MASKED)

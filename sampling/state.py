@@ -22,6 +22,14 @@ EARLY = -1e26  # would end the output before min_tokens
 
 
 @pytree
+class Allowed:
+    """What grammars allow, of each slot at positions in a row: a bit a token."""
+
+    masks: Any  # uint32 [C,positions,words]
+    first: Any  # int32 [C], the first of these positions
+
+
+@pytree
 class SamplingState:
     """Every request's knobs and history, donated through each step; dense rows are read where a knob says."""
 
@@ -30,8 +38,7 @@ class SamplingState:
     in_prompt: Any  # bool [C,V]
     bias: Any  # float32 [C,V]
     recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, NO_TOKEN before the first
-    allowed: Any  # uint32 [C,positions,words], a bit a token: what a grammar allows at positions in a row
-    allowed_from: Any  # int32 [C], the first of these positions
+    allowed: Allowed
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
 
 
@@ -50,8 +57,9 @@ def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS, positions: int = 
         in_prompt=jnp.zeros((slots, V), bool),
         bias=jnp.zeros((slots, V), jnp.float32),
         recent=jnp.full((slots, MAX_BAD_WORD_LENGTH - 1), NO_TOKEN, jnp.int32),
-        allowed=jnp.zeros((slots, positions, words_of(V)), jnp.uint32),
-        allowed_from=jnp.zeros(slots, jnp.int32),
+        allowed=Allowed(
+            masks=jnp.zeros((slots, positions, words_of(V)), jnp.uint32), first=jnp.zeros(slots, jnp.int32)
+        ),
         n_top=n_top,
     )
 
@@ -89,17 +97,16 @@ def load_history(
 
 
 def load_masks(
-    state: SamplingState,
+    allowed: Allowed,
     slot: Int[Array, " K"],
     first: Int[Array, " K"],
     masks: UInt32[Array, "K positions words"],
-) -> SamplingState:
-    """The state with what slots are allowed at the positions from `first` on; a slot that is not there is
+) -> Allowed:
+    """What is allowed, with that of some slots at the positions from `first` on; a slot that is not there is
     nothing."""
-    return replace(
-        state,
-        allowed=state.allowed.at[slot].set(masks, mode="drop"),
-        allowed_from=state.allowed_from.at[slot].set(first, mode="drop"),
+    return Allowed(
+        masks=allowed.masks.at[slot].set(masks, mode="drop"),
+        first=allowed.first.at[slot].set(first, mode="drop"),
     )
 
 

@@ -12,6 +12,7 @@ the next begins instead, as engines do that have no programs for that.
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -58,7 +59,7 @@ def milliseconds(outputs: list[RequestOutput]) -> float | None:
 
 
 def main() -> None:
-    options = {"max_num_seqs": ROWS, "max_model_len": 256}
+    options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 256}
     with LLM(**options) as llm:
         study("2.4M", llm)
         words = llm.tokenizer

@@ -11,13 +11,13 @@ from jax.sharding import Sharding
 
 from ...kvcache.pages import Batch, KVCache
 from ...kvcache.placement import whole
-from ...kvcache.stages import attention_of, cache_of
+from ...kvcache.stages import around, attention_of, cache_of
 from ...model.pair import target_of
 from ...model.transformer import Decoder, Layer
 from ..programs.compile import Arguments, batch_like
 from ..programs.phases import Alone
 from ..programs.shapes import Shape, Sizes
-from .halves import Halves, around, behind
+from .halves import Halves, behind
 from .lowering import at, front_at
 from .relay import Ear, Stages
 from .ring import ATTENTION, FFN, Ring

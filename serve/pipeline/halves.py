@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from ...kvcache.paged import Paged
 from ...kvcache.pages import Batch, KVCache, positions
 from ...kvcache.stages import config_of
-from ...model.transformer import Decoder, Layer, after_ffn, attention_half, ffn_half, turns
+from ...model.transformer import Layer, after_ffn, attention_half, ffn_half, turns
 from ..programs.step import Front, Output, Slots
 from .steps import Cut, Handed, told
 
@@ -63,11 +63,6 @@ class Halves:
 
     def _after(self, before: Layer | None, x: Any, made: Any) -> Any:
         return x if before is None else after_ffn(before, self.whole.config, x, made)
-
-
-def around(params: Decoder) -> Decoder:
-    """What stands before the layers and behind them."""
-    return replace(params, layers=())
 
 
 def behind(layer: Layer) -> Layer:

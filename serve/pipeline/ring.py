@@ -15,10 +15,10 @@ import jax
 from jax.sharding import Sharding
 
 from ...kvcache.pages import Batch
-from ...kvcache.stages import attention_of
+from ...kvcache.stages import around, attention_of
 from ...model.transformer import Decoder
 from ..programs.promise import Promise
-from .halves import around, behind
+from .halves import behind
 from .relay import Ear, News, StagedCache, StagedSlots, Stages, awaited, changed
 
 PARTS = "attention", "ffn"

@@ -18,9 +18,10 @@ from ...kvcache.placement import automatic, cache_shardings
 from ...kvcache.placement import seats as seats_of
 from ...kvcache.quantised import kept_as
 from ...kvcache.shards import in_seat, steps
+from ...kvcache.stages import around
 from ...model.pair import PairConfig, Params, target_of
 from ...sampling.params import NO_TOKEN
-from ...sampling.state import load_history, load_masks
+from ...sampling.state import Allowed, load_history, load_masks
 from ..host import progress
 from ..host.memory import release
 from . import kept
@@ -113,11 +114,21 @@ def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
-def masks_like(slots: Slots) -> tuple[Any, ...]:
+def masks_like(allowed: Allowed) -> tuple[Any, ...]:
     """What loading masks takes: seats, the first position of each, and its masks."""
-    K, rows = MASKED_AT_ONCE, slots.sampling.allowed
+    K, rows = MASKED_AT_ONCE, allowed.masks
     some = jax.ShapeDtypeStruct((K,), jnp.int32)
     return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
+
+
+def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
+    """A program that loads masks, for all of the slots: it is called often, and each array costs time."""
+
+    def change(slots: Slots, *given: Any) -> Slots:
+        allowed = load(slots.sampling.allowed, *given)
+        return replace(slots, sampling=replace(slots.sampling, allowed=allowed))
+
+    return change
 
 
 def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
@@ -139,7 +150,7 @@ def lower_deferred(phases: Phases, shape: Shape, arguments: Arguments, sizes: Si
     forward = jax.jit(phases.forward, donate_argnums=1, out_shardings=out).trace(*given)
     hidden = jax.ShapeDtypeStruct(forward.out_info[1].shape, forward.out_info[1].dtype, sharding=out[1])
     draw = jax.jit(phases.draw, donate_argnums=1, out_shardings=out[1])
-    return Parts([forward.lower(), draw.lower(params, slots, batch, hidden)], Deferred)
+    return Parts([forward.lower(), draw.lower(around(params), slots, batch, hidden)], Deferred)
 
 
 def mesh_of(place: Sharding) -> Mesh:
@@ -310,12 +321,8 @@ class Programs:
         return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
 
     def _lower_masks(self) -> Lowered:
-        slots = self.like.slots
-
-        def load(slots, slot, first, masks):
-            return replace(slots, sampling=load_masks(slots.sampling, slot, first, masks))
-
-        return self._of_seat(load).lower(slots, *masks_like(slots))
+        allowed = self.like.slots.sampling.allowed
+        return Parts([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
 
     def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the

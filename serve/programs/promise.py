@@ -5,6 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ...kvcache.stages import around
+from ...model.pair import Params, target_of
+
 
 @runtime_checkable
 class Promised(Protocol):
@@ -24,9 +27,9 @@ class Undrawn:
     hidden: Any
     output: Any = None
 
-    def draw(self, params: Any, slots: Any) -> Any:
+    def draw(self, params: Params, slots: Any) -> Any:
         """Dispatch the draw; gives the slots."""
-        slots, self.output = self.program(params, slots, self.batch, self.hidden)
+        slots, self.output = self.program(around(target_of(params)), slots, self.batch, self.hidden)
         self.hidden = None
         return slots
 

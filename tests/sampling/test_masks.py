@@ -1,5 +1,7 @@
 """Masks and large biases: what is forbidden is never drawn, and what is left is drawn as the model says."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +50,8 @@ def test_a_grammar_comes_before_everything_else(given):
     state = look_back(state, zero, tokens, np.int32(1), np.int32(1), bias)
     masks = np.array([[[sum(1 << i for i in own)] for own in ALLOWED.values()]], np.uint32)
     seats = np.array([0], np.int32)
-    state = constrain(state, seats, seats + 1, masks)
-    state = constrain(state, seats + 1, seats, 0 * masks)  # a seat that is not there
+    allowed = constrain(state.allowed, seats, seats + 1, masks)
+    state = replace(state, allowed=constrain(allowed, seats + 1, seats, 0 * masks))  # that seat is not there
     position = np.tile(np.array([*ALLOWED], np.int32), DRAWS // 4)
     given = np.broadcast_to(LOGITS, (DRAWS, V)), position, 0 * position, position > 0, state
     found, probs = np.asarray(draw(*given).token), np.asarray(target(*given))

@@ -4,6 +4,7 @@ however they are served; their neighbours keep every bit."""
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -87,7 +88,8 @@ def continue_plainly(
         if constraint:
             constraint.follow(tokens)
             masks = constraint.masks()[:, : words_of(V)]
-            state = load_masks(state, zero, jnp.full(1, len(tokens), jnp.int32), jnp.asarray(masks[None]))
+            given = zero, jnp.full(1, len(tokens), jnp.int32), jnp.asarray(masks[None])
+            state = replace(state, allowed=load_masks(state.allowed, *given))
         padded = np.zeros((1, 256), np.int32)
         padded[0, : len(tokens)] = tokens
         position = jnp.full(1, len(tokens), jnp.int32)
