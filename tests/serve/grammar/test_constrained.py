@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
@@ -22,6 +24,7 @@ from duetto.sampling.state import admit, empty_state, load_masks, words_of
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.request import Request
 from duetto.serve.grammar.grammars import Grammars
+from duetto.serve.programs.promise import Undrawn
 
 MASKBENCH = Path(__file__).resolve().parents[4] / "shared" / "data" / "json_schemas" / "maskbench_240.jsonl"
 END = 256  # behind the bytes; the model's vocabulary is larger
@@ -112,19 +115,28 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 
 
 @pytest.mark.usefixtures("early")
-def test_draws_that_wait_for_grammars_change_no_bit(serve, base):
+def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
     """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
-    they come and when they are there."""
+    they come, when they are there, when one fails, and when requests are preempted."""
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
-    with serve(decode_steps=1) as llm:
+    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
+    with serve(decode_steps=1, **sizes) as llm:
         while llm.engine.warmup is not None:  # of programs that every engine has
             llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
-        steps = set[str]()
-        while "deferred[8,1]" not in steps:
+        while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
             llm.engine.tables.forget()
             assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
-            steps = llm.report()["steps"].keys()
-        assert llm.engine.warmup is None and llm.engine.classes.may_defer
+        draw, turns = Undrawn.draw, iter([True, True, False])
+
+        def fails(*given: Any) -> Any:
+            if not next(turns, True):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+            return draw(*given)
+
+        monkeypatch.setattr(Undrawn, "draw", fails)
+        before = llm.report()["preemptions"]
+        assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
+        assert llm.report()["preemptions"] > before and not [*turns]
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
 
 

@@ -17,7 +17,7 @@ from duetto.serve.commands.planning import EnginePlan, abstract_arguments, compi
 from duetto.serve.host import devices
 from duetto.serve.host.devices import MEMORY_SETTINGS
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import Arguments, lower
+from duetto.serve.programs.compile import Arguments, lower, lower_deferred
 from duetto.serve.programs.phases import Alone
 from duetto.serve.programs.shapes import Shape
 from duetto.serve.roofline import targets
@@ -150,6 +150,20 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
         )
     assert strict.count(" sort(") == usual.count(" sort(")
     assert strict.count(" scatter(") >= 2 * LAYERS
+
+
+@pytest.mark.extras
+def test_a_draw_apart_moves_what_a_whole_step_does():
+    """A decode in two programs: they hand over the hidden states of its rows."""
+    plan = job_for(found_target("h200"))
+    arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
+    given = Alone(plan.config), shape, arguments, plan.sizes
+    with described(plan.target):
+        compiled = [x.compile() for x in (lower(*given), *lower_deferred(*given).parts)]
+    whole, forward, draw = map(facts, compiled)
+    assert forward.aliased_leaves == len(jax.tree.leaves(arguments.cache))
+    assert draw.aliased_leaves == len(jax.tree.leaves(arguments.slots))
+    assert forward.bytes + draw.bytes < 1.001 * whole.bytes
 
 
 @pytest.mark.extras
