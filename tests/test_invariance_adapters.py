@@ -227,6 +227,9 @@ def test_a_server_names_loads_and_unloads_adapters(model, llm, folders):
             assert models["base"]["parent"] is None
             twice = await http.post("/v1/load_lora_adapter", json=told)
             assert twice.status_code == 400 and "load_inplace" in twice.json()["error"]["message"]
+            for other in ({"lora_nam": "x"}, {"lora_name": "x" * 5000}):
+                refused = (await http.post("/v1/load_lora_adapter", json=told | other)).json()["error"]
+                assert "lora_name" in refused["message"] and len(refused["message"]) < 300
             wrong = await http.post(
                 "/v1/load_lora_adapter", json=told | {"lora_name": "x", "lora_path": "/no"}
             )

@@ -28,9 +28,9 @@ class Sleep:
     def check(self) -> None:
         """Raise RuntimeError unless steps can be taken."""
         if self.missing:
-            raise RuntimeError(
-                f"the engine sleeps, without {' and '.join(sorted(self.missing))}: call wake_up first"
-            )
+            what = " and ".join(sorted(self.missing))
+            remedy = "resume_generation" if what == "scheduling" else "wake_up"
+            raise RuntimeError(f"the engine sleeps, without {what}: call {remedy} first")
         if self.discarded:
             raise RuntimeError("sleep(level=2) has discarded the parameters: give others with update_params")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import llguidance
 
 KEPT = 64  # compiled grammars that are kept, those of the latest requests
+MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a mask then takes some 10 ms
 
 
 class Compiled(NamedTuple):
@@ -59,9 +60,10 @@ class Grammars:
 
 def compiled(vocabulary: "llguidance.LLTokenizer", text: str) -> Compiled:
     """Raises ValueError where a grammar cannot be compiled, or allows nothing."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(vocabulary, text, log_level=0)
+    limits = LLParserLimits(max_items_in_row=MOST_ITEMS)
+    matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
     try:
         return Compiled(matcher, mask_of(matcher))
     except ValueError as error:
@@ -84,7 +86,7 @@ def written(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
-        # One terminal: of many rules llguidance follows 2000 at most.
+        # One terminal, which costs less to follow than many rules.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, asked.choice))}")
     assert asked.grammar is not None
     return LLMatcher.grammar_from_lark(asked.grammar)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, 
     )
 
 
-def in_turn(shapes: Iterable[Shape]) -> list[Shape]:
+def in_turn(shapes: Collection[Shape]) -> list[Shape]:
     """The order to compile in: of each phase the largest first, since those save most calls."""
     phases = [sorted((s for s in shapes if s.phase == p), key=lambda s: -s.area) for p in reversed(PHASES)]
     return [shape for each in zip_longest(*phases) for shape in each if shape is not None]
@@ -74,7 +74,7 @@ class Warmup:
     def __init__(
         self,
         programs: Programs,
-        shapes: Iterable[Shape],
+        shapes: Collection[Shape],
         classes: Classes,
         aim: Aim,
         speculate: Speculate,
@@ -85,7 +85,7 @@ class Warmup:
         self.failed: dict[Shape, str] = {}
         self.done = self.stopped = False
         self._record, there = record, {s for s in shapes if s in programs.steps}
-        self._missing = deque(in_turn(s for s in shapes if s not in there))
+        self._missing = deque(in_turn([s for s in shapes if s not in there]))
         self._compiling = len(self._missing)
         self._here = deque(s for s in programs.steps if s in there and s not in classes.shapes)
         self._lock = threading.Lock()

@@ -70,9 +70,10 @@ class Prover:
         others = sum(s.end - s.first for s in claim.spans if s not in self._spans(claim))
         if others:
             reasons.append(f"{others} of {len(claim.entry.tokens)} tokens were made by other weights")
-        verdict = Verdict(claim.line, claim.entry.id, claim.entry.index, reasons, spans, foreign)
+        entry = claim.entry
+        verdict = Verdict(claim.line, entry.id, entry.index, reasons, spans, foreign, entry.known)
         if spans or not claim.spans:
-            verdict.differences.extend(self._impossible(claim.entry))
+            verdict.differences.extend(self._impossible(entry))
         return verdict
 
     def _against(self, claim: Claim) -> Iterator[str]:

@@ -13,7 +13,7 @@ PROVED, DIFFERS, OPEN = 0, 1, 2  # exit codes: all, something is otherwise, some
 class Verdict:
     """On a request, by its line: `reasons` why it, or a part of it, cannot be proved here, the `spans` of its
     tokens that are run again, and `differences` from them, each with its place. Where `foreign` facts have
-    made it, a difference proves nothing."""
+    made it, a difference proves nothing. The first `given` tokens of its output came with the request."""
 
     line: int
     id: str
@@ -21,6 +21,7 @@ class Verdict:
     reasons: list[str]
     spans: list[Span] = field(default_factory=list)
     foreign: str = ""
+    given: int = 0
     differences: list[str] = field(default_factory=list)
 
     @property
@@ -77,6 +78,8 @@ class Proof:
             f"{len(self.proved)} of {len(self.verdicts)} requests{of} have the same bits again, "
             f"{len(self.altered)} differ, {len(self.unproved)} cannot be proved here"
         )
+        if given := [v.given for v in self.proved if v.given]:
+            yield f"of {len(given)} of these {sum(given)} tokens came with the request, and are not proved"
         yield f"the chain {'is broken' if claims.broken else 'is whole'} and ends with {claims.head}"
 
     def record(self) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class Proof:
             "requests": len(self.claims.requests),
             "run": len(self.verdicts),
             "proved": len(self.proved),
+            "given": sum(v.given for v in self.proved),
             "altered": [told(v) for v in self.altered],
             "not_provable": [told(v) for v in self.unproved],
             "broken": [{"line": n, "wrong": wrong} for n, wrong in self.claims.broken.items()],

@@ -1,13 +1,13 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
-from ....refusals import shown
+from ....refusals import shown, unknown
 from ...adapters.request import LoRARequest
 from ...openai.reading import object_of
 from ...openai.refusing import RequestError, require
@@ -16,6 +16,8 @@ from ...service.errors import HttpError
 from ...service.service import Service
 from ..body import read_body
 from ..paths import READ_ERRORS, Path
+
+MOST_CHARACTERS = 1024  # of a name or a folder's path
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Adapters:
 
     def __init__(self, service: Service):
         self.service = service
-        load = Body("LoadAdapterBody", (LoadFields,), {"lora_name": "sql", "lora_path": "/adapters/sql"})
-        unload = Body("UnloadAdapterBody", (UnloadFields,), {"lora_name": "sql"})
+        example = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+        load = Body("LoadAdapterBody", (LoadFields,), example, closed=True)
+        unload = Body("UnloadAdapterBody", (UnloadFields,), {"lora_name": "sql"}, closed=True)
         self.paths = [
             Path(
                 "/v1/load_lora_adapter", self.load, "serve an adapter", body=load, media="text/plain",
@@ -53,7 +56,7 @@ class Adapters:
         ]  # fmt: skip
 
     async def load(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._body(request, LoadFields)
         name, path, again = text(body, "lora_name"), text(body, "lora_path"), body.get("load_inplace", False)
         require(isinstance(again, bool), "load_inplace", again, "true or false")
         registry = self.service.registry
@@ -69,20 +72,24 @@ class Adapters:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        name = text(await self._body(request), "lora_name")
+        name = text(await self._body(request, UnloadFields), "lora_name")
         try:
             self.service.registry.unload(name)
         except ValueError as error:
             raise HttpError(404, str(error), "adapter_not_found", "lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
-    async def _body(self, request: Request) -> dict[str, object]:
+    async def _body(self, request: Request, kind: type) -> dict[str, object]:
         body = object_of(await read_body(request, self.service.options), "body")
-        return {name: value for name, value in body.items() if value is not None}
+        given, names = {k: v for k, v in body.items() if v is not None}, [f.name for f in fields(kind)]
+        for other in given.keys() - {*names}:
+            raise RequestError("invalid_request", unknown("field", other, names), other)
+        return given
 
 
 def text(body: dict[str, object], name: str) -> str:
     found = body.get(name)
-    if not isinstance(found, str) or not found:
-        raise RequestError("invalid_request", f"{name}={shown(found)} is not allowed: a string", name)
+    if not isinstance(found, str) or not 0 < len(found) <= MOST_CHARACTERS:
+        allowed = f"a string of 1 to {MOST_CHARACTERS} characters"
+        raise RequestError("invalid_request", f"{name}={shown(found)} is not allowed: {allowed}", name)
     return found

@@ -171,6 +171,16 @@ def test_a_line_that_no_engine_can_have_written(served, prove, tmp_path):
     assert "max_model_len" in unproved.reasons[0]
 
 
+def test_tokens_that_came_with_a_request_are_told(served, prove, tmp_path):
+    """A forger may say so of what was made here; then nobody has proved them."""
+    found = records(served[0])[:5]
+    seeded = line_of(found, seed=7)
+    seeded |= {"known": 3, "weights": [[3, 0]]}
+    proof = prove(rewritten(tmp_path / "log", found))
+    assert proof.code == 0 and proof.record()["given"] == 3
+    assert "of 1 of these 3 tokens came with the request, and are not proved" in [*proof.lines()]
+
+
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_line_is_found_by_its_bits(served, prove, tmp_path, what):
     """Also where the chain was forged with it."""
