@@ -89,7 +89,17 @@ def written(asked: StructuredOutputsParams) -> str:
         # One terminal, which costs less to follow than many rules.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, asked.choice))}")
     assert asked.grammar is not None
-    return LLMatcher.grammar_from_lark(asked.grammar)
+    return LLMatcher.grammar_from_lark(as_lark(asked.grammar))
+
+
+def as_lark(text: str) -> str:
+    """A grammar in Lark, also of one in GBNF, llama.cpp's notation. Raises ValueError for a wrong one."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text) if "::=" in text else text
+    except Exception as error:  # the converter has no kind of its own for all it says
+        raise ValueError(str(error)) from None
 
 
 def quoted(text: str) -> str:

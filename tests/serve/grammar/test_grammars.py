@@ -56,6 +56,8 @@ def accepts(constraint: Constraint, text: str) -> bool:
         ({"json": {"type": "array"}, "whitespace_pattern": "_*"}, ["[_1__,2]"], ["[1, 2]"]),
         ({"json_object": True}, ["{}", '{"a": [null]}'], ["[]", "1"]),
         ({"grammar": 'start: "(" start? ")"'}, ["()", "((()))"], ["", "(()", "())"]),
+        ({"grammar": 'start: "::="'}, ["::="], ["="]),
+        ({"grammar": 'root ::= "a" sign [0-9]+\nsign ::= "+" | "-"'}, ["a+1", "a-07"], ["a1", "a+"]),
     ],
 )  # fmt: skip
 def test_texts_are_allowed_as_asked(grammars, asked, right, wrong):
@@ -108,6 +110,7 @@ def test_copies_go_ways_of_their_own(grammars):
         ({"json": {"not": {}}}, "Unimplemented keys"),
         ({"regex": "(["}, "invalid regex"),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
+        ({"grammar": "root ::= other"}, "Rule 'other' not found"),
         ({"grammar": "start: <none>"}, "unknown special token"),
         ({"grammar": "start: start"}, "no token of the vocabulary may follow"),
         ({"choice": ["\ud800"]}, "surrogates not allowed"),
