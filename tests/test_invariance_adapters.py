@@ -134,6 +134,7 @@ def test_batched_and_prefix_hits_equal_alone(model, llm, alone, wanted):
     llm.engine.tables.forget()
     for found in [[0] * 7, [(n - 1) // 64 * 64 for n in LENGTHS]]:
         outputs = llm.generate(texts, PARAMS, use_tqdm=False, lora_request=wanted)
+        assert [output.lora_request for output in outputs] == wanted
         assert [bits(o) for o in outputs] == alone
         assert [o.num_cached_tokens for o in outputs] == found
     (other,) = llm.generate(texts[-1], PARAMS[-1], use_tqdm=False, lora_request=wanted[2])

@@ -119,7 +119,7 @@ class Intake:
             request.obey()
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
-        return Ticket(id, text, requests)
+        return Ticket(id, text, requests, lora_request)
 
     def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
         if self.adapters is None and checked(wanted) is not None:
@@ -257,6 +257,7 @@ class Intake:
             finished=finished,
             metrics=first.metrics() if finished else None,
             num_cached_tokens=first.cached,
+            lora_request=ticket.lora_request,
         )
 
     def completion(self, index: int, request: Request) -> CompletionOutput:

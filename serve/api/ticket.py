@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..adapters.request import LoRARequest
 from ..engine.request import Request
 from ..outputs import Delta
 
@@ -13,6 +14,7 @@ class Ticket:
     id: str
     prompt: str | None
     requests: list[Request]
+    lora_request: LoRARequest | None = None
     submitted: bool = False
 
     @property

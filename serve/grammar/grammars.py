@@ -98,7 +98,7 @@ def as_lark(text: str) -> str:
 
     try:
         return any_to_lark(text) if "::=" in text else text
-    except Exception as error:  # the converter has no kind of its own for all it says
+    except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
         raise ValueError(str(error)) from None
 
 
