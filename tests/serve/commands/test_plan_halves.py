@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases.targets import found_target
 
 from duetto.serve.cli import main
 from duetto.serve.roofline.presets import PRESETS
@@ -14,6 +15,7 @@ PLAN = ["plan", "--shape", "30b-a3b", "--target", "2xh200", "--experimental-ffn-
 
 @pytest.fixture
 def found(capsys):
+    found_target("2xh200")
     main([*PLAN, "--json"])
     return json.loads(capsys.readouterr().out)
 
