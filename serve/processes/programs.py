@@ -140,7 +140,7 @@ class SharedPrograms(Programs):
                 given = order.tree(history_like(state.slots, self.sizes))
                 return replace(state, slots=self.load_history(state.slots, *given))
             case "masks":
-                given = order.tree(masks_like(state.slots))
+                given = order.tree(masks_like(state.slots.sampling.allowed))
                 return replace(state, slots=self.load_masks(state.slots, *given))
         assert order.program == "empty", order.program
         params = state.params

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from duetto import LLM, SamplingParams
+from duetto.sampling.structured import StructuredOutputsParams
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -27,6 +28,10 @@ def serve(options: dict[str, Any], prompts: list[list[int]], ends: bool) -> dict
     for _ in range(3):
         llm.step()
     llm.abort("1")
+    if llm.tokenizer is not None:
+        digits = StructuredOutputsParams(regex="[0-9]{40}")
+        sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=6, structured_outputs=digits)
+        found["digits"] = llm.generate({"prompt_token_ids": prompts[2]}, sampling, use_tqdm=False)[0].outputs[0].text
     while llm.has_unfinished_requests():
         llm.step()
     found["again"] = list(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases.text.letters import backend_of
 from conftest import Model, random_model
 
 from duetto import SamplingParams
@@ -82,10 +83,13 @@ def served(options: dict[str, Any], ends: bool) -> dict[str, Any]:
 def test_two_processes_serve_the_tokens_of_one(tmp_path, oracle):
     """Under the contract and through preemptions; greedy ones are one device's too."""
     model = random_model("tiny")
-    found = served(SMALL | {"model": str(stored(model, tmp_path / "model"))}, ends=True)
+    folder = stored(model, tmp_path / "model")
+    backend_of().save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 299}')  # where a grammar ends
+    found = served(SMALL | {"model": str(folder)}, ends=True)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert found["0"] == [[oracle(model)(prompt, greedy)] for prompt in PROMPTS]
-    assert found["preemptions"]
+    assert found["preemptions"] and len(found["digits"]) == 6 and found["digits"].isdigit()
 
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
