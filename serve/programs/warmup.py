@@ -84,10 +84,10 @@ class Warmup:
         self.speculation: Any = None
         self.failed: dict[Shape, str] = {}
         self.done = self.stopped = False
-        self._record, there = record, {s for s in shapes if s in programs.steps}
-        self._missing = deque(in_turn([s for s in shapes if s not in there]))
+        self._record, self._shapes = record, {*programs.steps, *shapes}
+        self._missing = deque(in_turn([s for s in shapes if s not in programs.steps]))
         self._compiling = len(self._missing)
-        self._here = deque(s for s in programs.steps if s in there and s not in classes.shapes)
+        self._here = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
         self._lock = threading.Lock()
         self._probe: Probe | None = None
         self._runs: Runs[None] | None = None
@@ -134,8 +134,7 @@ class Warmup:
         if not (self.aim.reproducible or self.aim.depths):
             return
         try:
-            shapes = [*self.programs.steps, *self._missing]
-            self._probe = Probe(self.programs, self.aim.canonical, shapes)
+            self._probe = Probe(self.programs, self.aim.canonical, self._shapes)
         except Exception as error:  # noqa: BLE001 - the engine serves with what it has
             self.done = True
             warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")

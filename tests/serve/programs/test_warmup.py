@@ -12,10 +12,11 @@ import pytest
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
+from duetto.serve.programs import kept
 from duetto.serve.programs.compile import Programs
 from duetto.serve.programs.probe import Probe
 from duetto.serve.programs.shapes import Canonical, Shape
-from duetto.serve.programs.warmup import first_shapes, in_turn
+from duetto.serve.programs.warmup import Warmup, first_shapes, in_turn
 
 SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=2)
@@ -147,6 +148,30 @@ def test_a_stop_token_leaves_no_step_in_the_way(cold, gate):
     gate.open.set()
     wait(cold)
     assert not cold.engine.has_work
+
+
+def test_what_another_thread_compiles_meanwhile_is_compared_too(tiny, warm, early, monkeypatch):
+    """Of several threads one may take a shape, the largest, before the pages are counted that comparing
+    takes."""
+    prepare, add = Warmup._prepare, Programs.add
+    taken, counted = threading.Event(), threading.Event()
+
+    def late(warmup: Warmup) -> None:
+        assert taken.wait(PATIENCE)
+        prepare(warmup)
+        counted.set()
+
+    def slow(programs: Programs, shape: Shape) -> None:
+        taken.set()
+        assert counted.wait(PATIENCE)
+        add(programs, shape)
+
+    monkeypatch.setattr(Warmup, "_prepare", late)
+    monkeypatch.setattr(Programs, "add", slow)
+    monkeypatch.setattr(kept, "cores", lambda: 4)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        wait(llm)
+        assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)
 
 
 def test_sleep_and_other_parameters_while_it_compares(tiny, cold, warm, gate):
