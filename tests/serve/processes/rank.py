@@ -31,7 +31,9 @@ def serve(options: dict[str, Any], prompts: list[list[int]], ends: bool) -> dict
     if llm.tokenizer is not None:
         digits = StructuredOutputsParams(regex="[0-9]{40}")
         sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=6, structured_outputs=digits)
-        found["digits"] = llm.generate({"prompt_token_ids": prompts[2]}, sampling, use_tqdm=False)[0].outputs[0].text
+        found["digits"] = (
+            llm.generate({"prompt_token_ids": prompts[2]}, sampling, use_tqdm=False)[0].outputs[0].text
+        )
     while llm.has_unfinished_requests():
         llm.step()
     found["again"] = list(
