@@ -236,8 +236,8 @@ def within_grammar(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
     ahead = jnp.clip(rows.position - allowed.first[rows.slot], 0, allowed.masks.shape[1] - 1)
     words = allowed.masks[rows.slot, ahead]
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
-    allowed = bits.reshape(len(bits), -1)[:, : x.shape[1]] == 1
-    return jnp.where(allowed, jnp.maximum(x, BANNED), MASKED)
+    may_follow = bits.reshape(len(bits), -1)[:, : x.shape[1]] == 1
+    return jnp.where(may_follow, jnp.maximum(x, BANNED), MASKED)
 
 
 OFFSETS = (
