@@ -166,7 +166,6 @@ class Meter:
     def report(self) -> dict[str, Any]:
         """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
         seconds = max(self.seconds, 1e-9)
-        slots = sum(self.computed.values()) + sum(self.padded.values())
         return {
             "requests": self.e2e.count,
             "seconds": self.seconds,
@@ -178,16 +177,27 @@ class Meter:
             "ttft": self.ttft.percentiles(),
             "tpot": self.tpot.percentiles(),
             "e2e": self.e2e.percentiles(),
-            "padding": sum(self.padded.values()) / max(slots, 1),
-            "padding_prefill": self.padded["prefill"]
-            / max(self.padded["prefill"] + self.computed["prefill"], 1),
-            "padding_decode": self.padded["decode"] / max(self.padded["decode"] + self.computed["decode"], 1),
+            **paddings([self]),
             "peak_cache_occupancy": self.occupancy,
             "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
             "steps": dict(sorted(self.steps.items())),
             "step_seconds": {name: statistics.median(spans) for name, spans in sorted(self.spans.items())},
             "finish_reasons": self.finish_reasons,
         }
+
+
+def paddings(meters: Sequence[Meter]) -> dict[str, float]:
+    """The share of padding in what all have computed, and in their prefill and decode."""
+
+    def share(*phases: str) -> float:
+        padded = sum(meter.padded[phase] for meter in meters for phase in phases)
+        return padded / max(padded + sum(meter.computed[phase] for meter in meters for phase in phases), 1)
+
+    return {
+        "padding": share(*PHASES),
+        "padding_prefill": share("prefill"),
+        "padding_decode": share("decode", "deferred"),
+    }
 
 
 def report_of(engine: "Engine") -> dict[str, Any]:

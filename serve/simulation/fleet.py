@@ -10,6 +10,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+from ..engine.meter import paddings
 from ..engine.request import Request
 from ..router.http import Target
 from ..router.memory import Sent
@@ -184,9 +185,7 @@ def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: 
         "tokens_per_second": generated / tally.seconds,
         "busy": open_seconds / tally.seconds / len(every),
         "bubbles": 1 - sum(own.busy / own.count for own in stages) / open_seconds if open_seconds else 0.0,
-        "padding": padding(every, "prefill", "decode", "verify"),
-        "padding_prefill": padding(every, "prefill"),
-        "padding_decode": padding(every, "decode"),
+        **paddings(meters),
         "peak_cache_occupancy": max(meter.occupancy for meter in meters),
         "prefix_hit_rate": cached / max(prompts, 1),
         "preemptions": sum(own.engine.scheduler.preemptions for own in every),
@@ -196,10 +195,3 @@ def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: 
         "cache_pages": sum(own.sizes.shards * sum(own.sizes.pages) for own in every),
         "page_size": parts[0].sizes.page_size,
     }
-
-
-def padding(parts: Sequence[Simulation], *phases: str) -> float:
-    """The share of padding in what was computed of some phases."""
-    meters = [own.engine.meter for own in parts]
-    padded = sum(meter.padded[phase] for meter in meters for phase in phases)
-    return padded / max(padded + sum(meter.computed[phase] for meter in meters for phase in phases), 1)
