@@ -60,9 +60,9 @@ class Session:
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
-        engine.begin = beginner(self)
+        engine.on_warmup = beginner(self)
         if engine.warmup is not None:
-            engine.begin(engine.warmup)
+            engine.on_warmup(engine.warmup)
 
     def warm(self) -> bool:
         """Let an idle engine's warm-up advance by a run; says whether it did."""

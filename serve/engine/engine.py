@@ -43,11 +43,11 @@ class Engine:
 
     A step of each group of seats is always in flight (there is one group but for a pipeline): the next is
     planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
-    token. Only guesses and grammars need those tokens first. Not thread-safe; callers take turns. `limits`
-    are such that one of the last `classes` holds every row of decode and verification; prompts are cut to
-    fit. With a `warmup` classes grow, and speculation begins at its end; the first grammar begins another
-    one, made `later`. Times are those of `clock`, and
-    calls are written down for their programs by `told`.
+    token. Guesses need those tokens first, and so do draws under a grammar, or whole steps where no draw may
+    be deferred. Not thread-safe; callers take turns. `limits` are such that one of the last `classes` holds
+    every row of decode and verification; prompts are cut to fit. With a `warmup` classes grow, and
+    speculation begins at its end; the first grammar behind it begins another one, made `later`. Times are
+    those of `clock`, and calls are written down for their programs by `told`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine:
         self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
-        self.begin: Callable[[Warmup], None] | None = None  # told of a warm-up that is to begin
+        self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
@@ -247,9 +247,9 @@ class Engine:
             self.warmup, self.speculation = None, warmup.speculation
 
     def _expect_masks(self) -> None:
-        if self._later is not None and self.begin is not None and self.warmup is None:
+        if self._later is not None and self.on_warmup is not None and self.warmup is None:
             self.warmup, self._later = self._later(self.classes), None
-            self.begin(self.warmup)
+            self.on_warmup(self.warmup)
 
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age

@@ -147,10 +147,10 @@ def deferral(
         return None
     aim = Aim(canonical, options.reproducible, depths=())
 
-    def begin(classes: Classes) -> Warmup:
+    def later(classes: Classes) -> Warmup:
         return Warmup(programs, [s.deferred for s in classes.decode], classes, aim, lambda *_: None)
 
-    return begin
+    return later
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:

@@ -251,7 +251,8 @@ class Programs:
         """Nothing is run any more."""
 
     def add(self, shape: Shape) -> None:
-        """Compile a missing shape; it is not kept if jax's settings are others than at the start."""
+        """Compile a missing shape, or one of no table. The latter is not kept, and none is if jax's settings
+        are others than at the start."""
         if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower(shape))

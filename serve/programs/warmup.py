@@ -1,5 +1,5 @@
-"""The rest of a cold engine's table: compiled while the engine serves with its first programs, compared with
-them between its steps, and taken into its classes one by one.
+"""Programs that come while an engine serves, as the rest of a cold one's table does: compiled beside it,
+compared with its first programs between its steps, and taken into its classes one by one.
 
 The first programs are the canonical ones, whose bits all others must have, so whatever joins later changes no
 result. Compiling needs no engine and has threads of its own; comparing needs pages of the cache, which are
