@@ -46,8 +46,8 @@ class Engine:
     token. Guesses need those tokens first, and so do draws under a grammar, or whole steps where no draw may
     be deferred. Not thread-safe; callers take turns. `limits` are such that one of the last `classes` holds
     every row of decode and verification; prompts are cut to fit. With a `warmup` classes grow, and
-    speculation begins at its end; the first grammar behind it begins another one, made `later`. Times are
-    those of `clock`, and calls are written down for their programs by `told`.
+    speculation begins at its end; behind it the first step that waits for a grammar begins another one, made
+    `later`. Times are those of `clock`, and calls are written down for their programs by `told`.
     """
 
     def __init__(
@@ -126,8 +126,6 @@ class Engine:
         """Put a request into the queue; capacity is a place there, never an error."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
         request.made_by(self.weights)
-        if request.constraint is not None:
-            self._expect_masks()
         request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
         self.scheduler.add(request)
 
@@ -246,7 +244,7 @@ class Engine:
         if warmup.done:
             self.warmup, self.speculation = None, warmup.speculation
 
-    def _expect_masks(self) -> None:
+    def _warm_later(self) -> None:
         if self._later is not None and self.on_warmup is not None and self.warmup is None:
             self.warmup, self._later = self._later(self.classes), None
             self.on_warmup(self.warmup)
@@ -269,6 +267,7 @@ class Engine:
         if self.speculation is not None:
             guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
         if guess or self.flights.are_awaited(self.classes.may_defer):
+            self._warm_later()
             touched = self._settle(self.scheduler.group)
         plan = self.scheduler.plan(not self.flights, guess)
         if plan is None:

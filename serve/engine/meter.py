@@ -125,8 +125,8 @@ class Meter:
 
     def typical(self, shape: Shape) -> float | None:
         """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
-        where there is none."""
-        name = str(shape)
+        where there is none. Of a decode and its deferred twin that counts which ran more often."""
+        name = max(str(shape), str(shape.deferred), key=lambda name: self.steps.get(name, 0))
         spans = self.spans.get(name)
         if not spans:
             return None

@@ -82,7 +82,7 @@ class Adapters:
     async def _body(self, request: Request, kind: type) -> dict[str, object]:
         body = object_of(await read_body(request, self.service.options), "body")
         given, names = {k: v for k, v in body.items() if v is not None}, [f.name for f in fields(kind)]
-        for other in given.keys() - {*names}:
+        for other in sorted(given.keys() - {*names}):
             raise RequestError("invalid_request", unknown("field", other, names), other)
         return given
 
