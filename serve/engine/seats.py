@@ -59,6 +59,7 @@ def drawn(
 ) -> Arguments:
     """The state behind draws that were deferred until grammars had read the step before."""
     for output, works in undrawn:
+        assert not any(work.is_awaiting and work.request.slot is not None for work in works)
         slots = masked(programs, state.slots, works)
         state = replace(state, slots=output.draw(state.params, slots))
     return state

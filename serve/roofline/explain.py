@@ -15,7 +15,8 @@ def explain(engine: Engine) -> str:
     """A table of the programs that ran: work, bytes, floor and the median of measured seconds.
 
     Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are
-    taken for one prompt's. On a host the peaks are measured first, in about a second.
+    taken for one prompt's. Of a deferred decode, which is two programs, what XLA made is left out. On a host
+    the peaks are measured first, in about a second.
     """
     if stations(engine.everything) > 1:
         return "stages and halves have no table here: duetto plan shows their floors"
@@ -29,15 +30,16 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     meter = engine.meter
     config = engine.config
     params = engine.everything
-    name = str(shape)
+    name, is_deferred = str(shape), shape.phase == "deferred"
+    work = shape._replace(phase="decode") if is_deferred else shape
     devices = len(everywhere(params).device_set)
     dtype = engine.params.embed.dtype
     shards = engine.sizes.shards
     mean = meter.cached[name] / meter.steps[name] / (shards * shape.rows)
-    context = max(round(mean - starts(shape, 0).mean()), 0)
+    context = max(round(mean - starts(work, 0).mean()), 0)
     over = shards if splits_experts(engine.params) else 1
-    whole = pair_demand(shape, config, dtype, context, params, engine.sizes.kv_cache_dtype, over)
-    read = pools(shape, config.layers, engine.cache, context)
-    found = facts(engine.programs.steps[shape], read, shape.tokens)
+    whole = pair_demand(work, config, dtype, context, params, engine.sizes.kv_cache_dtype, over)
+    read = pools(work, config.layers, engine.cache, context)
+    found = None if is_deferred else facts(engine.programs.steps[shape], read, shape.tokens)
     each = Demand(whole.flops * shards / devices, whole.bytes * shards / devices)
     return floored(Cost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)

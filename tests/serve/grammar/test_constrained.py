@@ -3,6 +3,7 @@ however they are served; their neighbours keep every bit."""
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,9 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
     with serve(decode_steps=1, **sizes) as llm:
         while llm.engine.warmup is not None:  # of programs that every engine has
             llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
+        end = time.monotonic() + 600.0
         while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
+            assert time.monotonic() < end
             llm.engine.tables.forget()
             assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         draw, turns = Undrawn.draw, iter([True, True, False])
@@ -138,6 +141,7 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
         assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         assert llm.report()["preemptions"] > before and not [*turns]
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
+        assert "deferred[8,1]" in llm.report(explained=True)["explained"]
 
 
 def test_what_ends_obeys(base, tokenizer):

@@ -156,7 +156,7 @@ def test_tokens_that_came_are_counted(llm):
     path, body = "completions", {"prompt": "import", "max_tokens": 8, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
     groups = stream(llm, path, body)
-    known = [ids for _, tokens in groups[:3] for ids in tokens.get("0", [])]
+    known = [ids for _, tokens in groups for ids in tokens.get("0", [])][:3]
     (usage,) = stream(llm, path, body, outputs=[known])[-1][0]
     assert len(known) == 3 and usage["usage"]["completion_tokens"] == 8
 
