@@ -194,7 +194,7 @@ def begin_prefill(
     config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
 ) -> Session:
     """An engine that others reach at an address, beside whatever else it serves."""
-    door = Door(place_of(str(options.kv_address)), agent_of(options))
+    door = Door(place_of(str(options.kv_address)), agent_of(options), options.cluster_key_file)
     closing.callback(door.close)
     session, prefills = (
         Session(start_engine(config, params, options, told=door.renew)),
@@ -210,7 +210,7 @@ def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, c
     """An engine whose prompts are computed by those that it is told of."""
     tiers, agent = {}, agent_of(options)
     for address, place in places_of(str(options.kv_address)).items():
-        far = Far(place, agent=agent)
+        far = Far(place, agent=agent, key_file=options.cluster_key_file)
         closing.callback(far.close)
         tiers[address] = PeerTier(far, options.kv_patience)
     return Session(start_engine(config, params, options, Peers(tiers)))

@@ -22,6 +22,7 @@ ELSEWHERE = (
     "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling",
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
     "kv_transport", "kv_patience", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds",
+    "cluster_key_file",
 )  # fmt: skip
 
 

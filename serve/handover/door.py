@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ..host.link import Link
+from ..host.port import Port
 from ..tiers.tier import Key
 from .memory import Shared
 from .messages import (
@@ -25,6 +26,7 @@ from .messages import (
     Refused,
     Welcome,
     link_over,
+    secret_of,
     sum_of,
 )
 from .registered import Agent, Registered
@@ -37,17 +39,16 @@ OTHERS = "its model, weights, layout, canonical shapes, versions, machine or opt
 
 
 class Door:
-    """Listens at an address, and passes on what is asked to a source. Whoever comes is served by two threads,
-    one that hears and one that answers: an asker that reads nothing for a while is lost, and delays nobody.
-    With an agent pages can be read through NIXL too.
+    """Listens at an address, and passes on to a source what those ask who know the secret. Each visitor has
+    two threads, one that receives and one that answers: an asker that reads nothing for a while is lost, and
+    delays no other. With an agent pages can be read through NIXL too.
 
-    Raises OSError for an address that cannot be had.
+    Raises what `Port` does, and ValueError for a file that has no key.
     """
 
-    def __init__(self, address: tuple[str, int], agent: Agent | None = None):
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._own = socket.create_server(address, family=family)
-        self.address: tuple[str, int] = self._own.getsockname()[:2]
+    def __init__(self, address: tuple[str, int], agent: Agent | None = None, key_file: str | None = None):
+        self._port: Port[tuple[Link[Message], Source]] = Port(address, secret_of(key_file), "duetto-door")
+        self.address = self._port.address
         self._agent = agent
         self._source: Source | None = None
         self._hello: Hello | None = None
@@ -64,40 +65,17 @@ class Door:
 
     def serve(self, source: Source) -> None:
         self._source = source
-        threading.Thread(target=self._accept, name="duetto-door", daemon=True).start()
+        self._port.begin(self._greet, self._host)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._own.shutdown(socket.SHUT_RDWR)
-        self._own.close()
+        self._port.close()
         self.renew(None, ())
 
     # ------------------------------------------------------------ threads
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._own.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._host, args=(connection,), name="duetto-door", daemon=True).start()
-
-    def _host(self, connection: socket.socket) -> None:
-        """One who has come, until it leaves."""
+    def _greet(self, connection: socket.socket) -> tuple[Link[Message], Source] | None:
+        """A visitor and its source, where that one's pages are what is wanted."""
         link = link_over(connection)
-        try:
-            source = self._greet(link)
-            if source is not None:
-                self._visit(link, source)
-        except (OSError, EOFError, ValueError):
-            pass
-        finally:
-            with self._lock:
-                self._links.discard(link)
-            link.close()
-
-    def _greet(self, link: Link[Message]) -> Source | None:
-        """The source, where its pages are what is wanted."""
         hello = link.receive(HELLO)
         with self._lock:
             fits = self._hello is not None and hello == self._hello
@@ -105,7 +83,19 @@ class Door:
                 self._links.add(link)
         if not fits:
             link.send(Refused(OTHERS))
-        return self._source if fits else None
+        return (link, self._source) if fits and self._source is not None else None
+
+    def _host(self, visitor: tuple[Link[Message], Source]) -> None:
+        """Serve a visitor until it leaves."""
+        link, source = visitor
+        try:
+            self._visit(link, source)
+        except (OSError, EOFError, ValueError):
+            pass
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
 
     def _visit(self, link: Link[Message], source: Source) -> None:
         most = max(self._hello.page_bytes, default=0) if self._hello else 0

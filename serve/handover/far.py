@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..host.link import Link
+from ..host.secret import Refusal
 from ..host.store import warn
 from ..tiers.tier import Content, Key
 from .memory import Seen
@@ -25,6 +26,7 @@ from .messages import (
     Refused,
     Welcome,
     link_over,
+    secret_of,
     sum_of,
 )
 from .registered import Agent, Reached
@@ -42,9 +44,15 @@ class Far:
 
     room = 0
 
-    def __init__(self, address: tuple[str, int], seconds: float = SECONDS, agent: Agent | None = None):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        seconds: float = SECONDS,
+        agent: Agent | None = None,
+        key_file: str | None = None,
+    ):
         self.address, self.seconds, self.damaged = address, seconds, 0
-        self._agent = agent
+        self._agent, self._secret = agent, secret_of(key_file)
         self._hello: Hello | None = None
         self._link: Link[Message] | None = None
         self._memory: Seen | Reached | None = None
@@ -55,6 +63,10 @@ class Far:
         self._lock, self._renewed, self._closed = threading.Lock(), threading.Event(), False
         for work in (self._hear, self._say):
             threading.Thread(target=work, name="duetto-far", daemon=True).start()
+
+    @property
+    def _place(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
 
     @property
     def is_here(self) -> bool:
@@ -108,7 +120,7 @@ class Far:
     def _give_up(self) -> None:
         """The network carries words to the source, and no reads: its pages come another way from now on."""
         self._agent = None
-        warn(f"nothing was read of {self.address[0]}:{self.address[1]} through NIXL in {self.seconds:g} s")
+        warn(f"nothing was read of {self._place} through NIXL in {self.seconds:g} s")
 
     def _checked(self, key: Key, page: Page, content: Content) -> Content | None:
         if len(content) == page.size and sum_of(key, content) == page.sum:
@@ -144,30 +156,38 @@ class Far:
             pause = PAUSE
             try:
                 if (link := self._met()) is not None:
-                    while True:
-                        self._take(link.receive(idle=True))
-            except PermissionError as error:  # it has refused
-                warn(f"{self.address[0]}:{self.address[1]} computes no prompts for this engine: {error}")
+                    self._follow(link)
+            except Refusal as why:
+                warn(f"{self._place} computes no prompts for this engine: {why}")
                 pause = LONGER
-            except (OSError, EOFError, ValueError):
+            except EOFError:
                 pass
+            except (OSError, ValueError) as error:
+                warn(f"{self._place} is not reached, prompts are computed here until it is: {error}")
             self._lose()
             self._renewed.wait(pause if self._hello is not None else None)
             self._renewed.clear()
 
+    def _follow(self, link: Link[Message]) -> None:
+        """Take what the source sends, until it is lost."""
+        with suppress(OSError, EOFError, ValueError):
+            while True:
+                self._take(link.receive(idle=True))
+
     def _met(self) -> Link[Message] | None:
-        """A link to the source. Raises PermissionError where it does not compute the pages that are
-        wanted."""
+        """A link to the source. Raises Refusal where it does not compute the pages that are wanted."""
         hello = self._hello
         if hello is None:
             return None
-        link = link_over(socket.create_connection(self.address, self.seconds))
+        connection = socket.create_connection(self.address, self.seconds)
+        link = link_over(connection)
         try:
+            self._secret.prove(connection)
             link.wait_for(self.seconds)
             link.send(hello)
             match link.receive(WELCOME):
                 case Refused(why=why):
-                    raise PermissionError(why)
+                    raise Refusal(why)
                 case Welcome() as welcome:
                     self._enter(hello, link, welcome.room, self._memory_of(hello, welcome))
                     return link
@@ -185,7 +205,7 @@ class Far:
                 why = "it has none"
             except Exception as error:  # noqa: BLE001 - NIXL's own have no name in common
                 why = type(error).__name__
-            warn(f"pages of {self.address[0]}:{self.address[1]} do not come through NIXL: {why}")
+            warn(f"pages of {self._place} do not come through NIXL: {why}")
         return Seen.at(welcome.memory, welcome.proof)
 
     def _enter(self, hello: Hello, link: Link[Message], room: int, memory: Seen | Reached | None) -> None:
@@ -195,7 +215,7 @@ class Far:
         if not fits:
             if memory is not None:
                 memory.close()
-            raise ValueError("other pages are wanted by now")
+            raise EOFError("other pages are wanted by now")
 
     def _take(self, message: Message) -> None:
         match message:

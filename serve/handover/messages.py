@@ -7,6 +7,7 @@ from zlib import crc32
 import msgspec
 
 from ..host.link import Link
+from ..host.secret import Secret, key_in
 from ..tiers.tier import Content, Key
 
 SECONDS = 10.0  # in which a message that has begun must have come or gone
@@ -86,6 +87,11 @@ class Page(msgspec.Struct, tag=True, frozen=True):
 
 Message = Hello | Welcome | Refused | Compute | Computed | Leave | Fetch | Page
 DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def secret_of(path: str | None) -> Secret:
+    """The secret between engines, of a file with its key. Raises ValueError for a file that cannot be it."""
+    return Secret("pages", key_in(path))
 
 
 def link_over(connection: socket.socket) -> Link[Message]:

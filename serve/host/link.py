@@ -1,10 +1,14 @@
 """One end of a connection between two processes: msgpack in frames over TCP."""
 
+import errno
+import os
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
-from select import select
+from math import ceil
+from select import POLLIN, poll
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,8 +20,8 @@ LENGTH = struct.Struct("!I")  # bytes of the frame that follows
 
 class Link(Generic[M]):
     """Messages that a decoder knows. Any thread may send, one receives. Raises EOFError where the other end
-    is closed, TimeoutError where nothing comes or goes for so many seconds, OSError, and ValueError for what
-    is no message."""
+    is closed, TimeoutError where a message has not come or gone whole within some seconds, OSError, and
+    ValueError for what is no message."""
 
     def __init__(self, connection: socket.socket, seconds: float, decoder: msgspec.msgpack.Decoder[M]):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -25,7 +29,8 @@ class Link(Generic[M]):
         self.wait_for(seconds)
 
     def wait_for(self, seconds: float) -> None:
-        """From here on so long for each word."""
+        """From here on this is the time for each message."""
+        self._seconds = seconds
         self._connection.settimeout(seconds)
 
     def send(self, message: Any) -> None:
@@ -34,31 +39,40 @@ class Link(Generic[M]):
             self._connection.sendall(LENGTH.pack(len(content)) + content)
 
     def receive(self, most: int = MOST, idle: bool = False) -> M:
-        """The next message, of so many bytes at most; where the other end may be `idle`, however long it
-        takes to begin."""
-        (size,) = LENGTH.unpack(self._read(LENGTH.size, idle))
+        """The next message, of `most` bytes at most. Where the other end may be `idle`, a message may begin
+        at any time; one that has begun has as long as any other."""
+        while idle and not self._comes(self._seconds):
+            pass
+        until = time.monotonic() + self._seconds
+        (size,) = LENGTH.unpack(self._read(LENGTH.size, until))
         if size > most:
             raise ValueError(f"a message of {size} bytes, expected at most {most}")
-        return self._decoder.decode(self._read(size))
+        return self._decoder.decode(self._read(size, until))
 
     @property
     def is_closed(self) -> bool:
         """Whether the other end is, and has left nothing to be read."""
-        says, _, _ = select([self._connection], [], [], 0)
         try:
-            return bool(says) and not self._connection.recv(1, socket.MSG_PEEK)
+            return self._comes(0) and not self._connection.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 
-    def _read(self, size: int, idle: bool = False) -> bytes:
+    def _comes(self, seconds: float) -> bool:
+        """Whether there is something to be read, or the end, within some seconds. The socket's own timeout
+        stays as it is, since another thread may be sending."""
+        place = self._connection.fileno()
+        if place < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        waiting = poll()
+        waiting.register(place, POLLIN)
+        return bool(waiting.poll(ceil(1e3 * max(seconds, 0))))
+
+    def _read(self, size: int, until: float) -> bytes:
         parts = bytearray()
         while len(parts) < size:
-            try:
-                part = self._connection.recv(min(size - len(parts), 1 << 20))
-            except TimeoutError:
-                if idle and not parts:
-                    continue
-                raise
+            if not self._comes(until - time.monotonic()):
+                raise TimeoutError(f"{len(parts)} of {size} bytes came within {self._seconds:g} s")
+            part = self._connection.recv(min(size - len(parts), 1 << 20))
             if not part:
                 raise EOFError
             parts += part

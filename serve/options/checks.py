@@ -1,7 +1,8 @@
 """What options of an engine allow beside each other: each check raises ValueError with the option's name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ EDGE, SMALLEST_CHUNK = 16, 64  # tokens: what a prefill bucket is a multiple of,
 UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
 LAYOUTS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
 ROLES = ("prefill", "decode", "both")
+APART = ROLES[:2]  # those of an engine that meets others at an address
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -67,18 +69,18 @@ def check_tiers(options: "EngineOptions") -> None:
 
 def check_handover(options: "EngineOptions") -> None:
     """Prefill and decode in two engines."""
-    role, apart = options.kv_role, ("prefill", "decode")
+    role = options.kv_role
     if role not in (None, *ROLES):
         raise ValueError(f"kv_role={role!r} is not allowed: {', '.join(ROLES)}, or None")
     if not 0 <= options.kv_patience < math.inf:
         raise ValueError(f"kv_patience {options.kv_patience} is not allowed: 0 or more seconds")
     if options.kv_transport not in (None, "nixl"):
         raise ValueError(f"kv_transport {options.kv_transport!r} is not allowed: nixl, or None")
-    if role in apart and options.kv_address is None:
+    if role in APART and options.kv_address is None:
         raise ValueError(f"kv_role {role} is not allowed without kv_address: host:port of the prefill engine")
     for name, roles in {
-        "kv_address": apart,
-        "kv_transport": apart,
+        "kv_address": APART,
+        "kv_transport": APART,
         "prefill_devices": ("both",),
         "decode_devices": ("both",),
     }.items():
@@ -108,6 +110,67 @@ def check_handover(options: "EngineOptions") -> None:
             f"tensor_parallel_size {size} is not allowed with kv_role both: set prefill_devices and "
             "decode_devices"
         )
+
+
+def check_nodes(options: "EngineOptions") -> None:
+    """Several processes of one mesh."""
+    if not 0 <= options.node_rank < options.nnodes:
+        raise ValueError(
+            f"node_rank {options.node_rank} is not allowed: 0 to nnodes - 1, {options.nnodes - 1}"
+        )
+    if options.nnodes > 1:
+        alone = "pipeline_parallel_size", "data_parallel_size"
+        only(options, dict.fromkeys(alone, 1) | UNTIERED, f"nnodes {options.nnodes}")
+
+
+def check_shards(options: "EngineOptions") -> None:
+    """Several shards, each with a cache of its own."""
+    d = options.data_parallel_size
+    if d == 1:
+        return
+    for name in ("max_num_seqs", "max_batched_token_mem"):
+        if (value := getattr(options, name) or 0) % d:
+            raise ValueError(
+                f"{name} {value} is not allowed with data_parallel_size {d}: only a multiple of it"
+            )
+    only(options, {"pipeline_parallel_size": 1} | UNTIERED, f"data_parallel_size {d}")
+    if options.speculation.model is not None:
+        raise ValueError(
+            f"speculative_config: model {options.speculation.model!r} is not allowed with "
+            f"data_parallel_size {d}: ngram and suffix draft there"
+        )
+
+
+def check_key(options: "EngineOptions") -> None:
+    """A port that other machines reach has a key."""
+    meeting = [*meeting_places(options)]
+    if options.cluster_key_file == "":
+        raise ValueError("cluster_key_file '' is not allowed: the name of a file, or None")
+    if options.cluster_key_file is not None and not meeting:
+        raise ValueError("cluster_key_file is not allowed without kv_role prefill or decode, or nnodes")
+    for name, host in meeting:
+        if options.cluster_key_file is None and not is_loopback(host):
+            raise ValueError(
+                f"{name} {getattr(options, name)!r} is not allowed without cluster_key_file: other machines "
+                "reach it; make a key with `openssl rand -hex 32`, and give every machine the same file"
+            )
+
+
+def meeting_places(options: "EngineOptions") -> Iterator[tuple[str, str]]:
+    """Options that name an address where processes meet, and its hosts."""
+    if options.kv_role in APART:
+        for host, _ in places_of(str(options.kv_address)).values():
+            yield "kv_address", host
+    if options.nnodes > 1:
+        yield "master_addr", options.master_addr
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost may be anywhere."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def places_of(addresses: str) -> dict[str, tuple[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...fields import knob
 from ...sampling.checks import ALL, MAX_LOGPROBS
 from . import checks
-from .checks import UNTIERED, only, round_up
+from .checks import round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds every one of its steps' results
@@ -167,6 +167,11 @@ class EngineOptions:
     master_addr: str = knob("127.0.0.1", "where rank 0 is reached")
     master_port: int = knob(29501, "its port; the next one is jax's")
     distributed_timeout_seconds: int = knob(60, "a rank that is silent for so long is lost, and all end")
+    cluster_key_file: str | None = knob(
+        None,
+        "file with a secret that the engines at kv_address, or the processes at master_addr, have in common; "
+        "needed where other machines reach that address",
+    )
     load_format: str = knob("auto", "auto and safetensors read the weights; dummy draws random ones instead")
     hf_overrides: Mapping[str, Any] | None = knob(
         None, 'fields in place of those of config.json, such as {"rope_scaling": {...}}', flag=False
@@ -213,8 +218,9 @@ class EngineOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: {', '.join(allowed)}")
         checks.check_tiers(self)
         checks.check_handover(self)
-        self._check_nodes()
-        self._check_shards()
+        checks.check_nodes(self)
+        checks.check_shards(self)
+        checks.check_key(self)
         checks.check_buckets(self)
         checks.check_lora(self)
         if self.stations > 1:
@@ -228,29 +234,6 @@ class EngineOptions:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} is not allowed: above 0, at most 1"
-            )
-
-    def _check_nodes(self) -> None:
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"node_rank {self.node_rank} is not allowed: 0 to nnodes - 1, {self.nnodes - 1}")
-        if self.nnodes > 1:
-            alone = "pipeline_parallel_size", "data_parallel_size"
-            only(self, dict.fromkeys(alone, 1) | UNTIERED, f"nnodes {self.nnodes}")
-
-    def _check_shards(self) -> None:
-        d = self.data_parallel_size
-        if d == 1:
-            return
-        for name in ("max_num_seqs", "max_batched_token_mem"):
-            if (value := getattr(self, name) or 0) % d:
-                raise ValueError(
-                    f"{name} {value} is not allowed with data_parallel_size {d}: only a multiple of it"
-                )
-        only(self, {"pipeline_parallel_size": 1} | UNTIERED, f"data_parallel_size {d}")
-        if self.speculation.model is not None:
-            raise ValueError(
-                f"speculative_config: model {self.speculation.model!r} is not allowed with "
-                f"data_parallel_size {d}: ngram and suffix draft there"
             )
 
     @property

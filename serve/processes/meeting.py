@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import queue
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from jax.experimental import multihost_utils
 from ...checkpoints import orbax
 from ..host.devices import default_device, is_started, processor
 from ..host.link import Link
+from ..host.port import Port
+from ..host.secret import Refusal, Secret, key_in
 from ..host.streams import silent_stdout
 from ..options.engine import EngineOptions
 from ..programs import kept
@@ -31,14 +34,15 @@ from .supervisor import TOKEN, follow_supervisor
 P = ParamSpec("P")
 T = TypeVar("T")
 JOINING = 300.0  # seconds in which all ranks have to be there
-HELLO = 5.0  # seconds in which one who has come says who it is
+HELLO = 5.0  # seconds in which a rank that has come names itself
 LONGEST_HELLO = 1 << 16  # bytes
 PAUSE = 0.1  # seconds between two tries to reach rank 0
 SAMPLE = 1 << 20  # bytes
+Rank = tuple[Link[Message], Hello]  # that has come
 SETTINGS = (  # of jax, which programs follow from
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
-OWN = ("node_rank", "use_tqdm_on_load")  # options in which ranks may differ
+OWN = ("node_rank", "use_tqdm_on_load", "cluster_key_file")  # options in which ranks may differ
 LOCK = threading.Lock()
 _GROUP: list[Group] = []  # that this process has joined: one in its life, as of jax.distributed
 
@@ -112,46 +116,53 @@ def own_facts(options: EngineOptions) -> dict[str, str]:
     flags = {name: value for name, value in asdict(options).items() if name not in OWN}
     settings = {name: jax.config.values.get(name) for name in SETTINGS}
     versions = {name: version(name) for name in ("jax", "jaxlib")}
-    alike = versions | {"duetto": kept.source()[:16], TOKEN: os.environ.get(TOKEN, "")}
+    alike = versions | {"duetto": kept.source()[:16]}
     return alike | {name: str(value) for name, value in (flags | settings).items()}
+
+
+def secret_of(options: EngineOptions) -> Secret:
+    """What the ranks of a group know: the key of their file, and the word of one start. Raises ValueError for
+    a file that cannot be it."""
+    return Secret("group", key_in(options.cluster_key_file) + os.environ.get(TOKEN, "").encode())
 
 
 def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Message]]:
     """Rank 0's links to all others, in their order."""
-    found, came = dict[int, Link[Message]](), list[Link[Message]]()
+    found, seen, came = dict[int, Link[Message]](), list[Link[Message]](), queue.SimpleQueue[Rank]()
+    port: Port[Rank] = Port((options.master_addr, options.master_port), secret_of(options), "duetto-group")
     until = time.monotonic() + JOINING
     try:
-        with socket.create_server((options.master_addr, options.master_port)) as server:
-            while missing := {*range(1, options.nnodes)} - found.keys():
-                server.settimeout(max(until - time.monotonic(), 0.001))
-                try:
-                    link = link_over(server.accept()[0], HELLO)
-                except TimeoutError:
-                    raise TimeoutError(f"{named(missing)} did not come within {JOINING:g} s") from None
-                came.append(link)
-                if (hello := greeted(link, facts)) is None:
-                    link.close()
-                    continue
-                found = {rank: old for rank, old in found.items() if not old.is_closed}
-                check(hello, facts, options.nnodes, found, link)
-                found[hello.rank] = link
+        port.begin(greeted, came.put)
+        while missing := {*range(1, options.nnodes)} - found.keys():
+            try:
+                link, hello = came.get(timeout=max(until - time.monotonic(), 0.001))
+            except queue.Empty:
+                raise TimeoutError(f"{named(missing)} did not come within {JOINING:g} s") from None
+            seen.append(link)
+            found = {rank: old for rank, old in found.items() if not old.is_closed}
+            check(hello, facts, options.nnodes, found, link)
+            found[hello.rank] = link
     except BaseException:
-        for link in came:
+        for link in seen:
             link.close()
         raise
+    finally:
+        port.close()
+        while not came.empty():
+            came.get()[0].close()
     for link in found.values():
         link.send(Welcome())
         link.wait_for(options.distributed_timeout_seconds)
     return [found[rank] for rank in sorted(found)]
 
 
-def greeted(link: Link[Message], facts: Mapping[str, str]) -> Hello | None:
-    """Who has come; nobody where it is none of ours."""
-    try:
-        hello = link.receive(LONGEST_HELLO)
-    except (OSError, EOFError, ValueError):
-        return None
-    return hello if isinstance(hello, Hello) and hello.facts.get(TOKEN) == facts[TOKEN] else None
+def greeted(connection: socket.socket) -> Rank:
+    """A rank's link and its first message. Raises ValueError where it is another message."""
+    link = link_over(connection, HELLO)
+    match link.receive(LONGEST_HELLO):
+        case Hello() as hello:
+            return link, hello
+    raise ValueError("the first message is no Hello")
 
 
 def named(ranks: set[int]) -> str:
@@ -185,9 +196,12 @@ def check(
 def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
     """Another rank's link to rank 0, once all are there."""
     where, until = (options.master_addr, options.master_port), time.monotonic() + JOINING
+    secret, last = secret_of(options), "it does not answer"
     while True:
         try:
-            link = link_over(socket.create_connection(where, options.distributed_timeout_seconds), JOINING)
+            connection = socket.create_connection(where, options.distributed_timeout_seconds)
+            secret.prove(connection)
+            link = link_over(connection, JOINING)
             link.send(Hello(options.node_rank, dict(facts)))
             match link.receive(LONGEST_HELLO):
                 case Refused(why=why):
@@ -195,11 +209,14 @@ def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
                 case Welcome():
                     link.wait_for(options.distributed_timeout_seconds)
                     return link
-        except (OSError, EOFError):
-            pass  # it is not there yet, or ends just now
+        except Refusal as refusal:
+            why = str(refusal)
+            break
+        except (OSError, EOFError) as error:  # it is not there yet, or ends just now
+            last = str(error) or type(error).__name__
         if time.monotonic() > until:
             place = f"{options.master_addr}:{options.master_port}"
-            raise TimeoutError(f"rank 0 was not found at {place} within {JOINING:g} s")
+            raise TimeoutError(f"rank 0 was not found at {place} within {JOINING:g} s: {last}")
         time.sleep(PAUSE)
     raise ValueError(why)
 

@@ -16,7 +16,7 @@ from ..host.streams import tell
 from .ending import LOST, end_process
 
 SUPERVISED = "DUETTO_SUPERVISED"  # in a child's environment: the number of its end of a pipe
-TOKEN = "DUETTO_GROUP"  # likewise: a word that only the ranks of one start know
+TOKEN = "DUETTO_GROUP"  # likewise: a part of the key that only the ranks of one start know
 STARTS = 5  # in a row that may fail without an answer between them
 GRACE = 10.0  # seconds that the other ranks have to end when one has
 PAUSE = 0.05  # seconds between two looks at the children
