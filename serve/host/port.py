@@ -65,6 +65,7 @@ class Port(Generic[G]):
             except OSError as error:
                 if not self._closing.is_set() and error.errno != errno.ECONNABORTED:
                     warn(f"{self}: connections cannot be accepted for now: {error.strerror or error}")
+                    self._end_oldest(0)
                     self._closing.wait(PAUSE)
                 continue
             self._enter(connection)
@@ -78,10 +79,16 @@ class Port(Generic[G]):
     def _enter(self, connection: socket.socket) -> None:
         with self._lock:
             self._strangers[connection] = None
-            oldest = self._strangers.popitem(last=False)[0] if len(self._strangers) > STRANGERS else None
-        if oldest is not None:
-            warn(f"{self}: more than {STRANGERS} connections at once that name no engine; the oldest ends")
-            end(oldest)
+        if self._end_oldest(STRANGERS):
+            warn(f"{self}: more than {STRANGERS} connections at once before their greeting; the oldest ends")
+
+    def _end_oldest(self, most: int) -> bool:
+        """End the oldest connection that has not been greeted, where there are more than `most` of them; its
+        thread closes it."""
+        with self._lock:
+            if found := len(self._strangers) > most:
+                end(self._strangers.popitem(last=False)[0])
+        return found
 
     def _leave(self, connection: socket.socket) -> None:
         with self._lock:

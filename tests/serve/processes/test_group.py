@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from duetto.serve.host.link import Link
+from duetto.serve.host.secret import Refusal, Secret
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.processes import group as groups
 from duetto.serve.processes import meeting, supervisor
@@ -278,18 +280,19 @@ def connected(options: EngineOptions) -> socket.socket:
 @pytest.mark.parametrize(
     "facts, expected",
     [
-        ([{"jax": "1", TOKEN: ""}], "jax is 1 in rank 1 and 2 in rank 0"),
-        ([{"jax": "2", TOKEN: ""}] * 2, "node_rank 1 is not allowed: rank 2 is missing"),
+        ([{"jax": "1"}], "jax is 1 in rank 1 and 2 in rank 0"),
+        ([{"jax": "2"}] * 2, "node_rank 1 is not allowed: rank 2 is missing"),
     ],
 )
-def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], expected: str):
+def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], expected: str, monkeypatch):
     """Strangers are not heeded, whatever they send."""
+    monkeypatch.setenv(TOKEN, "a start's own")
     options = EngineOptions(nnodes=3, master_port=free_port())
     said: list[Any] = []
 
     def gather() -> None:
         try:
-            meeting.gathered(options, {"jax": "2", TOKEN: ""})
+            meeting.gathered(options, {"jax": "2"})
         except ValueError as error:
             said.append(str(error))
 
@@ -302,8 +305,12 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
             own.sendall(sent)
             own.close()
             continue
+        secret = Secret("group", b"another start's") if sent is None else meeting.secret_of(options)
+        with suppress(Refusal):
+            secret.prove(own)
         links.append(link_over(own, SOON))
-        links[-1].send(Hello(1, sent or {TOKEN: "another start's"}))
+        with suppress(OSError):
+            links[-1].send(Hello(1, sent or {"jax": "1"}))
     gathering.join(SOON)
     assert said == [expected]
     assert links[-1].receive() == Refused(expected)
