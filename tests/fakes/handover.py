@@ -104,5 +104,5 @@ def peer_of(engine: Engine) -> PeerTier:
     return peer
 
 
-def far_at(port: int, seconds: float = SOON, agent: Agent | None = None) -> Far:
-    return Far(("127.0.0.1", port), seconds, agent)
+def far_at(port: int, seconds: float = SOON, agent: Agent | None = None, key_file: str | None = None) -> Far:
+    return Far(("127.0.0.1", port), seconds, agent, key_file)

@@ -1,5 +1,6 @@
 """Pages between processes: over TCP and in shared memory, in time, undamaged, and whoever ends."""
 
+import errno
 import os
 import random
 import socket
@@ -30,14 +31,14 @@ def reached():
     """Makes sources that are reached through a door."""
     ends = []
 
-    def reach(source: FakeSource, seconds: float = 60.0, realm: bytes = REALM):
-        door = Door(("127.0.0.1", 0))
+    def reach(source: FakeSource, seconds: float = 60.0, realm: bytes = REALM, keys=(None, None)):
+        door = Door(("127.0.0.1", 0), key_file=keys[0])
         door.renew(REALM, [len(PAGE)])
         door.serve(source)
-        far = far_at(door.address[1], seconds)
+        far = far_at(door.address[1], seconds, key_file=keys[1])
         ends.extend((far, door))
         far.renew(realm, [len(PAGE)])
-        if realm == REALM:
+        if realm == REALM and keys[0] == keys[1]:
             soon(lambda: far.is_here)
         return far, door
 
@@ -111,6 +112,37 @@ def test_who_is_no_engine_does_no_harm(reached):
         with socket.create_connection(door.address) as stranger:
             stranger.sendall(words)
     assert far.fetch(KEY) == PAGE
+
+
+@pytest.mark.parametrize("keys", [("a", "a"), ("a", "b"), ("a", None), (None, "a")])
+def test_only_engines_with_one_key_meet(reached, tmp_path, caplog, keys):
+    files = {None: None}
+    for name in "ab":
+        files[name] = str(tmp_path / name)
+        (tmp_path / name).write_text(16 * name)
+        (tmp_path / name).chmod(0o600)
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source, keys=tuple(files[name] for name in keys))
+    if keys[0] != keys[1]:
+        soon(lambda: "cluster_key_file: the other end has another key, or one end has none" in caplog.text)
+        assert not far.is_here
+    assert far.fetch(KEY) == (PAGE if keys[0] == keys[1] else None)
+
+
+def test_a_port_outlives_a_process_without_descriptors(reached, monkeypatch):
+    accept, fails = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def accepted(own: socket.socket) -> object:
+        if fails:
+            raise fails.pop()
+        return accept(own)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source)
+    assert far.fetch(KEY) == PAGE and not fails
 
 
 def test_memory_of_another_host_is_not_taken_for_ours():
