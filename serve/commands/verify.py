@@ -11,8 +11,10 @@ from ..host.streams import tell
 from ..options.flags import positive
 from ..options.keywords import engine_options
 from ..proof.claims import Claims, Start
-from ..proof.verdict import OPEN, Proof
+from ..proof.verdict import OPEN, Proof, printable
 from .command import model_flags
+
+FILES = ("lora_modules",)  # options of a log that name files, which the command line names instead
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--lora-modules",
         nargs="+",
         metavar="NAME=FOLDER",
-        help="adapters, where they are not those that the log's start names",
+        help="adapters that requests of the log have used",
     )
     parser.add_argument("--head", metavar="HASH", help="a line's hash that is known from elsewhere")
     parser.add_argument(
@@ -48,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         claims.broken[0] = f"no line has the hash {args.head}: the end was taken off, or something changed"
     try:
         proof = proved(args, claims)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         proof = Proof([], claims)
-        tell(f"duetto verify: no engine can be started as in the log: {error}")
+        tell(f"duetto verify: no engine can be started as in the log: {printable(str(error))}")
     if args.json:
         print(msgspec.json.encode(proof.record()).decode())
     else:
@@ -71,19 +73,32 @@ def proved(args: argparse.Namespace, claims: Claims) -> Proof:
 
 
 def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """What the engine is made with: the log's model and options, where flags do not say otherwise."""
-    if args.model is None and start.model is None:
-        raise ValueError("the log names no folder for its model: give it with --model")
-    names = ("tokenizer", "revision", "tokenizer_revision", "download_dir")
+    """What the engine is made with: the log's options, where flags do not say otherwise. What names files or
+    is found over the network comes from flags alone."""
+    names = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir")
     kept = None if args.compilation_cache == "none" else args.compilation_cache
-    options = engine_options(start.options | {"use_tqdm_on_load": not args.quiet})
+    logged = {name: value for name, value in start.options.items() if name not in FILES}
+    options = engine_options(logged | {"use_tqdm_on_load": not args.quiet})
     if args.lora_modules:
         options = replace(options, enable_lora=True, lora_modules=args.lora_modules)
-    own = {name: vars(options)[name] for name in [*start.options, "use_tqdm_on_load"]}
+    own = {name: vars(options)[name] for name in [*logged, *FILES, "use_tqdm_on_load"]}
+    check_model(args.model, start.model)
     return {
-        "model": args.model or start.model,
-        "dtype": start.facts["dtype"] if args.dtype == "auto" else args.dtype,
+        "dtype": start.facts.get("dtype", "auto") if args.dtype == "auto" else args.dtype,
         "compilation_cache": kept,
         **{name: vars(args)[name] for name in names},
         **own,
     }
+
+
+def check_model(given: str | None, logged: str | None) -> None:
+    """Raises ValueError where --model is missing, and the log is not of the model that ships."""
+    from ..loading.folder import DEMO
+
+    if given is None and logged is None:
+        raise ValueError("the log names no folder for its model: give it with --model")
+    if given is None and Path(str(logged)).name != DEMO.name:
+        raise ValueError(
+            f"the log is of the model {logged!r}, and what a log names is not opened: give it with --model, "
+            "if you trust it"
+        )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..audit.chain import START, Line, read
+from ..audit.facts import NEEDED
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -68,6 +69,8 @@ class Start(msgspec.Struct):
 
     def __post_init__(self):
         self.versions = {0: self.weights}
+        if others := sorted(self.options.keys() - set(NEEDED)):
+            raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(NEEDED)}")
 
 
 class Span(NamedTuple):
@@ -112,7 +115,7 @@ class Claims:
         found = cls()
         for line in read(path):
             found._take(line)
-        if not found.starts and not found.requests:
+        if not found.starts and not found.requests and not found.broken:
             raise ValueError(f"{path} is no audit log: it has no start of an engine")
         return found
 

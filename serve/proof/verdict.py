@@ -67,6 +67,9 @@ class Proof:
 
     def lines(self) -> Iterator[str]:
         """For people: what is wrong first."""
+        yield from map(printable, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         claims = self.claims
         yield from (f"altered: {wrong}" for wrong in claims.unread())
         yield from (f"altered: {v}" for v in self.altered)
@@ -100,3 +103,8 @@ class Proof:
             "cut_off": self.claims.cut_off,
             "head": self.claims.head,
         }
+
+
+def printable(text: str) -> str:
+    """A text without characters that a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
