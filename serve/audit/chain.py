@@ -6,6 +6,7 @@ says so: it is no line then, and not in the chain.
 """
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ..host.files import JobError, lock, write_all
+from ..host.store import warn
 
 HEAD = b'{"prev":"'  # of every line
 FIRST = "0" * 64  # the hash before the first line
@@ -44,6 +46,8 @@ class ChainWriter:
         except (JobError, OSError) as error:
             told = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"audit_log {str(path)!r} is not allowed: {told}") from None
+        if (mode := stat.S_IMODE(os.fstat(self._descriptor).st_mode)) & stat.S_IROTH:
+            warn(f"audit_log {path}: others may read it (mode {mode:04o}), and prompts are in it: chmod 600")
         try:
             self.cut_off, self.hash = self._taken_up(path)
         except BaseException:

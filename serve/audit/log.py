@@ -70,6 +70,8 @@ class AuditLog:
                     self._writer.append({"start": self._start, **record})
         except (OSError, ValueError, TypeError, RuntimeError) as error:
             warn(f"the audit log has ended, nothing more is written: {type(error).__name__}: {error}")
+            while self._made.get() is not None:  # what has ended is not kept in memory either
+                pass
         finally:
             self._writer.close()
 

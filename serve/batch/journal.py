@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from ..host.files import JobError, disk, is_named, lock, sync_folder, write_all
+from ..host.files import PRIVATE, JobError, disk, is_named, lock, sync_folder, write_all
 
 MAGIC = b"duetto-journal-1 "
 BUFFER = 1 << 20  # bytes of answers that may wait for the disk between two steps
@@ -49,7 +49,7 @@ class Journal:
     answered).
     """
 
-    def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = 0o666):
+    def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = PRIVATE):
         """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of `lines` lines.
 
         Raises JobError if another process has it, it is of another job, it is no journal, or the disk

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ...sampling.params import SamplingParams
-from ..host.files import JobError, disk, status, write_whole
+from ..host.files import PRIVATE, JobError, disk, status, write_whole
 from ..host.signals import Interrupted, Interrupts
 from ..host.streams import tell
 from .job import BatchEngine, Job, OrderedStream
@@ -123,7 +123,7 @@ class Call:
         check_folder(place)
         header = Header(fingerprint, datetime.now().isoformat(timespec="seconds"))
         found = status(place.output)
-        mode = 0o666 if found is None else found.st_mode & 0o666
+        mode = PRIVATE if found is None else found.st_mode & 0o666
         with Journal(place.journal, header, self.source.count, mode) as journal:
             if journal.damaged:
                 records = f"{journal.damaged} damaged record" + "s" * (journal.damaged > 1)

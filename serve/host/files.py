@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+PRIVATE = 0o600  # the mode of files that a process writes of its own accord: prompts and answers are in them
 NEW = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -26,7 +27,7 @@ def disk(path: str | Path) -> Iterator[None]:
         raise JobError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def lock(path: Path, mode: int = 0o666) -> int:
+def lock(path: Path, mode: int = PRIVATE) -> int:
     """A descriptor of the file, created with `mode` if need be, and locked against other processes until it
     is closed.
 

@@ -87,8 +87,10 @@ def is_safe(program: Path, digest: bytes | None) -> bool:
     """Whether a program is this user's file, and has its checksum if that is known."""
     try:
         own = program.is_file() and not program.is_symlink() and store.owned(program.stat())
-    except OSError:  # another process was faster
+    except FileNotFoundError:  # another process was faster
         return True
+    except OSError:  # what cannot be looked at is not run
+        return False
     return own and digest in (None, checksum(program))
 
 

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from ..host.store import warn
 from ..host.streams import tell
 from ..options.router import RouterOptions
 from ..service.errors import HttpError
-from .http import Connection, Lost
+from .http import Connection, Lacking, Lost
 from .line import Line
 from .replicas import Replica
 
@@ -26,11 +27,15 @@ class Health:
     async def _watch(self, replica: Replica) -> None:
         missed = 0
         while True:
-            status = await self._ask(replica, "/ready")
-            if status == 503:
-                status = 500 if await self._ask(replica, "/health") != 200 else 503
-            missed = 0 if status in (200, 503) else missed + 1
-            self._note(replica, status, missed)
+            try:
+                status = await self._ask(replica, "/ready")
+                if status == 503:
+                    status = 500 if await self._ask(replica, "/health") != 200 else 503
+            except Lacking as lacking:  # nothing is known of the replica
+                warn(f"no replica can be asked for its health now: {lacking}")
+            else:
+                missed = 0 if status in (200, 503) else missed + 1
+                self._note(replica, status, missed)
             await asyncio.sleep(self._options.health_period)
 
     def _note(self, replica: Replica, status: int, missed: int) -> None:
@@ -53,10 +58,12 @@ class Health:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))
 
     async def _ask(self, replica: Replica, path: str) -> int:
-        """The status of an open path; 0 where none came in time."""
+        """The status of an open path; 0 where none came in time. Raises Lacking."""
         try:
             async with asyncio.timeout(self._options.health_timeout):
                 return await status_of(replica, path)
+        except Lacking:
+            raise
         except (Lost, TimeoutError):
             return 0
 

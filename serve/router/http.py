@@ -6,6 +6,7 @@ had begun.
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 from collections.abc import AsyncGenerator, Iterable
@@ -19,8 +20,15 @@ CONNECT = 5.0  # seconds
 Headers = list[tuple[bytes, bytes]]
 
 
+OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # what this process lacks, no server does
+
+
 class Lost(Exception):
     """A server is not there, or went away before its answer was whole."""
+
+
+class Lacking(Lost):
+    """This process has no descriptor or memory for a connection, whatever the server does."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class Connection:
                     target.host, target.port, ssl=secret, limit=PIECE
                 )
         except (OSError, TimeoutError) as error:
-            raise Lost(f"{target}: {error}") from None
+            kind = Lacking if isinstance(error, OSError) and error.errno in OWN else Lost
+            raise kind(f"{target}: {error}") from None
         own = writer.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return cls(reader, writer)

@@ -212,7 +212,11 @@ class DiskTier:
                 if not owned(os.fstat(f.fileno())):
                     return warn(f"{place} is not used: others own it or can write to it")
                 found = f.read()
-        except OSError:
+        except FileNotFoundError:  # another process has evicted it
+            return None
+        except OSError as error:
+            warn(f"pages in {self.folder} cannot be read for now: {error.strerror or error}")
+            self._seen.pop(place.parent.name, None)  # the next refresh finds and counts it again
             return None
         content = found[HEAD:]
         if found[:HEAD] == MAGIC + checksum(file, content):
