@@ -195,30 +195,38 @@ def check(
 
 def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
     """Another rank's link to rank 0, once all are there."""
-    where, until = (options.master_addr, options.master_port), time.monotonic() + JOINING
-    secret, last = secret_of(options), "it does not answer"
+    secret, until, last = secret_of(options), time.monotonic() + JOINING, "it does not answer"
     while True:
         try:
-            connection = socket.create_connection(where, options.distributed_timeout_seconds)
-            secret.prove(connection)
-            link = link_over(connection, JOINING)
-            link.send(Hello(options.node_rank, dict(facts)))
-            match link.receive(LONGEST_HELLO):
-                case Refused(why=why):
-                    break
-                case Welcome():
-                    link.wait_for(options.distributed_timeout_seconds)
-                    return link
-        except Refusal as refusal:
-            why = str(refusal)
-            break
+            return welcomed(options, secret, facts)
+        except Refusal as why:
+            raise ValueError(str(why)) from None
         except (OSError, EOFError) as error:  # it is not there yet, or ends just now
-            last = str(error) or type(error).__name__
+            last = str(error) or last
         if time.monotonic() > until:
             place = f"{options.master_addr}:{options.master_port}"
             raise TimeoutError(f"rank 0 was not found at {place} within {JOINING:g} s: {last}")
         time.sleep(PAUSE)
-    raise ValueError(why)
+
+
+def welcomed(options: EngineOptions, secret: Secret, facts: Mapping[str, str]) -> Link[Message]:
+    """A link to rank 0, which has found this rank the same as itself. Raises Refusal where it has not."""
+    where, seconds = (options.master_addr, options.master_port), options.distributed_timeout_seconds
+    connection = socket.create_connection(where, seconds)
+    try:
+        secret.prove(connection)
+        link = link_over(connection, JOINING)
+        link.send(Hello(options.node_rank, dict(facts)))
+        match link.receive(LONGEST_HELLO):
+            case Welcome():
+                link.wait_for(seconds)
+                return link
+            case Refused(why=why):
+                raise Refusal(why)
+        raise EOFError
+    except BaseException:
+        connection.close()
+        raise
 
 
 def agree(what: Mapping[str, str]) -> None:

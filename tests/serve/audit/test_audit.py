@@ -1,7 +1,9 @@
 """An audit log: what was served is proved, and whatever is altered in it is found."""
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from cases.requests import GREEDY, PARAMS, PROMPTS, SEEDED, SIZES, exact
 from duetto import LLM, SamplingParams
 from duetto.serve.audit.chain import ChainWriter, hash_of
 from duetto.serve.audit.facts import outside_contract, weights_hash
+from duetto.serve.audit.log import AuditLog
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.proof.claims import Claims
 from duetto.serve.proof.replay import Prover
@@ -258,3 +261,27 @@ def test_what_stands_outside_the_contract(llm, tiny):
     assert "by rejection" in outside_contract(llm.engine, rejection)[0]
     changed = replace(tiny.params, embed=tiny.params.embed.at[1, 1].add(1))
     assert weights_hash(tiny.params) == weights_hash(llm.engine.params) != weights_hash(changed)
+
+
+def test_a_log_is_its_users_alone(tmp_path, caplog):
+    before = os.umask(0)
+    try:
+        ChainWriter(tmp_path / "log").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600 and not caplog.text
+    (tmp_path / "log").chmod(0o644)
+    ChainWriter(tmp_path / "log").close()
+    assert "others may read it (mode 0644), and prompts are in it: chmod 600" in caplog.text
+
+
+def test_a_log_that_has_ended_keeps_nothing_in_memory(tmp_path, caplog):
+    class Full(ChainWriter):
+        def append(self, record: Any) -> str:
+            raise OSError(28, "No space left on device")
+
+    log = AuditLog(Full(tmp_path / "log"))
+    for _ in range(100):
+        log.started(dict)
+    log.close()
+    assert log._made.empty() and "No space left on device" in caplog.text

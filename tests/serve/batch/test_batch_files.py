@@ -225,3 +225,14 @@ def test_an_output_keeps_its_owner(run, tmp_path):
     out.touch()
     os.chown(out, 1234, 2345)
     assert run(LINES).code == 0 and (out.stat().st_uid, out.stat().st_gid) == (1234, 2345)
+
+
+def test_the_journal_of_a_new_output_is_the_users_alone(run, tmp_path):
+    """Answers are in it, and no user asked for the file; the output is as the user's umask says."""
+    seen, out = [], tmp_path / "out.jsonl"
+    before = os.umask(0o022)
+    try:
+        run(LINES, FakeEngine(on_step=lambda engine: seen.append(mode(journal_of(out)))))
+    finally:
+        os.umask(before)
+    assert set(seen) == {0o600} and mode(out) == 0o644

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -323,3 +324,35 @@ def test_a_free_port_has_a_free_neighbour():
     for number in (port, port + 1):
         with socket.socket() as own:
             own.bind(("127.0.0.1", number))
+
+
+def test_ranks_with_another_key_are_refused_and_end(tmp_path, monkeypatch):
+    """Rank 0 goes on waiting for those that have its own."""
+    files = [tmp_path / name for name in ("ours", "theirs")]
+    for file in files:
+        file.write_text(16 * file.name[0])
+        file.chmod(0o600)
+    own = EngineOptions(nnodes=2, master_port=free_port(), cluster_key_file=str(files[0]))
+    monkeypatch.setattr(meeting, "PAUSE", 0.01)
+    with ThreadPoolExecutor(2) as pool:
+        gathering = pool.submit(meeting.gathered, own, {"jax": "2"})
+        for file in (str(files[1]), None):
+            with pytest.raises(ValueError, match="cluster_key_file: the other end has another key"):
+                meeting.reached(replace(own, node_rank=1, cluster_key_file=file), {"jax": "2"})
+        joining = pool.submit(meeting.reached, replace(own, node_rank=1), {"jax": "2"})
+        links = [*gathering.result(SOON), joining.result(SOON)]
+    for link in links:
+        link.close()
+
+
+def test_strangers_that_say_nothing_do_not_delay_a_group():
+    options = EngineOptions(nnodes=2, master_port=free_port())
+    with ThreadPoolExecutor(2) as pool:
+        gathering = pool.submit(meeting.gathered, options, {"jax": "2"})
+        strangers = [connected(options) for _ in range(30)]
+        begin = time.monotonic()
+        joining = pool.submit(meeting.reached, replace(options, node_rank=1), {"jax": "2"})
+        links = [*gathering.result(SOON), joining.result(SOON)]
+        assert time.monotonic() - begin < 30 * meeting.HELLO / 2
+    for end in (*links, *strangers):
+        end.close()

@@ -1,6 +1,7 @@
 """Requests through a router: where they go, and what becomes of them where a replica fails."""
 
 import asyncio
+import errno
 import json
 import re
 import subprocess
@@ -247,3 +248,23 @@ def test_a_router_needs_no_jax():
     told = "import sys, duetto.serve.router.running, duetto.serve.commands.route; print('jax' in sys.modules)"
     done: Any = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_router_without_descriptors_loses_no_replica(routing, monkeypatch, caplog):
+    """What it lacks says nothing of them: their streams go on."""
+
+    async def test(router):
+        connect, looks = asyncio.open_connection, []
+
+        async def lacking(*given: Any, **how: Any) -> Any:
+            looks.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(asyncio, "open_connection", lacking)
+        await router.until(lambda: len(looks) >= 10)
+        monkeypatch.setattr(asyncio, "open_connection", connect)
+        assert all(one.is_up and one.is_ready and not one.lost for one in router.replicas)
+        assert "Too many open files" in caplog.text
+        assert said(await router.words()) == WHOLE
+
+    routing(test)

@@ -1,9 +1,11 @@
 """Pages in the host's memory and in files: bounded, and never another's or a damaged one's."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,3 +269,19 @@ def test_fifty_kills_leave_whole_pages_or_none(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 0
+
+
+def test_a_page_that_cannot_be_read_for_now_is_counted_again(tmp_path, monkeypatch, caplog):
+    """Or the files of a folder would outgrow its limit."""
+    tier = on_disk(tmp_path)
+    tier.offer(key(1), content(1))
+    before, opened = tier.nbytes, os.open
+
+    def lacking(*given: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", lacking)
+    assert tier.fetch(key(1)) is None and "Too many open files" in caplog.text
+    monkeypatch.setattr(os, "open", opened)
+    tier.refresh()
+    assert tier.fetch(key(1)) == content(1) and tier.nbytes == before
