@@ -92,6 +92,7 @@ def test_strangers_that_send_a_byte_now_and_then_do_not_stay(opened, monkeypatch
     monkeypatch.setattr(secrets, "SECONDS", 0.5)
     port = opened()
     strangers = [socket.create_connection(port.address) for _ in range(20)]
+    staying = strangers
     for word in [b"\0", b"\0", b"\0", *[b"\x80"] * 2000]:
         staying = [one for one in strangers if not is_ended(one)]
         if not staying:
