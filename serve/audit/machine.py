@@ -37,7 +37,7 @@ def processor_name() -> str:
     """The processor's name, and a hash of its instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # another system, or a container that hides it
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(names, 'unknown')} ({sha256(processor().encode()).hexdigest()[:8]})"

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..host.secret import key_in
 from ..host.signals import raise_on_interrupt
 from ..host.streams import tell
 from ..options.engine import PROCESSES, EngineOptions
@@ -96,8 +97,9 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     from ..tiers.opening import check
 
     raise_on_interrupt()
+    key_in(options.cluster_key_file)  # what is wrong is said before a model is loaded
     if options.has_tiers:
-        check(options)  # what is wrong is said before a model is loaded
+        check(options)
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     llm = LLM(**llm_arguments(args, options))
     if args.load_cache is not None:

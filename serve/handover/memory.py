@@ -23,8 +23,12 @@ class Shared:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a file")
         self._handle = os.memfd_create("duetto-pages")
-        os.ftruncate(self._handle, PROOF + size)
-        self._map = mmap.mmap(self._handle, PROOF + size)
+        try:
+            os.ftruncate(self._handle, PROOF + size)
+            self._map = mmap.mmap(self._handle, PROOF + size)
+        except BaseException:
+            os.close(self._handle)
+            raise
         self.proof, self.size = secrets.token_bytes(PROOF), size
         self._map[:PROOF] = self.proof
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"

@@ -83,7 +83,7 @@ def processor() -> str:
     """The host's processor, with its instruction sets where the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # another system, or a container that hides it
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -110,15 +111,21 @@ class Server:
         self.process.join()
 
 
-def serve_apart(kills: int) -> Clients:
-    """Answers of two servers, of which one in turn is killed so many times, beside those of one."""
+def serve_apart(kills: int, folder: Path) -> Clients:
+    """Answers of two servers with a key, of which one in turn is killed, beside those of one."""
     alone = Server([]).start()
     with httpx.Client(base_url=alone.url, timeout=PATIENCE) as http:
         wanted = [answer(http, asked(i)) for i in range(40)]
     alone.kill()
-    place = f"127.0.0.1:{free_port()}"
-    roles = ("prefill", "decode")
-    sides = {role: Server(["--kv-role", role, "--kv-address", place]).start() for role in roles}
+    key, port = folder / "key", free_port()
+    key.write_text(16 * "k")
+    key.chmod(0o600)
+    sides = {
+        role: Server(
+            ["--kv-role", role, "--kv-address", f"{host}:{port}", "--cluster-key-file", str(key)]
+        ).start()
+        for role, host in {"prefill": "0.0.0.0", "decode": "127.0.0.1"}.items()
+    }
     try:
         return killed(sides, Clients(sides["decode"].url, wanted), kills)
     finally:
@@ -151,8 +158,8 @@ def computed(side: Server) -> float:
 
 
 @pytest.mark.minutes
-def test_requests_survive_fifty_kills_of_either_side():
+def test_requests_survive_fifty_kills_of_either_side(tmp_path):
     """Each ends with one engine's tokens, or with an error that a retry mends."""
-    done = serve_apart(50).done
+    done = serve_apart(50, tmp_path).done
     print(dict(done))
     assert done["WRONG"] == 0 and done["right"] > 300
