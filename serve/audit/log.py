@@ -70,7 +70,7 @@ class AuditLog:
                     self._writer.append({"start": self._start, **record})
         except (OSError, ValueError, TypeError, RuntimeError) as error:
             warn(f"the audit log has ended, nothing more is written: {type(error).__name__}: {error}")
-            while self._made.get() is not None:  # what has ended is not kept in memory either
+            while self._made.get() is not None:  # or requests that have ended would stay in memory
                 pass
         finally:
             self._writer.close()

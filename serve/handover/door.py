@@ -39,8 +39,8 @@ OTHERS = "its model, weights, layout, canonical shapes, versions, machine or opt
 
 
 class Door:
-    """Listens at an address, and passes on to a source what those ask who know the secret. Each visitor has
-    two threads, one that receives and one that answers: an asker that reads nothing for a while is lost, and
+    """Listens at an address, and passes to a source the requests of engines that know the secret. Each engine
+    has two threads, one that receives and one that answers: one that reads nothing for a while is lost, and
     delays no other. With an agent pages can be read through NIXL too.
 
     Raises what `Port` does, and ValueError for a file that has no key.
@@ -74,7 +74,7 @@ class Door:
     # ------------------------------------------------------------ threads
 
     def _greet(self, connection: socket.socket) -> tuple[Link[Message], Source] | None:
-        """A visitor and its source, where that one's pages are what is wanted."""
+        """A visitor's link and the source, where the source has the pages that the visitor wants."""
         link = link_over(connection)
         hello = link.receive(HELLO)
         with self._lock:

@@ -90,7 +90,7 @@ DECODER = msgspec.msgpack.Decoder(Message)
 
 
 def secret_of(path: str | None) -> Secret:
-    """The secret between engines, of a file with its key. Raises ValueError for a file that cannot be it."""
+    """The secret between engines, of a file with its key. Raises ValueError for a file that has no key."""
     return Secret("pages", key_in(path))
 
 

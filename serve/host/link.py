@@ -29,7 +29,7 @@ class Link(Generic[M]):
         self.wait_for(seconds)
 
     def wait_for(self, seconds: float) -> None:
-        """From here on this is the time for each message."""
+        """Set the time for each message from here on."""
         self._seconds = seconds
         self._connection.settimeout(seconds)
 

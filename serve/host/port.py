@@ -1,4 +1,4 @@
-"""A port that other processes come to, each of which has to know a secret."""
+"""A port at which other processes connect, each of which has to know a secret."""
 
 import errno
 import socket
@@ -19,12 +19,12 @@ G = TypeVar("G")
 
 
 class Port(Generic[G]):
-    """Accepts connections until it is closed, and serves each in a thread: `greet` reads from it which guest
-    it is, or None, then `host` has it and closes it.
+    """Accepts connections until it is closed, and serves each in a thread. After the handshake `greet` reads
+    the first message; where it returns a guest, `host` serves that one and closes the connection.
 
-    Connections that have not been greeted are bounded in number, of which the oldest is closed for a new one,
-    and in time, by what `greet` waits for. Raises OSError for an address that cannot be had, and ValueError
-    for one that other machines reach where the secret has no key.
+    Connections that have not been greeted are bounded in number: the oldest is closed for a new one. Links
+    bound their time. Raises OSError for an address that cannot be had, and ValueError for one that other
+    machines reach where the secret has no key.
     """
 
     def __init__(self, address: tuple[str, int], secret: Secret, name: str):
@@ -45,7 +45,7 @@ class Port(Generic[G]):
         self._start(self._accept, greet, host)
 
     def close(self) -> None:
-        """No more come, and those that have not been greeted leave."""
+        """Accept no more connections, and close those that have not been greeted."""
         self._closing.set()
         end(self._own)
         self._own.close()
@@ -106,7 +106,7 @@ class Port(Generic[G]):
             guest = greet(connection)
         except Refusal as refusal:
             warn(f"{self}: a connection is refused: {refusal}")
-        except (OSError, EOFError, ValueError, RecursionError):  # whatever else talks to ports
+        except (OSError, EOFError, ValueError, RecursionError):  # a scanner, or a client of another protocol
             pass
         finally:
             self._leave(connection)
@@ -118,6 +118,6 @@ class Port(Generic[G]):
 
 
 def end(connection: socket.socket) -> None:
-    """Let a thread that waits there go on."""
+    """Wake the thread that waits for this connection."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

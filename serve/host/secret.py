@@ -1,8 +1,8 @@
-"""A key that both ends of a connection know, and the words by which each proves it to the other.
+"""A key that both ends of a connection know, and the handshake by which each proves it to the other.
 
-The listener sends a random number, the caller answers with another one and a proof over both, the listener
-sends its own. The proofs are HMACs that name the side they come from, so that neither a proof that was
-recorded nor one's own proof sent back is worth anything. What follows is neither signed nor encrypted.
+The listener sends a nonce. The caller answers with its own nonce and an HMAC over both. The listener checks
+it and sends an HMAC too. Each HMAC names its side, so a replayed or reflected one is refused. Messages after
+the handshake are neither signed nor encrypted.
 """
 
 import hmac
@@ -18,9 +18,9 @@ import msgspec
 from .link import Link
 from .store import owned
 
-SECONDS = 10.0  # for each word
-NONCE = 32  # bytes of a random number
-LONGEST = 256  # bytes of a word
+SECONDS = 10.0  # for each message of a handshake
+NONCE = 32  # bytes
+LONGEST = 256  # bytes of a message
 SHORTEST, MOST = 16, 1 << 16  # bytes of a key
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHER_KEY = "cluster_key_file: the other end has another key, or one end has none"
@@ -28,17 +28,17 @@ Side = Literal["caller", "listener"]
 
 
 class Refusal(Exception):
-    """The other end has said, or shown, that the two do not belong together."""
+    """The other end has another key, or serves something else."""
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The listener's random number."""
+    """The listener's nonce."""
 
     nonce: bytes
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The caller's random number and proof."""
+    """The caller's nonce and proof."""
 
     nonce: bytes
     proof: bytes
@@ -54,19 +54,20 @@ class Denied(msgspec.Struct, tag=True, frozen=True):
     """The caller's proof is of another key."""
 
 
-Word = Challenge | Answer | Proof | Denied
-DECODER = msgspec.msgpack.Decoder(Word)
+Message = Challenge | Answer | Proof | Denied
+DECODER = msgspec.msgpack.Decoder(Message)
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A key, empty where everybody on the machine may come, and the purpose of the ports that it opens."""
+    """A key, and the purpose of the ports that it opens. With an empty key every caller is accepted that has
+    an empty one too."""
 
     purpose: str
     key: bytes = field(default=b"", repr=False)
 
     def check(self, connection: socket.socket) -> None:
-        """Of a listener. Raises Refusal for a caller with another key, and what a link does."""
+        """The listener's side. Raises Refusal for a caller with another key, and what a link raises."""
         link, own = self._link(connection), secrets.token_bytes(NONCE)
         link.send(Challenge(own))
         answer = link.receive(LONGEST)
@@ -78,28 +79,28 @@ class Secret:
         link.send(Proof(self._proof("listener", own, answer.nonce)))
 
     def prove(self, connection: socket.socket) -> None:
-        """Of a caller. Raises Refusal for a listener with another key, and what a link does."""
+        """The caller's side. Raises Refusal for a listener with another key, and what a link raises."""
         link, own = self._link(connection), secrets.token_bytes(NONCE)
         challenge = link.receive(LONGEST)
         if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE:
             raise ValueError(f"{type(challenge).__name__} is no challenge")
         link.send(Answer(own, self._proof("caller", challenge.nonce, own)))
-        word = link.receive(LONGEST)
-        theirs = word.proof if isinstance(word, Proof) else b""
+        reply = link.receive(LONGEST)
+        theirs = reply.proof if isinstance(reply, Proof) else b""
         if not hmac.compare_digest(theirs, self._proof("listener", challenge.nonce, own)):
             raise Refusal(OTHER_KEY)
 
-    def _link(self, connection: socket.socket) -> Link[Word]:
+    def _link(self, connection: socket.socket) -> Link[Message]:
         return Link(connection, SECONDS, DECODER)
 
     def _proof(self, side: Side, listeners: bytes, callers: bytes) -> bytes:
-        said = f"duetto 1 {self.purpose} {side} ".encode() + listeners + callers
-        return hmac.digest(self.key, said, "sha256")
+        message = f"duetto 1 {self.purpose} {side} ".encode() + listeners + callers
+        return hmac.digest(self.key, message, "sha256")
 
 
 def key_in(path: str | None) -> bytes:
-    """The key in a file, without white space around it; an empty one without a file. Raises ValueError for a
-    file that is too short or that others may read, and where there is none."""
+    """The key in a file, without white space around it; empty where no file is named. Raises ValueError for
+    a file that is missing, too short, or readable by other users."""
     if path is None:
         return b""
     try:
@@ -116,8 +117,8 @@ def key_in(path: str | None) -> bytes:
 
 
 def exposure(found: os.stat_result) -> str:
-    """Why a file keeps no secret; empty where it does. A group may read what root owns, as where a cluster
-    mounts its secrets."""
+    """The reason why a file keeps no secret; empty where it does. A group may read a file that root owns: so
+    clusters mount their secrets."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no file"
     allowed = stat.S_IRGRP if found.st_uid == 0 else 0

@@ -121,8 +121,8 @@ def own_facts(options: EngineOptions) -> dict[str, str]:
 
 
 def secret_of(options: EngineOptions) -> Secret:
-    """What the ranks of a group know: the key of their file, and the word of one start. Raises ValueError for
-    a file that cannot be it."""
+    """The secret of a group: the key in the ranks' file, and the token of one start. Raises ValueError for a
+    file that has no key."""
     return Secret("group", key_in(options.cluster_key_file) + os.environ.get(TOKEN, "").encode())
 
 
