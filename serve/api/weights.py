@@ -42,6 +42,8 @@ def update_params(llm: "LLM", params: Decoder, mode: Mode | None = None) -> None
             llm._session.settle(mode)
         if llm._session.log is not None:
             llm._session.log.replaced(engine.weights, engine.params)
+        if llm._session.realms is not None:
+            llm._session.realms.renew(llm)
 
 
 def load_params(llm: "LLM", path: str | Path, mode: Mode | None = None) -> int:

@@ -11,6 +11,7 @@ from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
+from ..api.realms import Realms
 from ..openai.refusing import RequestError
 from ..openai.replies import Replies
 from ..openai.tasks import Task, params_for, prompt_ids, refusal
@@ -71,6 +72,7 @@ class Service:
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
         self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
+        self.realms = Realms(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
         self.error: Exception | None = None
         self.is_draining = False
         self.ended = asyncio.Event()
@@ -135,6 +137,10 @@ class Service:
         finally:
             self._calls -= 1
             self._end_if_done()
+
+    def realm(self, call: Call) -> str:
+        """What the tokens of a call follow from, as long as the weights are these."""
+        return self.realms.of(call.flows[0].adapter)
 
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""

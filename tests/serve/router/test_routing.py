@@ -19,7 +19,7 @@ def said(text: str) -> list[str]:
     """The words of a stream, of which each event is whole and all are of one answer."""
     events = [part[6:] for part in text.split("\n\n") if part.startswith("data: {")]
     assert text.endswith("data: [DONE]\n\n") and len({json.loads(event)["id"] for event in events}) == 1
-    assert ": tokens" not in text and ": end" not in text
+    assert not any(comment in text for comment in (": tokens", ": realm", ": end"))
     return [json.loads(event)["choices"][0]["text"].strip() for event in events]
 
 
