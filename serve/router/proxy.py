@@ -16,6 +16,7 @@ from ..options.router import RouterOptions
 from ..options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
+from .charges import charge
 from .http import Connection, Headers, Lost
 from .line import Line
 from .prefills import Prefills
@@ -109,7 +110,8 @@ class Proxy:
                 body = await read_body(request, self.server) if scope["method"] == "POST" else b""
                 asked, fields = self._asked(scope, body)
                 job = Job(await self._named(asked.path, fields, len(body)))
-                place = self.line.place(scope.get("client_name", ""), job.prompt.tokens + wanted(fields))
+                tokens = charge(scope["path"], fields, job.prompt)
+                place = self.line.place(scope.get("client_name", ""), tokens)
                 await while_read(receive, self._answer(asked, job, place, send))
             except ClientLeft:
                 pass
@@ -297,12 +299,6 @@ def read(body: bytes) -> Mapping[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def wanted(fields: Mapping[str, Any]) -> int:
-    """Tokens that a request may generate, as far as it says."""
-    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-    return next((fields[name] for name in names if type(fields.get(name)) is int), 0)
 
 
 def told_in(body: bytes) -> str:

@@ -247,3 +247,36 @@ def test_a_router_needs_no_jax():
     told = "import sys, duetto.serve.router.running, duetto.serve.commands.route; print('jax' in sys.modules)"
     done: Any = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("trick", [{"max_tokens": -1_000_000_000}, {"max_tokens": True}, {"n": 100}])
+def test_no_body_moves_a_client_forwards(routing, trick):
+    """A client that sends one behind each of its requests gets no more of the line than another."""
+
+    async def test(router):
+        (fake,) = router.fakes
+        fake.going.clear()
+
+        def ask(key: str, **body: Any) -> asyncio.Task:
+            headers = {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
+
+        asked = [ask("first", prompt="the first of all", max_tokens=50)]
+        await router.until(lambda: bool(fake.asked))
+        for i in range(8):
+            asked.append(ask("first", prompt=f"first {i}", max_tokens=50))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+            asked.append(ask("first", prompt="trick", **trick))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+        for i in range(8):
+            asked.append(ask("second", prompt=f"second {i}", max_tokens=50))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+        fake.going.set()
+        await asyncio.gather(*asked)
+        prompts = [one["prompt"] for one in fake.asked]
+        places = {
+            who: [i for i, one in enumerate(prompts) if one.startswith(who)] for who in ("first ", "second")
+        }
+        assert sum(places["second"][:4]) <= sum(places["first "][1:5])
+
+    routing(test, count=1, keys=("first", "second"), max_in_flight=1)
