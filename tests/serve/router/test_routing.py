@@ -249,9 +249,9 @@ def test_a_router_needs_no_jax():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("trick", [{"max_tokens": -1_000_000_000}, {"max_tokens": True}, {"n": 100}])
-def test_no_body_moves_a_client_forwards(routing, trick):
+def test_no_body_moves_a_client_forwards(routing):
     """A client that sends one behind each of its requests gets no more of the line than another."""
+    trick = {"max_tokens": -1_000_000_000}
 
     async def test(router):
         (fake,) = router.fakes
