@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..audit.log import AuditLog
+from ..audit.realms import Realms
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..host.signals import uninterrupted
 from ..outputs import Delta
 from ..programs.warmup import Warmup
-from .realms import Realms
 from .ticket import Cursor, Ticket
 
 

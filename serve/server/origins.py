@@ -15,7 +15,7 @@ ALL = "*"
 TOLD = ["x-request-id", "retry-after"]  # headers that such a page may read
 
 
-def doors(options: ServerOptions) -> list[Middleware]:
+def guards(options: ServerOptions) -> list[Middleware]:
     """What keeps pages out that a browser must not ask from, before anything else is looked at."""
     hosts = Middleware(Hosts, allowed=options.allowed_hosts, own=options.host)
     return [hosts, *origins(options.allowed_origins or ())]

@@ -11,7 +11,7 @@ from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
-from ..api.realms import Realms
+from ..api.weights import realms_of
 from ..openai.refusing import RequestError
 from ..openai.replies import Replies
 from ..openai.tasks import Task, params_for, prompt_ids, refusal
@@ -72,7 +72,7 @@ class Service:
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
         self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
-        self.realms = Realms(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
+        self.realms = realms_of(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
         self.error: Exception | None = None
         self.is_draining = False
         self.ended = asyncio.Event()

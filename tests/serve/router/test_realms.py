@@ -26,10 +26,9 @@ def test_a_stream_does_not_go_on_with_other_weights(routing, capfd):
         lose(first)
         second.realm = "two"
         await router.until(lambda: router.replicas[1].realm == "two")
-        for _ in range(2):
-            first_had, text = len(first.asked), await router.words()
-            if len(first.asked) > first_had:
-                break
+        text = await router.words()
+        if not first.asked:
+            text = await router.words()
         assert words_of(text) == WHOLE[:3] and "no other has the weights" in text
         assert text.endswith("\n\n") and "[DONE]" not in text
         refused = [asked["resume"] for asked in second.asked if asked["resume"]["outputs"]]

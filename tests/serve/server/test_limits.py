@@ -109,7 +109,8 @@ def test_a_head_is_bounded(server):
 def test_a_client_that_does_not_read_is_left(server):
     """Neither its seats nor the server's end wait for it."""
     place, body = urlsplit(server.url), json.dumps(ENDLESS | {"n": 64, "logprobs": 20}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first-key\r\nhost: localhost\r\ncontent-length: "
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
+    head += "content-length: "
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         own.connect((place.hostname, place.port))

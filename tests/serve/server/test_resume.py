@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import jax
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve.api.realms import Realms
+from duetto.serve.api.weights import realms_of
 from duetto.serve.endpoints import completions
 from duetto.serve.endpoints.telling import Told
 from duetto.serve.openai.tasks import Task
@@ -224,7 +225,7 @@ def test_an_answer_goes_on_only_where_its_realm_is(llm):
         llm.update_params(before)
     assert realms(llm, body) == [own]
     for others in (["demo", [("temperature", 0.5)], None], ["named otherwise", [], None]):
-        assert Realms(llm, *others).name != own == Realms(llm, "demo", [], None).name
+        assert realms_of(llm, *others).name != own == realms_of(llm, "demo", [], None).name
 
 
 def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
@@ -264,3 +265,9 @@ def test_a_server_that_is_ready_names_its_realm(llm):
 
     reply, name = asyncio.run(asked())
     assert reply.status_code == 200 and reply.headers["x-duetto-realm"] == name and len(name) == 64
+
+
+def test_an_adapter_is_a_part_of_the_realm(llm):
+    realms, adapters = realms_of(llm), [SimpleNamespace(digest=bytes([i])) for i in (1, 2)]
+    found: list[str] = [realms.of(None), *(realms.of(one) for one in adapters)]  # type: ignore[arg-type]
+    assert found == [realms.name, f"{realms.name} 01", f"{realms.name} 02"]

@@ -71,7 +71,7 @@ def piece(flow: Any, count: int = 1, at_end: bool = False) -> Piece:
 
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
     monkeypatch.setattr(services, "Driver", Driver)
-    monkeypatch.setattr(services, "Realms", lambda *_: None)
+    monkeypatch.setattr(services, "realms_of", lambda *_: None)
 
     async def served() -> None:
         service: Any = Service(LLM, ServerOptions(**options), {})
