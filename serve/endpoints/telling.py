@@ -35,7 +35,7 @@ class WholeEvent:
 
 class Told:
     """Tells of tokens, at most every so many seconds: of those that nobody waits to read, few words will
-    do. Their `realm` is told before the first ones, and where it has changed."""
+    do. Their `realm` is sent before the first ones, and where it has changed."""
 
     def __init__(self, seconds: float, realm: Callable[[], str]):
         self._seconds, self._last = seconds, time.monotonic()
