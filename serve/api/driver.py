@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...checkpoints.adapters.adapter import Adapter
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
 from ..adapters.registry import Registry
@@ -43,6 +44,10 @@ class Flow:
         that computes its prompt, of several."""
         for request in self.ticket.requests:
             request.priority, request.source = priority, source
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.ticket.requests[0].adapter
 
     @property
     def cached_tokens(self) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..audit.log import AuditLog
+from ..audit.realms import Realms
 from ..engine.engine import Engine
 from ..engine.request import Request
 from ..host.signals import uninterrupted
@@ -53,6 +54,7 @@ class Session:
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
         self.log: AuditLog | None = None  # which hears of requests that have ended
+        self.realms: Realms | None = None  # renewed with the weights, where answers may go on elsewhere
         engine.on_end = listener(self)
         self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
         self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order

@@ -2,12 +2,13 @@
 them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import Mesh, NamedSharding
 
 from ...model.transformer import Decoder
 from ...model.weights.compress import in_form
+from ..audit.realms import Realms
 from ..engine.sleep import TAGS
 from ..loading.folder import load_folder
 from ..loading.origin import Origin
@@ -42,6 +43,16 @@ def update_params(llm: "LLM", params: Decoder, mode: Mode | None = None) -> None
             llm._session.settle(mode)
         if llm._session.log is not None:
             llm._session.log.replaced(engine.weights, engine.params)
+        if llm._session.realms is not None:
+            llm._session.realms.renew(engine)
+
+
+def realms_of(llm: "LLM", *others: Any) -> Realms:
+    """Names of what its answers follow from, renewed with the weights; `others` are facts of the caller."""
+    with llm._session.turn():
+        facts = llm._intake.eos_ids, *others
+        llm._session.realms = Realms(llm.engine, llm.options, llm.tokenizer, *facts)
+        return llm._session.realms
 
 
 def load_params(llm: "LLM", path: str | Path, mode: Mode | None = None) -> int:

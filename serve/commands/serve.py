@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         with start(args, engine) as llm:
             code = served(llm, options, defaults, before)
             if args.save_cache is not None:
+                llm.resume_generation()  # a pause ends with the requests that it was for
                 llm.save_cache(args.save_cache)
             finish(llm.report(args.explain), args)
     return code

@@ -6,6 +6,7 @@ from ..options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, within
 
+REALM = "x-duetto-realm"  # header: what the answers of a server that is ready follow from
 SOURCE = (
     "x-duetto-prefill"  # header: the address of the engine that computes a prompt, of those that are asked
 )

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ..openai.reading import object_of
 from ..openai.replies import PREFIXES, Replies
 from ..openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
-from ..openai.resume import END
+from ..openai.resume import END, Resume
 from ..openai.schemas import body_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..service.errors import HttpError, json_response
@@ -30,6 +30,7 @@ from .paths import READ_ERRORS, Path
 from .telling import SELDOM, Told, WholeEvent
 
 LONG = 1 << 14  # bytes of a body that is read in another thread
+MOST_SHOWN = 200  # characters of a realm in an error
 
 
 class EventWriter(Protocol):
@@ -63,7 +64,7 @@ RESPONSE = Api("resp_", asked_of_response, response_events.whole, response_event
 
 
 def paths(service: Service) -> list[Path]:
-    errors = (*READ_ERRORS, 404, 429, 503)
+    errors = (*READ_ERRORS, 404, 409, 429, 503)
     text, chat, response = (body_of(form, service.defaults) for form in ("completion", "chat", "response"))
     return [
         Path(
@@ -98,6 +99,7 @@ class Completions:
             id = id if asked.resume is None else asked.resume.id
             async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
                 scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
+                require_realm(asked.resume, self.service.realm(call))
                 if asked.stream or asked.goes_on:
                     await while_read(receive, self._stream(call, asked, id, send))
                 else:
@@ -125,8 +127,14 @@ class Completions:
             return self.api.events(replies, id, asked, call.flows[0].prompt)
         return WholeEvent(lambda: self.api.whole(replies, id, asked, self.service.results(call)))
 
+    def _telling(self, call: Call, asked: Asked) -> Callable[[list[CompletionOutput]], bytes]:
+        """What stands behind the events of a step: its tokens, where the answer may go on elsewhere."""
+        if asked.resume is None:
+            return lambda outputs: b""
+        return Told(0.0 if asked.stream else SELDOM, lambda: self.service.realm(call))
+
     async def _stream(self, call: Call, asked: Asked, id: str, send: Send) -> None:
-        events, tell = self._writer(call, asked, id), telling(asked)
+        events, tell = self._writer(call, asked, id), self._telling(call, asked)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
 
@@ -158,8 +166,8 @@ class Completions:
         await write(events.end(**call.usage) + (b"" if asked.resume is None else END), more=False)
 
 
-def telling(asked: Asked) -> Callable[[list[CompletionOutput]], bytes]:
-    """What stands behind the events of a step: its tokens, where the answer may go on elsewhere."""
-    if asked.resume is None:
-        return lambda outputs: b""
-    return Told(0.0 if asked.stream else SELDOM)
+def require_realm(resume: Resume | None, own: str) -> None:
+    """Raises HttpError where an answer has begun with other weights, or with whatever else decides tokens."""
+    if resume is not None and resume.realm not in (None, own):
+        told = f"resume.realm is {resume.realm[:MOST_SHOWN]!r}, and answers here are of {own!r}"
+        raise HttpError(409, told, "other_realm", "resume")

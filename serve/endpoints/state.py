@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..service.errors import json_response
 from ..service.service import Service
+from .body import REALM
 from .metrics import CONTENT_TYPE, EngineMetrics
 from .paths import Path
 
@@ -73,8 +74,9 @@ class State:
         return Response(status_code=200 if self.service.error is None else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests are taken."""
-        return Response(status_code=503 if self.service.error or self.service.is_draining else 200)
+        """Whether requests are taken, and in a header what answers follow from."""
+        status = 503 if self.service.error or self.service.is_draining else 200
+        return Response(status_code=status, headers={REALM: self.service.realms.name})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("duetto")})

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..openai.resume import taken
+from ..openai.resume import realm_comment, taken
 from ..outputs import CompletionOutput
 from .answers import event
 
@@ -35,10 +35,11 @@ class WholeEvent:
 
 class Told:
     """Tells of tokens, at most every so many seconds: of those that nobody waits to read, few words will
-    do."""
+    do. Their `realm` is sent before the first ones, and where it has changed."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, realm: Callable[[], str]):
         self._seconds, self._last = seconds, time.monotonic()
+        self._realm, self._named = realm, ""
         self._held: list[CompletionOutput] = []
 
     def __call__(self, outputs: list[CompletionOutput]) -> bytes:
@@ -47,4 +48,5 @@ class Told:
         if now - self._last < self._seconds:
             return b""
         found, self._held, self._last = taken(self._held), [], now
-        return found
+        before, self._named = self._named, self._realm()
+        return found if self._named == before else realm_comment(self._named) + found

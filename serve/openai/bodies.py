@@ -10,7 +10,8 @@ from ...fields import knob
 MODEL = "a name that the model is served under; it need not be given"
 IDS = "give token ids too: of the answer, and where it is whole of the prompt; and which weights made them"
 RESUME = (
-    "of an answer that may go on elsewhere: its id, created, and token ids of each choice so far as outputs"
+    "of an answer that may go on elsewhere: its id, created, and of one that has begun the token ids of each "
+    "choice so far as outputs, their events, and their realm"
 )
 
 

@@ -17,12 +17,14 @@ from .refusing import RequestError, require
 from .tasks import Task
 
 END = b": end\n\n"  # behind a stream's last event
+MOST = 1 << 32  # events of an answer, and seconds since 1970
 
 
 @dataclass(frozen=True)
 class Resume:
     """Of an answer that can be resumed: its id (32 hexadecimal digits), its time in seconds, and the token
-    ids of each choice so far, which were told in so many events.
+    ids of each choice so far, which were told in so many events. `realm` names what they follow from; without
+    it the client answers for that.
 
     The time is also what chat templates see; seeds that are not given are drawn from the id.
     """
@@ -31,11 +33,13 @@ class Resume:
     created: int
     outputs: tuple[tuple[int, ...], ...] = ()
     events: int = 0
+    realm: str | None = None
 
     def __post_init__(self):
         digits = set(self.id) <= set("0123456789abcdef")
         require(digits and len(self.id) == 32, "resume", self.id, "an id of 32 hexadecimal digits")
-        require(0 <= self.created < 1 << 32, "resume", self.created, "seconds since 1970")
+        require(0 <= self.created < MOST, "resume", self.created, "seconds since 1970")
+        require(0 <= self.events < MOST, "resume", self.events, f"0 to {MOST - 1} events")
 
     @property
     def has_begun(self) -> bool:
@@ -65,6 +69,11 @@ def resume_of(value: Any) -> Resume | None:
         return msgspec.convert(value, Resume)
     except msgspec.ValidationError as error:
         raise RequestError("invalid_request", f"resume is not allowed: {error}", "resume") from None
+
+
+def realm_comment(realm: str) -> bytes:
+    """A comment before tokens of a stream: what these and the next ones follow from."""
+    return f": realm {realm}\n\n".encode()
 
 
 def taken(outputs: Sequence[CompletionOutput]) -> bytes:

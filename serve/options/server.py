@@ -10,6 +10,7 @@ from ...refusals import shown
 from ..tools.notations import named
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
+HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 ENDPOINT = re.compile(r"https?://[^/]")
 
 
@@ -30,6 +31,11 @@ class ServerOptions:
         None,
         "origin of pages elsewhere that may ask from a browser, as https://chat.example, or *; repeatable; "
         "default: none",
+    )
+    allowed_hosts: Sequence[str] | None = knob(
+        None,
+        "name that the server is asked as, as chat.example, or *.example, or *; repeatable; addresses and "
+        "localhost always are; default: on a loopback address no other name, elsewhere any",
     )
     tool_call_parser: str | None = knob(
         None, "notation of the model's calls of tools, as hermes; default: that of its chat template"
@@ -87,6 +93,11 @@ class ServerOptions:
             if not ORIGIN.fullmatch(origin):
                 raise ValueError(
                     f"allowed_origins {shown(origin)} is not allowed: scheme://host[:port], or *"
+                )
+        for name in self.allowed_hosts or ():
+            if not HOST.fullmatch(name):
+                raise ValueError(
+                    f"allowed_hosts {shown(name)} is not allowed: a name without a port, *.name, or *"
                 )
         if self.otlp_traces_endpoint and not ENDPOINT.match(self.otlp_traces_endpoint):
             endpoint = shown(self.otlp_traces_endpoint)

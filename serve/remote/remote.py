@@ -53,7 +53,7 @@ class Hand:
     has: dict[str, Asked] = field(default_factory=dict)
     new: list[Asked] = field(default_factory=list)
     promise: Any = None
-    is_known: bool = False  # its products are those of the first
+    is_known: bool = False  # its products and its realm are those of the first
 
     @property
     def load(self) -> int:
@@ -64,8 +64,8 @@ class Remote:
     """Several workers as one engine: `add_request` deals to whoever has least, `step` waits for the first
     that has something to tell.
 
-    Raises RuntimeError where workers are lost again and again, and where one multiplies otherwise than the
-    first.
+    Raises RuntimeError where workers are lost again and again, and where one has another realm than the
+    first, or multiplies otherwise.
     """
 
     def __init__(self, crew: Crew, count: int, tokenizer: Tokenizer | None, options: EngineOptions):
@@ -138,12 +138,16 @@ class Remote:
             self._deal(one)
 
     def _check(self, hand: Hand) -> None:
-        """Raises RuntimeError where bits may be others: an accelerator's compiler may choose otherwise."""
+        """Raises RuntimeError where bits may be others: an accelerator's compiler may choose otherwise, and
+        the model's folder may have been written since the first worker's start."""
         if hand.is_known:
             return
-        products = self._crew.facts(hand.worker).products
-        if products != self._facts.products:
-            raise RuntimeError(f"a worker's products are {products}, the first one's {self._facts.products}")
+        facts = self._crew.facts(hand.worker)
+        if facts.products != self._facts.products:
+            told = f"{facts.products}, the first one's {self._facts.products}"
+            raise RuntimeError(f"a worker's products are {told}")
+        if facts.realm != self._facts.realm:
+            raise RuntimeError("a worker has other weights, versions or another machine than the first one")
         hand.is_known = True
 
     def report(self, explained: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...sampling.params import SamplingParams
 from ..adapters.request import LoRARequest
 from ..api.llm import LLM
+from ..api.weights import realms_of
 from ..outputs import RequestOutput
 
 # Seconds of steps after which a worker tells what has ended, if anything has, and in any case.
@@ -33,6 +34,7 @@ class Facts:
     eos_ids: tuple[int, ...]
     products: str | None
     process: int = 0  # its number, where it runs
+    realm: str = ""  # of its answers
 
 
 class Gone(Exception):
@@ -48,9 +50,8 @@ class Worker:
     def facts(self) -> Facts:
         llm = self._llm
         ends, products = llm._intake.eos_ids, llm.report().get("products")
-        return Facts(
-            llm.config.vocab_size, llm.engine.sizes.max_model_len, ends, products, process=os.getpid()
-        )
+        longest, realm = llm.engine.sizes.max_model_len, realms_of(llm).name
+        return Facts(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
 
     def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
         """Begin some requests, and go on with all; what has ended."""

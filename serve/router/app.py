@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ..options.server import ServerOptions
 from ..server.keys import Keys
-from ..server.origins import origins
+from ..server.origins import guards
 from ..service.errors import HANDLERS
 from .metrics import CONTENT_TYPE, RouterMetrics
 from .proxy import Proxy
@@ -47,5 +47,5 @@ def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys:
     routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", counts)]
     routes += [Route(path, proxy, methods=["POST"]) for path in ASKED]
     routes += [Route(path, proxy, methods=["GET"]) for path in TOLD]
-    middleware = [*origins(options.allowed_origins or ()), Middleware(Keys, keys=keys, open=OPEN)]
+    middleware = [*guards(options), Middleware(Keys, keys=keys, open=OPEN)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)

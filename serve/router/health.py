@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from ..endpoints.body import REALM
 from ..host.store import warn
 from ..host.streams import tell
 from ..options.router import RouterOptions
@@ -13,6 +14,7 @@ from .line import Line
 from .replicas import Replica
 
 MISSES = 2  # looks without an answer, after which a replica is lost
+SHOWN = 12  # characters of a realm in the log
 
 
 class Health:
@@ -28,25 +30,25 @@ class Health:
         missed = 0
         while True:
             try:
-                status = await self._ask(replica, "/ready")
+                status, realm = await self._ask(replica, "/ready")
                 if status == 503:
-                    status = 500 if await self._ask(replica, "/health") != 200 else 503
+                    status = 500 if (await self._ask(replica, "/health"))[0] != 200 else 503
             except Lacking as lacking:  # nothing is known of the replica
                 warn(f"no replica can be asked for its health now: {lacking}")
             else:
                 missed = 0 if status in (200, 503) else missed + 1
-                self._note(replica, status, missed)
+                self._note(replica, status, realm, missed)
             await asyncio.sleep(self._options.health_period)
 
-    def _note(self, replica: Replica, status: int, missed: int) -> None:
-        before = replica.is_up, replica.is_ready
+    def _note(self, replica: Replica, status: int, realm: str, missed: int) -> None:
+        before = replica.is_up, replica.is_ready, replica.realm
         if not missed:
-            replica.is_up, replica.is_ready = True, status == 200
+            replica.is_up, replica.is_ready, replica.realm = True, status == 200, realm
         elif missed >= MISSES and replica.is_up:
             replica.lose()
-        if before != (replica.is_up, replica.is_ready):
+        if before != (replica.is_up, replica.is_ready, replica.realm):
             state = "ready" if replica.is_ready else "draining" if replica.is_up else "lost"
-            tell(f"duetto: {replica} is {state}")
+            tell(f"duetto: {replica} is {state}" + (f", of realm {realm[:SHOWN]}" if realm else ""))
         self._line.advance()
         self._fail_if_alone()
 
@@ -57,25 +59,27 @@ class Health:
         elif now - self._since > self._options.max_absence:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))
 
-    async def _ask(self, replica: Replica, path: str) -> int:
-        """The status of an open path; 0 where none came in time. Raises Lacking."""
+    async def _ask(self, replica: Replica, path: str) -> tuple[int, str]:
+        """The status of an open path, 0 where none came in time, and the realm that its answer names. Raises
+        Lacking."""
         try:
             async with asyncio.timeout(self._options.health_timeout):
                 return await status_of(replica, path)
         except Lacking:
             raise
         except (Lost, TimeoutError):
-            return 0
+            return 0, ""
 
     def close(self) -> None:
         for look in self._looks:
             look.cancel()
 
 
-async def status_of(replica: Replica, path: str) -> int:
+async def status_of(replica: Replica, path: str) -> tuple[int, str]:
     connection = await Connection.to(replica.target)
     try:
         connection.ask("GET", path, ())
-        return await connection.status()
+        status = await connection.status()
+        return status, dict(connection.headers).get(REALM.encode(), b"").decode("latin-1")
     finally:
         connection.abort()

@@ -45,15 +45,20 @@ class Target:
         secret = place.scheme == "https"
         return cls(place.hostname or "", place.port or (443 if secret else 80), secret)
 
+    @property
+    def authority(self) -> str:
+        """Host and port, as a request's `Host` has them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def __str__(self) -> str:
-        return f"{'https' if self.is_secret else 'http'}://{self.host}:{self.port}"
+        return f"{'https' if self.is_secret else 'http'}://{self.authority}"
 
 
 class Connection:
     """One request to a server, and its answer. Every method raises Lost where the server is gone."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
+    def __init__(self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._target, self._reader, self._writer = target, reader, writer
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._has_head = self.is_whole = False
@@ -72,10 +77,11 @@ class Connection:
             raise kind(f"{target}: {error}") from None
         own = writer.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return cls(reader, writer)
+        return cls(target, reader, writer)
 
     def ask(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
-        lines = [b"%s %s HTTP/1.1" % (method.encode(), path.encode()), b"host: replica", b"connection: close"]
+        lines = [b"%s %s HTTP/1.1" % (method.encode(), path.encode())]
+        lines += [b"host: " + self._target.authority.encode(), b"connection: close"]
         lines += [b"%s: %s" % header for header in headers]
         lines += [b"content-length: %d" % len(body)] if body or method == "POST" else []
         self._writer.write(b"\r\n".join([*lines, b"", body]))

@@ -68,10 +68,10 @@ class Line:
             place = heapq.heappop(self._places)
             if place.seat.done():
                 continue
-            found = self._choose(self.replicas, place.job.prompt, self._most, place.job.left)
+            found = self._choose(self._fitting(place.job), place.job.prompt, self._most, place.job.left)
             if found is None:
                 waiting.append(place)
-                if not place.job.left:
+                if not (place.job.left or place.job.realm):
                     break  # nobody behind it has more to choose from
                 continue
             found.take(place.job)
@@ -79,6 +79,14 @@ class Line:
             place.seat.set_result(found)
         for place in waiting:
             heapq.heappush(self._places, place)
+
+    def _fitting(self, job: Job) -> Sequence[Replica]:
+        """Replicas that are known to go on with an answer that has begun; all where there are none, since
+        what is known may be old."""
+        if not job.realm:
+            return self.replicas
+        open = [one for one in self.replicas if one.is_ready and one not in job.left]
+        return [one for one in open if one.realm == job.realm] or self.replicas
 
     def leave(self, replica: Replica, job: Job) -> None:
         """A replica is done with a job."""

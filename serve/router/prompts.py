@@ -13,6 +13,7 @@ from ..text.tokenizer import Tokenizer
 
 LETTERS = 4  # bytes of text that are about a token
 MOST = 1 << 17  # tokens of a prompt that are looked at
+MOST_ID = 1 << 31  # ids are below it in names of pages; a replica refuses others
 TEXT, TOKENS = root("text"), root("tokens")
 
 
@@ -73,13 +74,19 @@ class Tokens:
 
 def asked(path: str, body: Mapping[str, Any]) -> Any:
     """The text, token ids or messages that a body asks about; of several prompts the first."""
+    return prompts_in(path, body)[0]
+
+
+def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
+    """All that a body asks about; at least one."""
     if path.endswith("/chat/completions"):
-        return body.get("messages") or []
+        return [body.get("messages") or []]
     if path.endswith("/responses"):
-        return messages_of(body)
+        return [messages_of(body)]
     given = body.get("input") if path.endswith("/embeddings") else body.get("prompt")
-    several = isinstance(given, list) and given and isinstance(given[0], (str, list))
-    return given[0] if several else given or ""  # type: ignore[index]
+    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
+        return given
+    return [given or ""]
 
 
 def tools_of(path: str, body: Mapping[str, Any]) -> Any:
@@ -91,11 +98,13 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
     """About what a response's template is given."""
     given, told = body.get("input"), body.get("instructions")
     before = [{"role": "system", "content": told}] if told else []
-    return [*before, *([{"role": "user", "content": given}] if isinstance(given, str) else given or [])]
+    if isinstance(given, str):
+        return [*before, {"role": "user", "content": given}]
+    return [*before, *(given if isinstance(given, list) else ())]
 
 
 def is_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(i) is int for i in given)
+    return isinstance(given, list) and bool(given) and all(type(i) is int and 0 <= i < MOST_ID for i in given)
 
 
 def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:

@@ -16,6 +16,7 @@ from ..options.router import RouterOptions
 from ..options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
+from .charges import charge
 from .http import Connection, Headers, Lost
 from .line import Line
 from .prefills import Prefills
@@ -25,6 +26,7 @@ from .streams import Plain, Resumable, said_in
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+OTHER = 409  # of an answer that has begun: the replica's would not be the same
 BUSY = (429, 502, 503)  # another replica may answer otherwise
 OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
 ANEW = {
@@ -35,6 +37,17 @@ ANEW = {
     SOURCE.encode(),
     *OWN,
 }  # of requests: the router has looked
+
+
+OTHER_REALM = HttpError(
+    502,
+    "the replica went away before its answer was whole, and no other has the weights that it began with",
+    "replica_lost",
+)
+
+
+class Unfit(Exception):
+    """A replica cannot go on with an answer that has begun: its tokens would follow from something else."""
 
 
 @dataclass
@@ -52,6 +65,23 @@ class Asked:
     @property
     def has_begun(self) -> bool:
         return self.has_head or (self.stream is not None and self.stream.has_begun)
+
+    @property
+    def realm(self) -> str:
+        """What a replica has to have that goes on with it, beside adapters; empty before it has begun."""
+        return self.stream.realm.partition(" ")[0] if self.stream and self.stream.has_begun else ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its tokens cannot be continued, since their realm was never named."""
+        return self.stream is not None and self.stream.has_begun and not self.stream.realm
+
+    def begin_anew(self) -> bool:
+        """Whether the client has nothing of it, so that all that is known can be forgotten, as it is."""
+        if self.has_head or self.stream is None:
+            return False
+        self.stream.forget()
+        return True
 
     @property
     def sent(self) -> bytes:
@@ -80,7 +110,8 @@ class Proxy:
                 body = await read_body(request, self.server) if scope["method"] == "POST" else b""
                 asked, fields = self._asked(scope, body)
                 job = Job(await self._named(asked.path, fields, len(body)))
-                place = self.line.place(scope.get("client_name", ""), job.prompt.tokens + wanted(fields))
+                tokens = charge(scope["path"], fields, job.prompt)
+                place = self.line.place(scope.get("client_name", ""), tokens)
                 await while_read(receive, self._answer(asked, job, place, send))
             except ClientLeft:
                 pass
@@ -119,7 +150,8 @@ class Proxy:
     # ------------------------------------------------------------ replicas, one after the other
 
     async def _answer(self, asked: Asked, job: Job, place: int, send: Send) -> None:
-        for attempt in range(1, self.options.attempts + 1):
+        attempt = 1
+        while attempt <= self.options.attempts:
             last = attempt == self.options.attempts
             replica = await self._replica(asked, job, place, send)
             if replica is None:
@@ -128,6 +160,10 @@ class Proxy:
                 if await self._asked_of(replica, asked, job, send, last):
                     return
                 job.left.add(replica)
+            except Unfit as unfit:  # costs no attempt: each replica is asked once
+                tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
+                job.refused_by(replica)
+                continue
             except Lost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
                 replica.is_ready = False  # until the next look at its health
@@ -135,24 +171,37 @@ class Proxy:
                     return
             finally:
                 self.line.leave(replica, job)
+            attempt += 1
             self.resumed += asked.has_begun
             self.retried += not asked.has_begun
 
     async def _replica(self, asked: Asked, job: Job, place: int, send: Send) -> Replica | None:
-        """Whoever has the request next; none where the client was told that there is nobody."""
+        """The replica that has the request next; None where the client was sent an error. A whole answer that
+        no replica can go on with begins anew."""
+        job.realm = asked.realm
         try:
             return await self.line.replica(job, place)
         except HttpError as error:
+            found = error
+            if job.others and error.code == "unavailable":
+                if asked.begin_anew():
+                    tell("duetto: no replica has the weights that an answer began with: it begins anew")
+                    job.begin_anew()
+                    return await self._replica(asked, job, place, send)
+                found = OTHER_REALM
+                tell(f"duetto: a stream ends with an error: {found}")
             if not asked.has_head:
                 raise
-            await fail(error, send)
+            await fail(found, send)
             return None
 
     async def _is_over(self, asked: Asked, send: Send, last: bool) -> bool:
         """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
         nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
-        if asked.has_head and (last or asked.stream is None):
+        if asked.is_lost:
+            asked.begin_anew()
+        if asked.has_head and (last or asked.stream is None or asked.is_lost):
             await fail(error, send)
             return True
         if last:
@@ -167,6 +216,8 @@ class Proxy:
             with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
                 connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
                 status = await connection.status()
+            if status == OTHER and asked.realm:
+                raise Unfit(told_in(await connection.body()))
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)
@@ -248,12 +299,6 @@ def read(body: bytes) -> Mapping[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def wanted(fields: Mapping[str, Any]) -> int:
-    """Tokens that a request may generate, as far as it says."""
-    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-    return next((fields[name] for name in names if type(fields.get(name)) is int), 0)
 
 
 def told_in(body: bytes) -> str:

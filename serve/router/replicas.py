@@ -13,12 +13,26 @@ ROW = 32  # tokens of prefill that a request which generates is reckoned as
 @dataclass(eq=False)
 class Job:
     """A request on its way: its prompt, and of the replica that has it how many tokens of the prompt that has
-    to compute, until its answer has begun. `left` are replicas that could not serve it."""
+    to compute, until its answer has begun. `left` are replicas that could not serve it, `others` those of
+    them whose realm is not the one of the answer so far, `realm`."""
 
     prompt: Prompt
     work: int = 0
     has_begun: bool = False
     left: set["Replica"] = field(default_factory=set)
+    others: set["Replica"] = field(default_factory=set)
+    realm: str = ""
+
+    def refused_by(self, replica: "Replica") -> None:
+        """A replica has other weights, or other versions, than the answer began with."""
+        self.left.add(replica)
+        self.others.add(replica)
+
+    def begin_anew(self) -> None:
+        """Nothing of its answer is left that a replica would have to go on with."""
+        self.left -= self.others
+        self.others.clear()
+        self.realm = ""
 
 
 class Replica:
@@ -27,6 +41,7 @@ class Replica:
     def __init__(self, target: Target, memory: Memory, row: int = ROW):
         self.target, self.memory, self._row = target, memory, row
         self.is_up = self.is_ready = False  # before the first look
+        self.realm = ""  # of its answers, as far as it is known
         self.jobs: set[Job] = set()
         self.connections: set[Connection] = set()
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0

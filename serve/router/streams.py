@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-TOKENS, COMMENT, END, DATA = b": tokens ", b":", b": end", b"data: "
+TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
 
 
 class Plain:
@@ -24,13 +24,15 @@ class Plain:
 class Resumable:
     """What a client has of a stream, or will have of a whole answer, which is the last event of one. Events
     are passed on once the tokens that they came from are known; so whatever a lost replica has told without
-    them is told again by the next."""
+    them is told again by the next. `realm` names what its tokens follow from: another replica may go on with
+    them only under the same name."""
 
     def __init__(self, body: Mapping[str, Any]):
         self.is_stream = body.get("stream") is True  # or a whole answer, which is told as the last event
         self.id, self._body = uuid.uuid4().hex, dict(body)
         self._created = int(time.time())
         self._outputs: list[list[int]] = []
+        self.realm = ""
         self._events = 0  # passed on
         self._rest = b""  # of an event that is not whole
         self._held: list[bytes] = []  # events whose tokens are not known
@@ -43,8 +45,15 @@ class Resumable:
     @property
     def body(self) -> bytes:
         """What a replica is asked for: the stream, from where the client has it."""
-        known = {"outputs": self._outputs, "events": self._events}
+        known: dict[str, Any] = {"outputs": self._outputs, "events": self._events}
+        if self.has_begun:
+            known["realm"] = self.realm
         return msgspec.json.encode(self._body | {"resume": {"id": self.id, "created": self._created} | known})
+
+    def forget(self) -> None:
+        """Nothing of it is kept: the next replica begins it."""
+        assert not self._events, "the client has events of it"
+        self._outputs, self.realm = [], ""
 
     def begin(self) -> None:
         """A replica's answer begins."""
@@ -66,6 +75,9 @@ class Resumable:
             return b""
         if block.startswith(TOKENS):
             self._count(msgspec.json.decode(block[len(TOKENS) :], type=dict[int, list[int]]))
+        elif block.startswith(REALM):
+            self.realm = block[len(REALM) :].decode("latin-1")
+            return b""
         elif block == END:
             self.is_whole = True
         else:

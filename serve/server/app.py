@@ -14,7 +14,7 @@ from ..endpoints.tokens import Tokens
 from ..service.errors import HANDLERS
 from ..service.service import Service
 from .keys import Keys
-from .origins import origins
+from .origins import guards
 from .tracing import Traced, Tracing
 
 
@@ -29,7 +29,7 @@ def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette
     if service.options.weights_dir is not None:
         paths += Weights(service, service.options.weights_dir).paths
     paths += Page(paths, has_keys=bool(keys)).paths
-    middleware = origins(service.options.allowed_origins or ())
+    middleware = guards(service.options)
     middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))
     if tracing is not None:
         middleware.append(Middleware(Traced, tracing=tracing))

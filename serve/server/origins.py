@@ -7,10 +7,18 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..options.server import ServerOptions
 from ..service.errors import HttpError
+from .hosts import Hosts
 
 ALL = "*"
 TOLD = ["x-request-id", "retry-after"]  # headers that such a page may read
+
+
+def guards(options: ServerOptions) -> list[Middleware]:
+    """What keeps pages out that a browser must not ask from, before anything else is looked at."""
+    hosts = Middleware(Hosts, allowed=options.allowed_hosts, own=options.host)
+    return [hosts, *origins(options.allowed_origins or ())]
 
 
 def origins(allowed: Collection[str]) -> list[Middleware]:

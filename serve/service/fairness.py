@@ -16,6 +16,7 @@ class Shares:
 
     def place(self, client: str, tokens: int) -> int:
         """Of a request that may cost so many tokens; smaller ones are served first."""
+        assert tokens > 0, "a request would move its client forwards"
         start = max(self._now, self._ends.pop(client, 0))
         self._ends[client] = start + tokens
         if len(self._ends) > CLIENTS:

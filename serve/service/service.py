@@ -11,6 +11,7 @@ from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
+from ..api.weights import realms_of
 from ..openai.refusing import RequestError
 from ..openai.replies import Replies
 from ..openai.tasks import Task, params_for, prompt_ids, refusal
@@ -71,6 +72,7 @@ class Service:
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
         self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
+        self.realms = realms_of(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
         self.error: Exception | None = None
         self.is_draining = False
         self.ended = asyncio.Event()
@@ -136,6 +138,10 @@ class Service:
             self._calls -= 1
             self._end_if_done()
 
+    def realm(self, call: Call) -> str:
+        """What the tokens of a call follow from, as long as the weights are these."""
+        return self.realms.of(call.flows[0].adapter)
+
     async def outputs(self, call: Call) -> list[RequestOutput]:
         """The whole results of a call."""
         await call.stream.ended()
@@ -163,7 +169,7 @@ class Service:
             self._coming -= count
 
     def _check(self, is_admitted: bool) -> None:
-        if self.error is not None or (self.is_draining and not is_admitted):
+        if self.error is not None or self._is_stuck or (self.is_draining and not is_admitted):
             raise HttpError(503, "the server is ending", "unavailable")
 
     def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
@@ -224,6 +230,7 @@ class Service:
             return await asyncio.to_thread(work)
         finally:
             self._driver.wake()
+            self._end_paused()
 
     # ------------------------------------------------------------ pieces, from the engine's thread
 
@@ -272,9 +279,21 @@ class Service:
     # ------------------------------------------------------------ the end
 
     def drain(self) -> None:
-        """Take no more requests; `ended` is set when those under way are done."""
+        """Take no more requests; `ended` is set when those under way are done. Those of a paused engine,
+        which takes no steps for them, end with an error: behind a router they go on elsewhere."""
         self.is_draining = True
+        self._end_paused()
         self._end_if_done()
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self.is_draining and self.llm.is_sleeping()
+
+    def _end_paused(self) -> None:
+        if not self._is_stuck:
+            return
+        for flow in self._fail_all(HttpError(503, "the server is ending, and it is paused", "unavailable")):
+            self._driver.leave(flow)
 
     def _end_if_done(self) -> None:
         if self.is_draining and not self._calls:
@@ -286,12 +305,17 @@ class Service:
     def _failed(self, error: Exception) -> None:
         self.error = error
         traceback.print_exception(error)
-        for place in self._places.values():
+        self._fail_all(HttpError(500, "the engine has failed", "engine_error"))
+        self.ended.set()
+
+    def _fail_all(self, error: HttpError) -> list[Flow]:
+        """End what all flows under way are awaited for; these flows."""
+        failed, self._places = self._places, {}
+        for place in failed.values():
             if place.late is not None:
                 place.late.cancel()
-            place.stream.fail(HttpError(500, "the engine has failed", "engine_error"))
-        self._places.clear()
-        self.ended.set()
+            place.stream.fail(error)
+        return list(failed)
 
     async def close(self) -> None:
         self._pinging.cancel()

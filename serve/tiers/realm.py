@@ -1,4 +1,5 @@
-"""What a page's bits follow from besides its tokens, as a name for pages that outlive their process."""
+"""Names what bits follow from besides tokens: of pages that outlive their process, and of answers that go on
+in another one."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
+from ...kvcache.stages import devices
 from ..host.devices import memory_limit
 from ..options.engine import EngineOptions
 from ..programs import kept
@@ -22,13 +24,25 @@ def realm(programs: Programs, params: Any, options: EngineOptions, exact: bool =
     """32 bytes that are equal for engines whose pages of the same name have the same bits: of the same code
     and machine, the same model with the same weights, the same layout, and the same canonical shapes. Where
     it need not be `exact`, equal for those of the same code, model, weights and kinds of numbers."""
-    device = min(programs.like.everywhere.device_set, key=lambda d: d.id)
-    canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
     pools = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in jax.tree.leaves(programs.like.cache)]
-    placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
-    products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
-    facts = repr(programs.config), pools
+    return named(programs, params, options, exact, repr(programs.config), pools)
+
+
+def realm_of_answers(programs: Programs, target: Any, options: EngineOptions, *others: Any) -> bytes:
+    """32 bytes that are equal for engines that continue equal tokens equally: `realm` of the target's
+    parameters, since guesses decide no token, and of `others` that answers follow from."""
+    lora = options.enable_lora, options.max_loras, options.max_lora_rank
+    facts = repr(programs.config.target), options.kv_cache_dtype, options.page_size, lora, *others
+    return named(programs, target, options, options.reproducible, *facts)
+
+
+def named(programs: Programs, params: Any, options: EngineOptions, exact: bool, *facts: Any) -> bytes:
+    """A hash of facts, of the parameters, and where it is `exact` of how they are multiplied."""
+    device = min(devices(params), key=lambda d: d.id)
     if exact:
+        canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
+        placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
+        products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
         facts += placed, canonical, products, options.reproducible, kept.environment(device)
     with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
         weights = pool.submit(device_hash, params).result()
@@ -43,10 +57,13 @@ def layout(sharding: jax.sharding.Sharding) -> str:
 
 
 def device_hash(params: Any) -> str:
-    """A hash of every number of the parameters, computed where they are: only sums are read."""
+    """A hash of every number of the parameters, computed where they are: only sums are read. Of an array that
+    several processes hold, of this process's parts."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):  # one by one: sums over a CPU's devices that overlap can hang
-        found.update(jax.device_get(digest(leaf)).tobytes())
+        parts = [leaf] if leaf.is_fully_addressable else [part.data for part in leaf.addressable_shards]
+        for part in parts:
+            found.update(jax.device_get(digest(part)).tobytes())
     return found.hexdigest()
 
 

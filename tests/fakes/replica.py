@@ -15,6 +15,7 @@ class FakeReplica:
     def __init__(self, tokens: int = 6):
         self.tokens, self.status, self.is_ready, self.is_alive = tokens, 200, True, True
         self.tells = True  # of whole answers too, which tokens they have so far
+        self.realm = "one"  # what its tokens follow from; empty: it does not name it
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
         self.asked: list[dict[str, Any]] = []
@@ -55,12 +56,18 @@ class FakeReplica:
         path = head.split()[1]
         if path in ("/ready", "/health"):
             status = 200 if self.is_ready or path == "/health" else 503
-            return writer.write((HEAD.format(status, "text/plain") + "content-length: 0\r\n\r\n").encode())
+            named = f"x-duetto-realm: {self.realm.split()[0]}\r\n" if self.realm else ""
+            head = HEAD.format(status, "text/plain") + named
+            return writer.write((head + "content-length: 0\r\n\r\n").encode())
         self.headers.append(head)
         length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length")), 0)
         body = json.loads(await reader.readexactly(length) or b"{}")
         self.asked.append(body)
         await self.going.wait()
+        if body.get("resume", {}).get("realm", self.realm) != self.realm:
+            told = '{"error": {"message": "other weights"}}'
+            head = HEAD.format(409, "application/json") + f"content-length: {len(told)}\r\n\r\n"
+            return writer.write((head + told).encode())
         if self.status == 200 and (body.get("stream") or (self.tells and "resume" in body)):
             return await self._stream(body, writer)
         text = json.dumps({"said": path} if self.status == 200 else {"error": {"message": "no"}}).encode()
@@ -83,6 +90,8 @@ class FakeReplica:
                 self.is_alive = False
                 await asyncio.Event().wait()
             comment = f': tokens {{"0": [{i}]}}\n\n' if "outputs" in resume else ""
+            if self.realm and comment:
+                comment = f": realm {self.realm}\n\n{comment}"
             event = "" if is_whole else EVENT.format(resume["id"], i)
             await self._say(writer, ": ping\n\n" + event + comment)
         last = json.dumps({"said": list(range(self.tokens))}) if is_whole else "[DONE]"

@@ -6,6 +6,7 @@ from typing import Any
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.api.weights import realms_of
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -42,6 +43,7 @@ def serve(options: dict[str, Any], prompts: list[list[int]], ends: bool) -> dict
         .token_ids
     )
     if "nnodes" in options:
+        found["realm"] = realms_of(llm).name
         found["refused"] = [refusal(llm, call) for call in ("sleep", "save_cache", "update_params")]
     report = llm.report()
     found |= {name: report[name] for name in ("preemptions", "compilations")}

@@ -72,6 +72,7 @@ def served(options: dict[str, Any], ends: bool) -> dict[str, Any]:
     assert [code for code, *_ in ranks] == [0, 0], ranks
     assert ranks[1][1] == "" and "duetto" not in ranks[1][2]
     found = json.loads(ranks[0][1])
+    assert len(found.pop("realm")) == 64
     for method, why in zip(("sleep", "save_cache", "update_params"), found.pop("refused"), strict=True):
         assert f"{method} is not allowed with several processes" in why
     expected = json.loads(own[1]) | {"preemptions": found["preemptions"]}  # which depend on the time

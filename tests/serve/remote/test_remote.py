@@ -15,8 +15,9 @@ from duetto.serve.remote.worker import Facts, Gone
 class FakeCrew:
     """Workers that are lost with some probability whenever they are asked for what they have promised."""
 
-    def __init__(self, loss: float = 0.0, products: Any = (None,)):
+    def __init__(self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",)):
         self.draw, self.loss, self.products = random.Random(0), loss, list(products)
+        self.realms = list(realms)
         self.hired, self.is_closed = [], False
 
     def hire(self) -> FakeEngine:
@@ -24,8 +25,9 @@ class FakeCrew:
         return self.hired[-1]
 
     def facts(self, worker: FakeEngine) -> Facts:
-        place = min(self.hired.index(worker), len(self.products) - 1)
-        return Facts(256, 64, (0,), self.products[place])
+        place = self.hired.index(worker)
+        product, realm = (of[min(place, len(of) - 1)] for of in (self.products, self.realms))
+        return Facts(256, 64, (0,), product, realm=realm)
 
     def take(self, worker: FakeEngine, new: Any) -> Any:
         for id, prompt, params, adapter in new:
@@ -84,12 +86,19 @@ def test_workers_that_are_always_lost_end_the_job():
     assert engine.lost == 6
 
 
-def test_a_worker_that_multiplies_otherwise_is_refused():
-    engine = remote(FakeCrew(products=("a", "b")))
+DIFFERENT = [
+    ({"products": ("a", "b")}, "a worker's products are b, the first one's a"),
+    ({"realms": ("a", "b")}, "a worker has other weights"),
+]
+
+
+@pytest.mark.parametrize("own, message", DIFFERENT)
+def test_a_worker_that_multiplies_otherwise_or_has_other_weights_is_refused(own, message):
+    engine = remote(FakeCrew(**own))
     for i in range(6):
         engine.add_request([1], SamplingParams(), str(i))
     assert engine.report()["workers"] == 3
-    with pytest.raises(RuntimeError, match="a worker's products are b, the first one's a"):
+    with pytest.raises(RuntimeError, match=message):
         for _ in range(6):
             engine.step()
 

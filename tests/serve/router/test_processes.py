@@ -214,3 +214,64 @@ def test_prompts_are_computed_by_the_engine_that_the_router_names_and_any_may_be
     found += [answers(1), answers(2)]
     alone = pairs.servers[1].url  # answers whom it is asked by, too
     assert found == [[stream(alone, body) for body in long(turn)] * 2 for turn in range(3)]
+
+
+class Mixed:
+    """Two servers of the model that ships, one of random weights under its name, and a router."""
+
+    def __init__(self):
+        other = ("--load-format", "dummy", "--served-model-name", "demo")
+        self.servers = [replica_at(free_port()), replica_at(free_port()), replica_at(free_port(), *other)]
+        words = [word for one in self.servers for word in ("--replica", one.url)]
+        self.router = Process("route", *words, "--health-period", "0.2", "--port", "0")
+        until(lambda: total(self.router.url, "duetto:router_replica_ready") == 3)
+
+
+@pytest.fixture
+def mixed() -> Iterator[Mixed]:
+    made = Mixed()
+    yield made
+    for one in [made.router, *made.servers]:
+        one.end()
+
+
+def parts(url: str, body: dict[str, Any], came: threading.Semaphore) -> tuple[str, str]:
+    """The text of a stream and the error that it ended with; `came` counts streams with some text."""
+    text = error = ""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=LIMIT) as reply:
+        for event in (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")):
+            error = event.get("error", {}).get("message", error)
+            was_short = len(text) <= 20
+            text += event["choices"][0]["text"] if "choices" in event else ""
+            if was_short and len(text) > 20:
+                came.release()
+    return text, error
+
+
+def test_no_answer_is_of_two_models(mixed):
+    """A lost server's answers go on in the one of the same weights; without it streams end with an error, and
+    whole answers begin anew."""
+    url, count = mixed.router.url, 9
+    asked = [
+        {"prompt": f"def f(x{i}):\n", "seed": i, "max_tokens": 300, "ignore_eos": True, "temperature": 0.9}
+        for i in range(count)
+    ]
+    plain = [[whole(mixed.servers[place].url, body)[0] for body in asked] for place in (0, 2)]
+    assert all(one != other for one, other in zip(*plain, strict=True))
+    for victim in (0, 1):
+        came = threading.Semaphore(0)
+        with ThreadPoolExecutor(2 * count) as pool:
+            streams = [pool.submit(parts, url, body, came) for body in asked]
+            wholes = [pool.submit(whole, url, body) for body in asked]
+            assert all(came.acquire(timeout=LIMIT) for _ in range(count))
+            mixed.servers[victim].end()
+            texts, answers = ([one.result(LIMIT) for one in many] for many in (streams, wholes))
+        ended = [text for text, error in texts if error]
+        assert all("no other has the weights that it began with" in error for _, error in texts if error)
+        for i, (text, error) in enumerate(texts):
+            assert text in (plain[0][i], plain[1][i]) if not error else plain[0][i].startswith(text)
+        for i, (text, _) in enumerate(answers):
+            assert text in (plain[0][i], plain[1][i])
+        assert bool(ended) == bool(victim)
+    assert total(url, "duetto:router_resumed_total") > 0
+    assert any("does not go on with another's answer" in line for line in mixed.router.said)

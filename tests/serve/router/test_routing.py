@@ -20,7 +20,7 @@ def said(text: str) -> list[str]:
     """The words of a stream, of which each event is whole and all are of one answer."""
     events = [part[6:] for part in text.split("\n\n") if part.startswith("data: {")]
     assert text.endswith("data: [DONE]\n\n") and len({json.loads(event)["id"] for event in events}) == 1
-    assert ": tokens" not in text and ": end" not in text
+    assert not any(comment in text for comment in (": tokens", ": realm", ": end"))
     return [json.loads(event)["choices"][0]["text"].strip() for event in events]
 
 
@@ -268,3 +268,36 @@ def test_a_router_without_descriptors_loses_no_replica(routing, monkeypatch, cap
         assert said(await router.words()) == WHOLE
 
     routing(test)
+
+
+def test_no_body_moves_a_client_forwards(routing):
+    """A client that sends one behind each of its requests gets no more of the line than another."""
+    trick = {"max_tokens": -1_000_000_000}
+
+    async def test(router):
+        (fake,) = router.fakes
+        fake.going.clear()
+
+        def ask(key: str, **body: Any) -> asyncio.Task:
+            headers = {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
+
+        asked = [ask("first", prompt="the first of all", max_tokens=50)]
+        await router.until(lambda: bool(fake.asked))
+        for i in range(8):
+            asked.append(ask("first", prompt=f"first {i}", max_tokens=50))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+            asked.append(ask("first", prompt="trick", **trick))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+        for i in range(8):
+            asked.append(ask("second", prompt=f"second {i}", max_tokens=50))
+            await router.until(lambda: router.line.waiting == len(asked) - 1)
+        fake.going.set()
+        await asyncio.gather(*asked)
+        prompts = [one["prompt"] for one in fake.asked]
+        places = {
+            who: [i for i, one in enumerate(prompts) if one.startswith(who)] for who in ("first ", "second")
+        }
+        assert sum(places["second"][:4]) <= sum(places["first "][1:5])
+
+    routing(test, count=1, keys=("first", "second"), max_in_flight=1)

@@ -10,7 +10,7 @@ import pytest
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.address import reserved, reuse
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first-key\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
 BODY = json.dumps({"prompt": "def", "max_tokens": 2}).encode()
 OFFERS = [
     b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
@@ -35,7 +35,7 @@ def test_offers_of_other_protocols_are_passed_over(server, offer):
 
 def test_many_short_heads_at_once(server):
     """Are not a long one."""
-    head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     with server.socket() as own:
         own.sendall((head + OFFERS[1] + b"\r\n") * 2000 + head + b"connection: close\r\n\r\n")
         said = b"".join(iter(lambda: own.recv(1 << 16), b""))
@@ -90,7 +90,7 @@ def test_what_ends_a_body_is_bounded_as_heads_are(server, line, sent):
     """Also on a path that reads no body, and asks for no key."""
     with server.socket() as own:
         try:
-            own.sendall(line + b" HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first-key\r\n" + sent)
+            own.sendall(line + b" HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n" + sent)
             while own.recv(1 << 16):
                 pass
         except ConnectionError:
@@ -100,7 +100,7 @@ def test_what_ends_a_body_is_bounded_as_heads_are(server, line, sent):
 def test_what_is_no_request_keeps_no_connection(server):
     """The server's timeout is 2 s."""
     with server.socket() as own:
-        own.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        own.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b"200 OK" in own.recv(1 << 16)
         own.sendall(b"\r\n")
         assert own.recv(1 << 16) == b""

@@ -98,7 +98,7 @@ def connections(chance: random.Random, count: int) -> Iterator[tuple[bytes, bool
         for _ in range(chance.choice([1, 1, 1, 3, 8])):
             path = chance.choice(PATHS)
             body, path = json.dumps(good(path)).encode(), path.encode()
-            method, headers, tail = b"POST", [b"host: x", b"authorization: Bearer first-key"], body
+            method, headers, tail = b"POST", [b"host: localhost", b"authorization: Bearer first-key"], body
             length = [b"content-length: %d" % len(body)]
             match chance.randrange(6):
                 case 0:

@@ -28,6 +28,7 @@ def served(*keys: str) -> Starlette:
     llm = SimpleNamespace(tokenizer=None)
     own = {"llm": llm, "names": ["demo"], "defaults": {"temperature": 0.5}, "options": ServerOptions()}
     own["delay"] = SimpleNamespace(histogram=Histogram("duetto:late", "late", registry=None))
+    own["realms"] = SimpleNamespace(name="0" * 64)
     return app(SimpleNamespace(**own, error=None, is_draining=False), list(keys), None)
 
 

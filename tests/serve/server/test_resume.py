@@ -4,13 +4,18 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jax
 import pytest
 
-from duetto import LLM
+from duetto import LLM, SamplingParams
+from duetto.serve.api.weights import realms_of
 from duetto.serve.endpoints import completions
+from duetto.serve.endpoints.telling import Told
+from duetto.serve.openai.tasks import Task
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.app import app
 from duetto.serve.service.service import Service
@@ -115,7 +120,8 @@ def whole(llm: LLM, path: str, body: dict[str, Any], **known: Any) -> tuple[list
     reply = ask(llm, path, body | {"resume": {"id": ID, "created": 1_700_000_000} | known})
     *told, answer, end, nothing = reply.text.split("\n\n")
     assert (end, nothing) == (": end", ""), reply.text
-    return [json.loads(one.removeprefix(": tokens ")) for one in told], json.loads(answer[6:])
+    tokens = [one.removeprefix(": tokens ") for one in told if one.startswith(": tokens ")]
+    return list(map(json.loads, tokens)), json.loads(answer[6:])
 
 
 @pytest.mark.parametrize("name", ["text", "prompts", "penalty", "talk", "response"])
@@ -164,6 +170,9 @@ def test_tokens_that_came_are_counted(llm):
 WRONG = [
     ({"id": "x", "created": 0}, "32 hexadecimal digits"),
     ({"id": ID}, "missing required field `created`"),
+    ({"id": ID, "created": 1, "events": -1}, "0 to 4294967295 events"),
+    ({"id": ID, "created": 1, "events": 1 << 70}, "resume is not allowed"),
+    ({"id": ID, "created": 1, "realm": 5}, "realm"),
     ({"id": ID, "created": 1, "outputs": [[1], [2]]}, "at most 1 choices"),
     ({"id": ID, "created": 1, "outputs": [[70000]]}, "outside the vocabulary"),
     ({"id": ID, "created": 1, "outputs": [[60] * 5]}, "5 tokens are known, but the request ends after 4"),
@@ -190,3 +199,75 @@ def test_the_engine_that_a_router_has_chosen_for_a_prompt_is_asked(llm, monkeypa
     for headers in ({"x-duetto-prefill": "a:1"}, {}):
         ask(llm, "completions", {"prompt": ["x", "y"], "max_tokens": 1}, **headers)
     assert asked == ["a:1", "a:1", None, None]
+
+
+def realms(llm: LLM, body: dict[str, Any]) -> list[str]:
+    """The realms that a stream names."""
+    resume = {"id": ID, "created": 1}
+    reply = ask(llm, "completions", body | {"stream": True, "resume": resume})
+    return [part[len(": realm ") :] for part in reply.text.split("\n\n") if part.startswith(": realm ")]
+
+
+def test_an_answer_goes_on_only_where_its_realm_is(llm):
+    body = {"prompt": "def add(", "max_tokens": 8, "ignore_eos": True, "seed": 1}
+    (own,) = realms(llm, body)
+    known = {"id": ID, "created": 1, "outputs": [[60, 61]], "events": 2}
+    asked = body | {"stream": True, "resume": known | {"realm": own}}
+    assert ask(llm, "completions", asked).status_code == 200
+    before = llm.params
+    try:
+        llm.update_params(jax.tree.map(lambda x: x * 1.5, before))
+        for form in (asked, asked | {"stream": False}):
+            reply = ask(llm, "completions", form)
+            assert reply.status_code == 409 and reply.json()["error"]["code"] == "other_realm"
+        assert realms(llm, body) != [own]
+    finally:
+        llm.update_params(before)
+    assert realms(llm, body) == [own]
+    for others in (["demo", [("temperature", 0.5)], None], ["named otherwise", [], None]):
+        assert realms_of(llm, *others).name != own == realms_of(llm, "demo", [], None).name
+
+
+def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
+    """What is told of tokens is never the name before."""
+    before, other = llm.params, jax.tree.map(lambda x: x * 1.5, llm.params)
+
+    async def asked() -> tuple[str, list[str]]:
+        service = Service(llm, ServerOptions(), {})
+        told = Told(0.0, lambda: service.realm(call))
+        names, texts = [service.realms.name], []
+        task = Task("completion", None, SamplingParams(max_tokens=40, ignore_eos=True), prompt=[60, 61, 62])
+        async with service.call([task], "") as call:
+            async for outputs in call.stream.pieces():
+                texts.append(told(outputs).decode())
+                if len(texts) == 3:
+                    await service.change(lambda: llm.update_params(other, "keep"))
+                    names.append(service.realms.name)
+        await service.close()
+        return "".join(texts), names
+
+    try:
+        text, names = asyncio.run(asked())
+    finally:
+        llm.update_params(before)
+    found = [part[len(": realm ") :] for part in text.split("\n\n") if part.startswith(": realm ")]
+    assert found == names and len(set(names)) == 2
+
+
+def test_a_server_that_is_ready_names_its_realm(llm):
+    async def asked() -> tuple[httpx.Response, str]:
+        service = Service(llm, ServerOptions(), {})
+        transport = httpx.ASGITransport(app(service, [], None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            reply = await client.get("/ready")
+        await service.close()
+        return reply, service.realms.name
+
+    reply, name = asyncio.run(asked())
+    assert reply.status_code == 200 and reply.headers["x-duetto-realm"] == name and len(name) == 64
+
+
+def test_an_adapter_is_a_part_of_the_realm(llm):
+    realms, adapters = realms_of(llm), [SimpleNamespace(digest=bytes([i])) for i in (1, 2)]
+    found: list[str] = [realms.of(None), *(realms.of(one) for one in adapters)]  # type: ignore[arg-type]
+    assert found == [realms.name, f"{realms.name} 01", f"{realms.name} 02"]

@@ -76,3 +76,29 @@ def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp
     assert swapped.entry.tokens == choice["token_ids"] and not claims.broken
     (start,) = claims.starts.values()
     assert start.versions[0] == start.versions[2] != start.versions[1]
+
+
+def test_a_paused_server_ends(starting, folder, tmp_path):
+    """Requests under way end with an error, also those that a pause finds after the signal."""
+    kept = tmp_path / "cache"
+    server = starting("--weights-dir", str(folder), "--save-cache", str(kept))
+    errors: list[str] = []
+
+    def ask() -> None:
+        with (
+            server.http() as http,
+            http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as reply,
+        ):
+            errors.extend(line for line in reply.iter_lines() if "error" in line)
+
+    asking = threading.Thread(target=ask)
+    with server.http() as http:
+        asking.start()
+        while server.gauges().get("vllm:generation_tokens_total", 0) < 12:
+            time.sleep(0.01)
+        paused = http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+        assert paused.json() == {"status": "paused"}
+    assert server.stop() == 0, server.said
+    asking.join()
+    assert len(errors) == 1 and "the server is ending, and it is paused" in errors[0]
+    assert any(kept.iterdir()) and not any("Traceback" in line for line in server.said)

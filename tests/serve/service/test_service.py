@@ -46,12 +46,18 @@ class Driver:
         self.params = params
         return Flow()
 
+    def wake(self) -> None:
+        """Nothing sleeps."""
+
     def stop(self) -> None:
         """Nothing runs."""
 
 
 LLM = SimpleNamespace(
-    tokenizer=None, longest_prompt=100, engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100))
+    tokenizer=None,
+    longest_prompt=100,
+    engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100)),
+    is_sleeping=lambda: False,
 )
 
 
@@ -65,6 +71,7 @@ def piece(flow: Any, count: int = 1, at_end: bool = False) -> Piece:
 
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
     monkeypatch.setattr(services, "Driver", Driver)
+    monkeypatch.setattr(services, "realms_of", lambda *_: None)
 
     async def served() -> None:
         service: Any = Service(LLM, ServerOptions(**options), {})
@@ -165,6 +172,28 @@ def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
             assert not service.ended.is_set()
         await service.ended.wait()
 
+    run(test, monkeypatch)
+
+
+@pytest.mark.parametrize("pauses_first", [True, False])
+def test_the_end_does_not_wait_for_a_paused_engine(monkeypatch, pauses_first):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], "") as call:
+            driver.deliver([piece(call.flows[0])])
+            await asyncio.sleep(0)
+            service.llm.is_sleeping = lambda: pauses_first
+            service.drain()
+            if not pauses_first:
+                await service.change(lambda: monkeypatch.setattr(LLM, "is_sleeping", lambda: True))
+            with pytest.raises(HttpError, match="ending, and it is paused") as told:
+                await call.stream.ended()
+            assert told.value.status == 503 and driver.left == call.flows
+        await service.ended.wait()
+        with pytest.raises(HttpError, match="the server is ending"):
+            async with service.call([task()], "", is_admitted=True):
+                pass
+
+    monkeypatch.setattr(LLM, "is_sleeping", LLM.is_sleeping)
     run(test, monkeypatch)
 
 
