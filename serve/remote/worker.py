@@ -47,7 +47,7 @@ class Worker:
 
     def facts(self) -> Facts:
         llm = self._llm
-        ends, products = llm._intake.eos_ids, llm.report().get("products")
+        ends, products = llm._intake.eos_ids, self.report()["products"]
         return Facts(
             llm.config.vocab_size, llm.engine.sizes.max_model_len, ends, products, process=os.getpid()
         )
@@ -64,4 +64,7 @@ class Worker:
         return ended
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        return self._llm.report(explained)
+        """That of the engine. On a host, where compilers choose nothing, the dtype that was chosen there
+        stands for its products."""
+        found = self._llm.report(explained)
+        return found | {"products": found.get("products") or found["dtype"]}
