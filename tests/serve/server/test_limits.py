@@ -147,7 +147,7 @@ def test_the_longest_head_is_a_number_of_bytes(server, before, piece):
                 own.sendall(sent[start : start + piece])
             while got := own.recv(1 << 16):
                 said += got
-        statuses = re.findall(rb"^HTTP/1.1 (\d+)", said, re.MULTILINE)
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", said)
         assert statuses[-1:] == [status] or (size > 65536 and b"200" not in statuses)
 
 
