@@ -21,7 +21,7 @@ from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from ..text.chat import Message, render_for
+from ..text.chat import Message, rendered_ids
 from ..text.stops import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .ticket import Ticket
@@ -55,6 +55,8 @@ class Intake:
     def __post_init__(self):
         self._arrivals = itertools.count()
         self._unseeded = itertools.count()
+        if self.tokenizer is not None and self.options.split_special_tokens:
+            self.tokenizer.split_special_tokens = True
 
     @property
     def longest(self) -> int:
@@ -158,8 +160,7 @@ class Intake:
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
             raise ValueError(f"{self.lacking}: chat needs one")
-        text = render_for(self.tokenizer, messages, **options)
-        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest)
+        text, ids = rendered_ids(self.tokenizer, messages, self.longest, **options)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def _encode(self, text: str) -> list[int]:

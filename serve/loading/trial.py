@@ -28,7 +28,7 @@ class Layers(NamedTuple):
 
     width: int
     inner: int
-    count: int
+    number: int
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Layers":
@@ -60,7 +60,7 @@ def measured(device: Any, layers: Layers) -> float:
     machine makes both slower, and the least seconds hardly at all."""
     runs = {}
     for dtype in DTYPES:
-        weights = [weights_in(dtype, layers, device) for _ in range(layers.count)]
+        weights = [weights_in(dtype, layers, device) for _ in range(layers.number)]
         for rows in ROWS:
             x = jnp.ones((rows, layers.width), dtype, device=device)
             runs[rows, dtype] = partial(through, weights, x)

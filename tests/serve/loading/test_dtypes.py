@@ -139,8 +139,8 @@ def test_a_choice_that_another_process_has_kept_first_counts(anew, monkeypatch, 
 def test_what_is_measured_has_a_models_width_and_fits_in_memory():
     for config in PRESETS.values():
         layers = trial.Layers.of(config)
-        assert layers.width == config.hidden_size and 0 < layers.count <= len(config.layers)
-        assert 0 < 2 * layers.width * layers.inner * layers.count <= trial.MOST
+        assert layers.width == config.hidden_size and 0 < layers.number <= len(config.layers)
+        assert 0 < 2 * layers.width * layers.inner * layers.number <= trial.MOST
 
 
 def test_products_are_timed():
