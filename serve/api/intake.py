@@ -55,8 +55,8 @@ class Intake:
     def __post_init__(self):
         self._arrivals = itertools.count()
         self._unseeded = itertools.count()
-        if self.tokenizer is not None and self.options.split_special_tokens:
-            self.tokenizer.split_special_tokens = True
+        if self.tokenizer is not None:
+            self.tokenizer.split_special_tokens |= self.options.split_special_tokens
 
     @property
     def longest(self) -> int:
@@ -160,8 +160,8 @@ class Intake:
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
             raise ValueError(f"{self.lacking}: chat needs one")
-        text, ids = rendered_ids(self.tokenizer, messages, self.longest, **options)
-        return {"prompt": text, "prompt_token_ids": ids}
+        rendered = rendered_ids(self.tokenizer, messages, self.longest, **options)
+        return dict(zip(TEXTUAL, rendered, strict=True))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -262,15 +262,13 @@ class Intake:
         )
 
     def completion(self, index: int, request: Request) -> CompletionOutput:
-        wants = request.params.logprobs is not None
+        wants, top = request.params.logprobs is not None, request.params.logprobs or 0
         return CompletionOutput(
             index=index,
             text=request.text.text if request.text else "",
             token_ids=request.outputs,
             cumulative_logprob=sum(request.scores.logprob) if wants else None,
-            logprobs=self._logprobs(request.outputs, request.scores, request.params.logprobs or 0)
-            if wants
-            else None,
+            logprobs=self._logprobs(request.outputs, request.scores, top) if wants else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,

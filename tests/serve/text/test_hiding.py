@@ -8,7 +8,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM
-from duetto.serve.loading.folder import DEMO
 from duetto.serve.text.chat import apply_chat, render_for
 from duetto.serve.text.hiding import hidden
 from duetto.serve.text.tokenizer import Tokenizer
@@ -102,4 +101,3 @@ def test_the_engines_option(tmp_path: Path):
         assert sum(i in tokenizer.special_ids for i in llm.chat_prompt(messages)) == own
         prompt = llm._intake.conversation(messages)["prompt"]
         assert prompt == render_for(llm.get_tokenizer(), messages)
-    assert Tokenizer.from_folder(DEMO) is not None
