@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .hiding import hidden
+from .hiding import hidden, strings_in
 
 if TYPE_CHECKING:
     import jinja2
@@ -43,6 +43,7 @@ def rendered_ids(
     if tokenizer.split_special_tokens:
         tokens = map(tokenizer.convert_ids_to_tokens, tokenizer.special_ids)
         whole = {"messages": check_messages(messages)} | given
+        tokenizer.check_length("".join(strings_in(whole)), most)
         own, mark = hidden(whole, [token for token in tokens if token is not None])
         messages, given = own.pop("messages"), own
     text = render_for(tokenizer, messages, **options | {k: v for k, v in given.items() if k in options})

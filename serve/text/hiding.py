@@ -1,12 +1,11 @@
 """Special tokens in the text of messages that are to be read as plain text: the chat template's own stay
 special.
 
-A mark, a character that occurs nowhere else, is put between the characters of each such token before the
+A mark, a character that stands nowhere else, is put between the characters of each such token before the
 template is rendered. The tokenizer finds special tokens first, and takes the mark out before anything else.
 """
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,52 +13,52 @@ import msgspec
 if TYPE_CHECKING:
     import tokenizers
 
-PRIVATE = range(0xE100, 0xF8FF)  # characters to which Unicode gives no meaning
+MARKS = "\ufdd0\ufdd1"  # of Unicode's noncharacters; for each a tokenizer is kept
 
 
 def hidden(value: Any, tokens: Iterable[str]) -> tuple[Any, str]:
     """JSON's values with a mark in each of the tokens in their strings, and the mark: "" where there is no
-    such token."""
-    words = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    such token. Raises ValueError for strings that hold tokens and all MARKS."""
+    text = "\n".join(strings_in(value))
+    words = [token for token in tokens if len(token) > 1 and token in text]
     if not words:
         return value, ""
-    pattern = re.compile(f"(?=({'|'.join(map(re.escape, words))}))")
-    strings = list(strings_in(value))
-    if not any(map(pattern.search, strings)):
-        return value, ""
-    used = set("".join(strings))
-    mark = next(chr(code) for code in PRIVATE if chr(code) not in used)
-    return marked(value, pattern, mark), mark
+    mark = next((mark for mark in MARKS if mark not in text), None)
+    if mark is None:
+        codes = " and ".join(f"U+{ord(mark):X}" for mark in MARKS)
+        raise ValueError(f"messages hold special tokens, and {codes}: not all of them are allowed")
+    return each_string(value, lambda text: apart(text, words, mark)), mark
 
 
 def strings_in(value: Any) -> Iterator[str]:
     """All strings of JSON's values, keys included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from (key, *strings_in(one))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for one in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from strings_in(one)
 
 
-def marked(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+def each_string(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON's values with each string changed, keys included."""
     if isinstance(value, str):
-        return apart(value, pattern, mark)
+        return change(value)
     if isinstance(value, dict):
-        return {apart(key, pattern, mark): marked(one, pattern, mark) for key, one in value.items()}
+        return {change(key): each_string(one, change) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [marked(one, pattern, mark) for one in value]
+        return [each_string(one, change) for one in value]
     return value
 
 
-def apart(text: str, pattern: re.Pattern[str], mark: str) -> str:
-    """A text with the mark between the characters of each match; matches may overlap."""
-    inside = {i for found in pattern.finditer(text) for i in range(found.start() + 1, found.end(1))}
-    return (
-        "".join(mark + letter if i in inside else letter for i, letter in enumerate(text)) if inside else text
-    )
+def apart(text: str, words: Iterable[str], mark: str) -> str:
+    """A text with the mark between the characters of each of the words, which may overlap."""
+    inside: set[int] = set()
+    for word in words:
+        at = text.find(word)
+        while at >= 0:
+            inside.update(range(at + 1, at + len(word)))
+            at = text.find(word, at + 1)
+    return "".join(mark + letter if i in inside else letter for i, letter in enumerate(text))
 
 
 def without_mark(backend: "tokenizers.Tokenizer", mark: str) -> "tokenizers.Tokenizer":

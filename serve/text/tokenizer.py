@@ -176,12 +176,7 @@ class Tokenizer:
         ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter
         one has, the ids tell.
         """
-        if (
-            most is not None
-            and len(text) > LONG
-            and (least := self.least_tokens(text.replace(mark, ""))) > most
-        ):
-            raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
+        self.check_length(text.replace(mark, ""), most)
         try:
             ids = self._encode(text, add_special_tokens, mark)
         except TypeError:
@@ -200,6 +195,11 @@ class Tokenizer:
             return backend.encode(text, add_special_tokens=special).ids
         (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
         return found.ids
+
+    def check_length(self, text: str, most: int | None) -> None:
+        """Raise ValueError for a text whose length alone says that it has more than `most` tokens."""
+        if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
+            raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of a text's number of tokens, found without tokenizing it; 0 where its length tells

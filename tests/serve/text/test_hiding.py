@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from duetto import LLM
 from duetto.serve.text.chat import apply_chat, render_for
-from duetto.serve.text.hiding import hidden
+from duetto.serve.text.hiding import MARKS, hidden
 from duetto.serve.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "<<s>"]
@@ -76,7 +76,7 @@ def test_names_of_roles_and_tools_are_text_too():
 
 
 def test_a_mark_is_in_no_text_and_breaks_every_token():
-    first, second = chr(0xE100), chr(0xE101)
+    first, second = MARKS
     value, mark = hidden({"a": [f"x{first}<s>", 1, None], "<<s>": "<|im_end|>"}, SPECIAL)
     assert mark == second and value["a"][1:] == [1, None]
     assert not any(token in str(value) for token in SPECIAL)
@@ -84,6 +84,9 @@ def test_a_mark_is_in_no_text_and_breaks_every_token():
         {"a": [f"x{first}<s>", 1, None], "<<s>": "<|im_end|>"}
     )
     assert hidden("abcd", ["ab", "bcd", "c"])[0] == f"a{first}b{first}c{first}d"
+    with pytest.raises(ValueError, match=r"messages hold special tokens, and U\+FDD0 and U\+FDD1"):
+        hidden([f"{MARKS}<s>"], SPECIAL)
+    assert hidden([MARKS], SPECIAL) == ([MARKS], "")
     assert hidden({"a": "b"}, SPECIAL) == ({"a": "b"}, "") and hidden("<s>", []) == ("<s>", "")
 
 
