@@ -1,4 +1,4 @@
-"""How much faster a host multiplies bfloat16 than float32: a measurement of about a second at the first
+"""How much faster a host multiplies bfloat16 than float32: a measurement of a second or few at the first
 start, which is kept with the compiled programs."""
 
 import time
@@ -19,7 +19,8 @@ from ..programs.shapes import SMALLEST_WIDTH
 
 ROWS = SMALLEST_WIDTH, 64  # of a decode of few requests, and of a prefill
 MOST = 1 << 25  # numbers in the weights that are multiplied: more of them fit in no cache
-ROUNDS, SECONDS = 3, 0.6  # at least so many rounds of all products, for about so long
+LEAST, LONGEST = 0.3, 3.0  # seconds of rounds: the least, and the most where the machine is busy
+AGREE, WITHIN = 4, 1.1  # quickest calls of a product that have to be alike, and how much
 DTYPES = "float32", "bfloat16"
 
 
@@ -56,25 +57,29 @@ def known_gain(device: Any, layers: Layers) -> float:
 
 
 def measured(device: Any, layers: Layers) -> float:
-    """The geometric mean over ROWS of the ratio of the least seconds, of rounds in turns: other load on the
-    machine makes both slower, and the least seconds hardly at all."""
+    """The geometric mean over ROWS of the ratio of a layer's least seconds, of rounds in turns: other load on
+    the machine makes most calls slower, and the quickest hardly at all. Rounds go on until the quickest calls
+    of each product are alike."""
     runs = {}
     for dtype in DTYPES:
         weights = [weights_in(dtype, layers, device) for _ in range(layers.number)]
         for rows in ROWS:
             x = jnp.ones((rows, layers.width), dtype, device=device)
-            runs[rows, dtype] = partial(through, weights, x)
+            runs[rows, dtype] = partial(seconds, weights, x)
     for run in runs.values():
-        run()
+        run()  # which compiles
     found: dict[Any, list[float]] = {key: [] for key in runs}
-    until = time.monotonic() + SECONDS
-    while time.monotonic() < until or len(found[ROWS[-1], DTYPES[-1]]) < ROUNDS:
-        for key, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            found[key].append(time.perf_counter() - begin)
+    begin = time.monotonic()
+    while (spent := time.monotonic() - begin) < LONGEST:
+        if spent > LEAST and all(map(is_settled, found.values())):
+            break
+        found = {key: sorted([*found[key], *run()])[:AGREE] for key, run in runs.items()}
     slow, fast = DTYPES
-    return prod(min(found[rows, slow]) / min(found[rows, fast]) for rows in ROWS) ** (1 / len(ROWS))
+    return prod(found[rows, slow][0] / found[rows, fast][0] for rows in ROWS) ** (1 / len(ROWS))
+
+
+def is_settled(quickest: Sequence[float]) -> bool:
+    return len(quickest) == AGREE and quickest[-1] < WITHIN * quickest[0]
 
 
 def weights_in(dtype: str, layers: Layers, device: Any) -> tuple[Any, Any]:
@@ -84,9 +89,14 @@ def weights_in(dtype: str, layers: Layers, device: Any) -> tuple[Any, Any]:
     return (transpose(up, 1), transpose(down, 1)) if up.itemsize == 2 else (up, down)
 
 
-def through(weights: Sequence[tuple[Any, Any]], x: Float[Array, "rows D"]) -> None:
-    """Wait for the product of x with each of some layers."""
-    jax.block_until_ready([layer(x, up, down) for up, down in weights])
+def seconds(weights: Sequence[tuple[Any, Any]], x: Float[Array, "rows D"]) -> list[float]:
+    """Seconds of a call for each of some layers, whose weights the caches do not hold."""
+    found = []
+    for up, down in weights:
+        begin = time.perf_counter()
+        jax.block_until_ready(layer(x, up, down))
+        found.append(time.perf_counter() - begin)
+    return found
 
 
 @jax.jit

@@ -39,14 +39,14 @@ def rendered_ids(
 ) -> tuple[str, list[int]]:
     """A conversation's text, and `apply_chat` of it. Special tokens in the text of messages, tools and
     documents are special too, unless the tokenizer says `split_special_tokens`."""
-    given, mark = {name: options.get(name) for name in ("tools", "documents")}, ""
+    mark = ""
     if tokenizer.split_special_tokens:
-        tokens = map(tokenizer.convert_ids_to_tokens, tokenizer.special_ids)
-        whole = {"messages": check_messages(messages)} | given
+        others = {name: options[name] for name in ("tools", "documents") if name in options}
+        whole = {"messages": check_messages(messages)} | others
         tokenizer.check_length("".join(strings_in(whole)), most)
-        own, mark = hidden(whole, [token for token in tokens if token is not None])
-        messages, given = own.pop("messages"), own
-    text = render_for(tokenizer, messages, **options | {k: v for k, v in given.items() if k in options})
+        whole, mark = hidden(whole, tokenizer.convert_ids_to_tokens(tokenizer.special_ids))
+        messages, options = whole.pop("messages"), options | whole
+    text = render_for(tokenizer, messages, **options)
     ids = tokenizer.encode(text, add_special_tokens=False, most=most, mark=mark)
     return text.replace(mark, "") if mark else text, ids
 
