@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..model.config import ModelConfig
 from ..model.sharding import fitted
 from ..model.transformer import Decoder, decoder_spec
-from ..model.tree import Spec, is_spec, paths
+from ..model.tree import Spec, is_spec, not_finite, paths
 from ..model.weights.lowrank import LowRank
 from ..model.weights.quant import Quantised
 from ..refusals import shown
@@ -243,13 +242,11 @@ def check(at: Path, wanted: Mapping[str, Spec], stored: Mapping[str, Any]) -> No
 
 
 def check_finite(at: Path, leaves: Mapping[str, jax.Array]) -> None:
-    """Each parameter where it lies, one after another: a device has few collectives on their way."""
-    finite = jax.jit(lambda x: jnp.isfinite(x).all())
-    for path, leaf in leaves.items():
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not finite(leaf):
-            raise CheckpointError(
-                f"{at}: parameter {path} holds NaN or infinity as {leaf.dtype}, expected finite numbers"
-            )
+    """Raise CheckpointError for a parameter that holds NaN or infinity."""
+    if (path := not_finite(leaves)) is not None:
+        raise CheckpointError(
+            f"{at}: parameter {path} holds NaN or infinity as {leaves[path].dtype}, expected finite numbers"
+        )
 
 
 def abstract(

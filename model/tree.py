@@ -1,13 +1,13 @@
 """Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Num, PRNGKeyArray
+from jaxtyping import Array, Bool, Num, PRNGKeyArray
 
 T = TypeVar("T")
 
@@ -98,6 +98,20 @@ def paths(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by dotted path, e.g. `layers.0.attention.q`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def not_finite(leaves: Mapping[str, jax.Array]) -> str | None:
+    """The first path whose array holds NaN or infinity.
+
+    Arrays are reduced where they lie, one after another: a device has few collectives on their way.
+    """
+    floats = (path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating))
+    return next((path for path in floats if not all_finite(leaves[path])), None)
+
+
+@jax.jit
+def all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(x).all()
 
 
 def holds(tree: Any, kind: type) -> bool:

@@ -43,8 +43,7 @@ from duetto.model.weights.compress import quantize_params
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
-from duetto.serve.host import devices
-from duetto.serve.loading import start
+from duetto.serve.loading import dtype, start
 from duetto.serve.programs import kept
 from duetto.serve.speculation.controller import Controller, Times
 
@@ -89,9 +88,9 @@ def processes() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_processor() -> Iterator[None]:
-    """A processor without matrix instructions: what "auto" chooses does not depend on the machine."""
+    """A processor that multiplies bfloat16 no faster: what "auto" chooses does not depend on the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "processor", lambda: "flags : fpu sse2 avx2")
+        patch.setattr(dtype, "bfloat16_gain", lambda *_: 1.0)
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...checkpoints.adapters.adapter import Adapter, Reader
 from ...checkpoints.families.family import Family
 from ...model.config import ModelConfig
-from ...refusals import shown, unknown
+from ...refusals import RepeatedKey, shown, unique, unknown
 from ..options.engine import EngineOptions
 from .request import LoRARequest
 
@@ -100,7 +100,9 @@ def parsed(text: str) -> tuple[str, str, str | None]:
             return name, path, None
         raise ValueError(f"lora_modules {shown(text)} is not allowed: NAME=PATH, or a JSON object")
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=unique)
+    except RepeatedKey as error:
+        raise ValueError(f"lora_modules {shown(text)} is not allowed: {error}") from None
     except ValueError:
         found = {}
     strings = all(isinstance(value, str) for value in found.values() if value is not None)

@@ -21,7 +21,7 @@ from ..grammar.constraint import Constraint
 from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from ..text.chat import Message, render_for
+from ..text.chat import Message, rendered_ids
 from ..text.stops import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .ticket import Ticket
@@ -55,6 +55,8 @@ class Intake:
     def __post_init__(self):
         self._arrivals = itertools.count()
         self._unseeded = itertools.count()
+        if self.tokenizer is not None:
+            self.tokenizer.split_special_tokens |= self.options.split_special_tokens
 
     @property
     def longest(self) -> int:
@@ -158,9 +160,8 @@ class Intake:
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
             raise ValueError(f"{self.lacking}: chat needs one")
-        text = render_for(self.tokenizer, messages, **options)
-        ids = self.tokenizer.encode(text, add_special_tokens=False, most=self.longest)
-        return {"prompt": text, "prompt_token_ids": ids}
+        rendered = rendered_ids(self.tokenizer, messages, self.longest, **options)
+        return dict(zip(TEXTUAL, rendered, strict=True))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -261,15 +262,13 @@ class Intake:
         )
 
     def completion(self, index: int, request: Request) -> CompletionOutput:
-        wants = request.params.logprobs is not None
+        wants, top = request.params.logprobs is not None, request.params.logprobs or 0
         return CompletionOutput(
             index=index,
             text=request.text.text if request.text else "",
             token_ids=request.outputs,
             cumulative_logprob=sum(request.scores.logprob) if wants else None,
-            logprobs=self._logprobs(request.outputs, request.scores, request.params.logprobs or 0)
-            if wants
-            else None,
+            logprobs=self._logprobs(request.outputs, request.scores, top) if wants else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,

@@ -20,11 +20,13 @@ from ..adapters.registry import registry_of
 from ..adapters.request import Adapters, LoRARequest
 from ..audit.log import opened
 from ..engine.engine import Engine
+from ..host.forks import is_inherited, require_own_threads
 from ..host.memory import give_back
 from ..host.progress import telling
 from ..host.threads import in_threads
 from ..loading.folder import load_folder
 from ..loading.origin import NONE, Origin, ending
+from ..loading.start import on_devices, require_finite
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..outputs import Delta, RequestOutput
@@ -52,7 +54,7 @@ class LLM:
     others serve it and end with it (SystemExit).
 
     Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
-    All methods may be called from any thread; whoever waits for a result drives the engine for all.
+    All methods may be called from any thread, but raise RuntimeError in a forked process.
     """
 
     @together
@@ -70,6 +72,7 @@ class LLM:
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ):
+        require_own_threads()
         chosen = join(engine_options(options))
         SamplingParams.from_dict(chosen.recommended({}))
         keep_compiled(compilation_cache)
@@ -98,13 +101,15 @@ class LLM:
         """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
 
         They are used without a copy, unless `quantization` or `tensor_parallel_size` say otherwise; a CPU's
-        projections in 16 bits are copied as it multiplies them fastest. The cache is split as the keys' heads
-        are.
+        projections in 16 bits are copied as it multiplies them fastest. The cache is split as the keys'
+        heads are. Raises ValueError for a parameter with NaN or infinity.
         """
+        require_own_threads()
         chosen = join(engine_options(options))
         if chosen.hf_overrides or chosen.load_format != "auto":
             raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
         keep_compiled(compilation_cache)
+        require_finite(on_devices(params))
         llm = cls.__new__(cls)
         llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
         return llm
@@ -224,8 +229,7 @@ class LLM:
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **others: Any
     ) -> AsyncGenerator[Delta]:
-        """`stream` for an event loop: steps run in a worker thread. Closing or cancelling it aborts the
-        request."""
+        """`stream` for an event loop: steps run in a worker thread. Closing it aborts the request."""
         return in_threads(partial(self.stream, prompt, sampling_params, **others))
 
     # ------------------------------------------------------------ one step at a time
@@ -248,12 +252,11 @@ class LLM:
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests queued with `add_request` are still to be returned by `step`."""
+        """Whether `step` is still to return requests of `add_request`."""
         return self._session.count_queued > 0
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has generated is its result, with finish reason "abort". Unknown ids are
-        ignored."""
+        """End a request now, with finish reason "abort"; unknown ids are ignored."""
         self._session.abort(request_id)
 
     # ------------------------------------------------------------ the engine
@@ -289,7 +292,9 @@ class LLM:
         return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
 
     def close(self) -> None:
-        """Abort what runs and free the device's memory."""
+        """Abort what runs and free the device's memory; a forked process leaves its parent's engine alone."""
+        if is_inherited():
+            return
         self._closing.close()
         self._session.close()
         if self._session.log is not None:

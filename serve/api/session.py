@@ -12,6 +12,7 @@ from ..audit.log import AuditLog
 from ..audit.realms import Realms
 from ..engine.engine import Engine
 from ..engine.request import Request
+from ..host.forks import is_inherited, require_own_threads
 from ..host.signals import uninterrupted
 from ..outputs import Delta
 from ..programs.warmup import Warmup
@@ -73,7 +74,8 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """Raises RuntimeError after `close`."""
+        """Raises RuntimeError after `close`, and in a forked process."""
+        require_own_threads()
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
@@ -85,7 +87,11 @@ class Session:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """One caller at a time, and none is interrupted while the engine is between two states."""
+        """One caller at a time, and none is interrupted while the engine is between two states.
+
+        Raises RuntimeError in a forked process.
+        """
+        require_own_threads()
         with uninterrupted(), self._lock:
             outermost, self._busy = not self._busy, True
             try:
@@ -195,7 +201,9 @@ class Session:
             self._leave(ticket)
 
     def _leave(self, ticket: Ticket) -> None:
-        """Drop a ticket now, or, where a turn is under way, at its end."""
+        """Drop a ticket now, or, where a turn is under way, at its end; in a forked process never."""
+        if is_inherited():
+            return
         self._leaving.append(ticket)
         if self._lock.acquire(blocking=False):
             try:
@@ -284,6 +292,7 @@ class Session:
         self._watches[0].forget(ticket.id)
 
     def close(self) -> None:
+        """End all requests, and the engine."""
         with self.turn():
             if self._engine is not None and self._engine.warmup is not None:
                 self._engine.warmup.stop()

@@ -12,7 +12,7 @@ from ..audit.realms import Realms
 from ..engine.sleep import TAGS
 from ..loading.folder import load_folder
 from ..loading.origin import Origin
-from ..loading.start import on_devices
+from ..loading.start import on_devices, require_finite
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -28,8 +28,9 @@ def update_params(llm: "LLM", params: Decoder, mode: Mode | None = None) -> None
     kept: their tokens so far stay, are computed again, and followed by those of the new weights, as if the
     prompt and these tokens had been given. Which version made which token is told by
     `CompletionOutput.weights`. Without a mode RuntimeError is raised where there are such requests, unless
-    the engine sleeps or is paused. Raises ValueError for another mode, and where a shape, dtype or sharding
-    differs, TypeError for parameters that are not on a device.
+    the engine sleeps or is paused. Raises ValueError for another mode, where a shape, dtype or sharding
+    differs, and for a parameter with NaN or infinity, TypeError for parameters that are not on a device. The
+    weights stay as they are then.
     """
     if mode is not None:
         check(mode)
@@ -37,6 +38,7 @@ def update_params(llm: "LLM", params: Decoder, mode: Mode | None = None) -> None
         llm._session.settle(mode)
     with llm._session.turn():
         engine, params = llm.engine, on_devices(params)
+        require_finite(params)
         found = in_form(params, llm.options.quantization, params.embed.dtype)
         engine.update_params(found, keep=mode is not None or engine.is_sleeping)
         if mode == "abort":  # once it is known that the others fit

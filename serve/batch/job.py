@@ -244,8 +244,9 @@ class Job:
         if others:
             raise JobError(
                 f"the answers of this job come of products {', '.join(sorted(others))}, this engine's are "
-                f"{self._products}: XLA's autotuning chose otherwise; bring the compiled programs of the "
-                "machine that began the job (--compilation-cache), or choose another output"
+                f"{self._products}: XLA's autotuning, or dtype auto on a host, chose otherwise; bring the "
+                "compiled programs of the machine that began the job (--compilation-cache), or choose "
+                "another output"
             )
 
     def _seed(self, line: RawLine) -> int:

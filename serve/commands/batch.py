@@ -8,16 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...checkpoints.huggingface import read_config
 from ...sampling.params import SamplingParams
 from ..adapters.registry import modules_of
 from ..batch.fingerprint import fingerprint
 from ..batch.options import BatchOptions
 from ..batch.run import Place, run_batch
 from ..host.devices import default_device, memory_limit
+from ..loading.dtype import compute_dtype
 from ..loading.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..processes.meeting import join
+from ..programs.jaxcache import keep_compiled
 from ..tools.notations import named
 from .command import (
     cache_flags,
@@ -105,6 +108,16 @@ def start_actors(args: argparse.Namespace, options: EngineOptions) -> "Remote":
     return Remote(crew, args.ray, tokenizer, options)
 
 
+def own_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) -> str:
+    """The dtype that the answers follow from. Of a job on Ray the one given: each actor's machine chooses,
+    and answers name what it has chosen."""
+    if args.ray:
+        return args.dtype
+    keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
+    stored = None if options.load_format == "dummy" else folder
+    return str(compute_dtype(args.dtype, default_device(), read_config(folder), stored))
+
+
 def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
     """What counts bytes of answers that outlive a lost run; None for streams."""
     if "-" in (args.input, args.output):
@@ -159,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         args.input,
         args.output,
         job,
-        fingerprint(folder, tokenizer, args.dtype, options),
+        fingerprint(folder, tokenizer, own_dtype(args, folder, options), options),
         lambda report: finish(report, args),
         args.report,
     )

@@ -95,13 +95,14 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
     if not args.shape:
         origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
         options = origin.settled(options, download_dir=args.download_dir)
-        dtype = compute_dtype(args.dtype, device, origin.model)
-        where = places(read_config(origin.model), layout_of(options)) or device
+        config = read_config(origin.model)
+        dtype = compute_dtype(args.dtype, device, config, origin.model)
+        where = places(config, layout_of(options)) or device
         config, params = read_folder(origin.model, dtype, where, options.quantization)
         return Model(args.model or "demo", config, transposed(params, donate=True), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
-    dtype = compute_dtype(args.dtype, device)
+    dtype = compute_dtype(args.dtype, device, config)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))

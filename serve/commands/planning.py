@@ -102,7 +102,7 @@ def plan_job(
     if not shape:
         options = replace(options, quantization=stored_form(folder, options.quantization))
     config = PRESETS[shape] if shape else read_config(folder)
-    chosen = compute_dtype(dtype, target.devices[0], None if shape else folder)
+    chosen = compute_dtype(dtype, target.devices[0], config, None if shape else folder)
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         options.require_unstored("a shape has no checkpoint")

@@ -88,12 +88,6 @@ def processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def multiplies_bfloat16(device: Any) -> bool:
-    """Whether a host's processor has instructions for matrix products of bfloat16 (AMX); the vector ones
-    (AVX512-BF16) have not been measured."""
-    return device.platform == "cpu" and "amx_bf16" in processor().split()
-
-
 def memory_limit(device: Any) -> int | None:
     """Bytes of an accelerator's memory; None for a host, and where the device does not say."""
     stats = device.memory_stats() if device.platform != "cpu" else None

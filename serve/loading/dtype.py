@@ -1,4 +1,4 @@
-"""The dtype that a model computes in: what `dtype` says, and for "auto" what the device multiplies."""
+"""The dtype that a model computes in: what `dtype` says, and for "auto" what the device is fast in."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...checkpoints import huggingface, orbax
-from ..host.devices import multiplies_bfloat16
+from ...model.config import ModelConfig
+from ..processes.meeting import of_rank_0
+from .trial import bfloat16_gain
 
+LEAST_GAIN = 1.1  # of bfloat16 on a host: below it float32 is chosen, which loses nothing
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHORT_NAMES = {"half": "float16", "float": "float32"}
 
@@ -29,19 +32,28 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def compute_dtype(dtype: Any, device: Any, folder: Path | None = None) -> Any:
+def compute_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:
     """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
 
     "auto" is the checkpoint's own. On CPUs it is float32, which holds every checkpoint's numbers, unless
-    these are bfloat16 and the processor multiplies that: no CPU has a product of float16 that XLA uses.
+    these are bfloat16 and the processor multiplies that faster, as a first start measures (`trial`): no CPU
+    has a product of float16 that XLA uses.
     """
     name = dtype_name(dtype)
     if name != "auto":
         return jnp.dtype(name)
     if device.platform != "cpu":
         return "auto"
-    own = multiplies_bfloat16(device) and (folder is None or stored_dtype(folder) == jnp.bfloat16)
-    return jnp.dtype("bfloat16" if own else "float32")
+    is_own = folder is None or stored_dtype(folder) == jnp.bfloat16
+    return jnp.dtype("bfloat16" if is_own and bfloat16_gain(device, config) >= LEAST_GAIN else "float32")
+
+
+def shared_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:
+    """The same in all processes of a group: where it is measured, rank 0's. A collective of all of them."""
+    if dtype_name(dtype) != "auto" or device.platform != "cpu":
+        return compute_dtype(dtype, device, config, folder)
+    is_narrow = of_rank_0(lambda: compute_dtype(dtype, device, config, folder) == jnp.bfloat16)
+    return jnp.dtype("bfloat16" if is_narrow else "float32")
 
 
 def stored_dtype(folder: Path) -> Any:

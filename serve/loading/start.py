@@ -13,7 +13,7 @@ from ...kvcache.stages import attending, devices, feeding, is_apart, params_of, 
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, Params, target_of
 from ...model.transformer import Decoder
-from ...model.tree import paths
+from ...model.tree import not_finite, paths
 from ...model.weights.compress import in_form
 from ...model.weights.prepared import prepared
 from ..adapters.writer import roomy
@@ -230,6 +230,13 @@ def require_arrays(params: Decoder) -> None:
             raise TypeError(
                 f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
             )
+
+
+def require_finite(params: Decoder) -> None:
+    """Raise ValueError, naming a parameter, where one of this process holds NaN or infinity."""
+    own = {path: leaf for path, leaf in paths(params).items() if leaf.is_fully_addressable}
+    if (path := not_finite(own)) is not None:
+        raise ValueError(f"parameter {path} holds NaN or infinity, expected finite numbers")
 
 
 def require_together(params: Any) -> None:

@@ -1,9 +1,11 @@
 """JSON objects as they come from outside."""
 
+import json
 from typing import Any
 
 import msgspec
 
+from ...refusals import RepeatedKey, unique
 from .refusing import RequestError, as_json
 
 MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
@@ -24,9 +26,18 @@ def object_of(text: bytes, what: str) -> dict[str, Any]:
         raise too_deep(what) from None
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise too_deep(what)
+    check_keys(text.decode(), what)
     if not isinstance(value, dict):
         raise RequestError(f"invalid_{what}", f"the {what} must be a JSON object, not {as_json(value)}")
     return value
+
+
+def check_keys(text: str, what: str) -> None:
+    """Raise RequestError for a key that stands in an object more than once; msgspec keeps the last."""
+    try:
+        json.loads(text, object_pairs_hook=unique, parse_int=len, parse_float=len)
+    except RepeatedKey as error:
+        raise RequestError("repeated_key", f"{error} of the {what}", error.key[:60]) from None
 
 
 def too_deep(what: str) -> RequestError:

@@ -142,14 +142,15 @@ class EngineOptions:
     )
     enable_lora: bool = knob(False, "serve adapters (LoRA) beside the model, several in one batch")
     max_loras: int = knob(1, "adapters on the device at once; requests of others wait in line")
-    max_lora_rank: int = knob(
-        16, "highest rank of an adapter; higher ones cost memory and time in every step"
-    )
+    max_lora_rank: int = knob(16, "highest rank of an adapter; higher ones cost memory and time")
     lora_modules: Sequence[str] | None = knob(
         None,
         "adapters that requests may name, each NAME=FOLDER or a JSON object with name, path and "
         "base_model_name; with enable_lora",
         several="NAME=FOLDER",
+    )
+    split_special_tokens: bool = knob(
+        False, "read special tokens in the text of messages as plain text; those of the template stay special"
     )
     max_logprobs: int = knob(
         20,
@@ -187,9 +188,7 @@ class EngineOptions:
     profiler_config: Mapping[str, Any] | None = knob(
         None, "where start_profile writes: its torch_profiler_dir", flag=False
     )
-    audit_log: str | None = knob(
-        None, "file that gets a line of each request that has ended, for duetto verify (default: none)"
-    )
+    audit_log: str | None = knob(None, "file that gets a line of each ended request, for duetto verify")
     seed: int = knob(0, "seed of requests that bring none")
     serve_while_compiling: bool = knob(
         True,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from ...refusals import RepeatedKey, unique
+
 
 def add_fields(
     parser: argparse.ArgumentParser, record: type, title: str, leave_out: Collection[str] = ()
@@ -78,7 +80,10 @@ numbers.__name__ = "positive integers"
 
 
 def json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except RepeatedKey as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if isinstance(value, dict):
         return value
     raise ValueError(text)

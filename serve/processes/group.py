@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from ..host.forks import is_inherited
 from ..host.link import Link
 from ..host.streams import tell
 from .ending import LOST, end_process
@@ -65,8 +66,8 @@ class Group:
         self._part()
 
     def end(self) -> None:
-        """Of rank 0: let all processes end."""
-        if not self.ended:
+        """Of rank 0: let all processes end. A process that was forked from it lets them be."""
+        if not self.ended and not is_inherited():
             self.ended = True
             self.tell(End())
             self._part()

@@ -239,6 +239,15 @@ def agree(what: Mapping[str, str]) -> None:
             raise ValueError(f"{name} of {named(set(others))} are others than of rank 0")
 
 
+def of_rank_0(choose: Callable[[], bool]) -> bool:
+    """What rank 0 chooses, in all processes of a group; a collective of all of them."""
+    found = group()
+    if found is None:
+        return choose()
+    own = np.asarray(found.rank == 0 and choose())
+    return bool(multihost_utils.broadcast_one_to_all(own))
+
+
 def agree_on(folder: Path) -> None:
     """Raise ValueError, in all processes of a group, unless all have the same weights in a model's folder, as
     the sizes of its files and their first and last bytes tell; nothing to do without a group."""

@@ -49,7 +49,7 @@ class Worker:
 
     def facts(self) -> Facts:
         llm = self._llm
-        ends, products = llm._intake.eos_ids, llm.report().get("products")
+        ends, products = llm._intake.eos_ids, self.report()["products"]
         longest, realm = llm.engine.sizes.max_model_len, realms_of(llm).name
         return Facts(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
 
@@ -65,4 +65,7 @@ class Worker:
         return ended
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        return self._llm.report(explained)
+        """That of the engine. On a host, where compilers choose nothing, the dtype that was chosen there
+        stands for its products."""
+        found = self._llm.report(explained)
+        return found | {"products": found.get("products") or found["dtype"]}

@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..endpoints.body import SOURCE, read_body
 from ..host.streams import tell
+from ..openai.reading import object_of
+from ..openai.refusing import RequestError
 from ..options.router import RouterOptions
 from ..options.server import ServerOptions
 from ..service.errors import HttpError
@@ -295,10 +297,9 @@ async def fail(error: HttpError, send: Send) -> None:
 def read(body: bytes) -> Mapping[str, Any]:
     """The fields of a body; none of what is no JSON object, which a replica refuses."""
     try:
-        found = msgspec.json.decode(body) if body else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return object_of(body, "body")
+    except RequestError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def told_in(body: bytes) -> str:

@@ -1,7 +1,7 @@
 """HTTP for clients that mean no good: uvicorn's, with bounds on time and memory that it does not have."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from ..service.errors import HttpError
 
 MOST_HEAD = 1 << 16  # bytes of a request's head
-PART = 1 << 14  # bytes that are read at a time: so closely is the size of a head known
+PART = 1 << 14  # bytes that are read at a time
 AHEAD = 4  # requests that may be sent before the answer to an earlier one
 
 
@@ -25,7 +25,8 @@ class Bounded(HttpToolsProtocol):
         super().__init__(*given, **others)
         self._seconds = seconds
         self._head_bytes = 0  # since a piece of a body: of a head, or of what ends a body
-        self._pieces = 0  # messages begun, and pieces of bodies
+        self._pieces = 0  # heads begun and ended, and pieces of bodies
+        self._between = True  # no message is under way: the next begins with what comes
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._earlier: list[RequestResponseCycle] = []  # whose answers are awaited behind the latest
 
@@ -72,17 +73,18 @@ class Bounded(HttpToolsProtocol):
             cycle.message_event.set()
 
     def _feed(self, data: bytes) -> None:
-        """Raises HttpParserError for what is not HTTP, HttpError for a head that is too long."""
-        size, before = len(data), self._pieces
+        """Raises HttpParserError for what is not HTTP, also around HttpError for a head that is too long.
+
+        The bytes of a head that begins behind a body in the same data are only known when it ends.
+        """
+        size, before = len(data), self._pieces + self._between
         while data:
             try:
                 self.parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as offer:
                 data = self._head_without_offer() + data[offer.args[0] :]
-        self._head_bytes = self._head_bytes + size if self._pieces == before else 0
-        if self._head_bytes > MOST_HEAD:
-            raise HttpError(400, f"the head has more than {MOST_HEAD} bytes", "head_too_long")
+        self._head_bytes = self._head_bytes + size if self._pieces <= before else 0
 
     def _head_without_offer(self) -> bytes:
         """The head that was read, to be read again, but for its offer of another protocol."""
@@ -107,19 +109,26 @@ class Bounded(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
-            for start in range(0, len(data), PART):
-                self._feed(data[start : start + PART])
-        except httptools.HttpParserError:
-            self._refuse(HttpError(400, "the request cannot be read as HTTP", "invalid_http"))
+            while data:
+                if not (room := min(PART, MOST_HEAD - self._head_bytes)):
+                    raise too_long()
+                self._feed(data[:room])
+                data = data[room:]
+        except httptools.HttpParserError as error:
+            unread = HttpError(400, "the request cannot be read as HTTP", "invalid_http")
+            self._refuse(cause if isinstance(cause := error.__context__, HttpError) else unread)
         except HttpError as error:
             self._refuse(error)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._pieces += 1
+        self._pieces, self._between = self._pieces + 1, False
         self._within("head", self._close_idle)
 
     def on_headers_complete(self) -> None:
+        if head_size(self.parser.get_method(), self.url, self.headers) > MOST_HEAD:
+            raise too_long()
+        self._pieces += 1
         before = self.cycle
         self._cancel("head")
         super().on_headers_complete()
@@ -131,6 +140,10 @@ class Bounded(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._pieces += 1
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._between = True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -155,6 +168,16 @@ class Bounded(HttpToolsProtocol):
             self._refuse(HttpError(503, "the server is ending", "unavailable"))
         else:
             super().shutdown()
+
+
+def head_size(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Bytes of a request's head, spaces around values left out."""
+    lines = sum(len(name) + len(value) + len(b":\r\n") for name, value in headers)
+    return len(method) + len(url) + len(b"  HTTP/1.1\r\n") + lines + len(b"\r\n")
+
+
+def too_long() -> HttpError:
+    return HttpError(431, f"the head has more than {MOST_HEAD} bytes", "head_too_long")
 
 
 def protocol(seconds: float) -> Any:

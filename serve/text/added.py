@@ -27,13 +27,13 @@ Token = str | Described
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer as its files give it. `backend` has the tokens and decodes; it encodes too, unless `encode`
-    is there, which makes ids of a text and of whether special tokens are added. `config` is completed by what
-    the files imply.
+    is there, which makes ids of a text, of whether special tokens are added, and of the mark that hides
+    special tokens. `config` is completed by what the files imply.
     """
 
     backend: "tokenizers.Tokenizer"
     config: Mapping[str, Any]
-    encode: Callable[[str, bool], list[int]] | None = None
+    encode: Callable[[str, bool, str], list[int]] | None = None
 
 
 def named(config: Mapping[str, Any]) -> list[Any]:

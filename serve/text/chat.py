@@ -7,6 +7,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from .hiding import hidden, strings_in
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -29,7 +31,24 @@ def apply_chat(
     Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template, and
     ValueError as `Tokenizer.encode` does for `most`.
     """
-    return tokenizer.encode(render_for(tokenizer, messages, **options), add_special_tokens=False, most=most)
+    return rendered_ids(tokenizer, messages, most, **options)[1]
+
+
+def rendered_ids(
+    tokenizer: "Tokenizer", messages: list[Message], most: int | None = None, /, **options: Any
+) -> tuple[str, list[int]]:
+    """A conversation's text, and `apply_chat` of it. Special tokens in the text of messages, tools and
+    documents are special too, unless the tokenizer says `split_special_tokens`."""
+    mark = ""
+    if tokenizer.split_special_tokens:
+        others = {name: options[name] for name in ("tools", "documents") if name in options}
+        whole = {"messages": check_messages(messages)} | others
+        tokenizer.check_length("".join(strings_in(whole)), most)
+        whole, mark = hidden(whole, tokenizer.convert_ids_to_tokens(tokenizer.special_ids))
+        messages, options = whole.pop("messages"), options | whole
+    text = render_for(tokenizer, messages, **options)
+    ids = tokenizer.encode(text, add_special_tokens=False, most=most, mark=mark)
+    return text.replace(mark, "") if mark else text, ids
 
 
 def render_for(

@@ -1,16 +1,17 @@
 """A model's tokenizer: text to token ids and back, under the names that Transformers has for it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...refusals import Table, check_neutral
 from .added import content
+from .hiding import without_mark
 from .lengths import Measure, measure_of
+from .neutral import refuse, refuse_all
 from .stream import (
     ByteLevelStream,
     PieceStream,
@@ -27,19 +28,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 HELD = 4096  # characters of a text for which the interpreter may be held
+Encode = Callable[[str, bool, str], list[int]]
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
-# Keywords of Transformers' tokenizers that are taken where they ask for nothing.
-NEUTRAL: Table = {
-    "text_pair": (None,),
-    "padding": (False, None, "do_not_pad"),
-    "truncation": (False, None, "do_not_truncate"),
-    "max_length": (None,),
-    "return_tensors": (None,),
-    "return_attention_mask": (True, None),
-    "return_assistant_tokens_mask": (False,),
-    "tokenizer_kwargs": (None, {}),
-    "clean_up_tokenization_spaces": (False, None),
-}
 
 
 class Encoding(dict[str, Any]):
@@ -58,8 +48,9 @@ class Tokenizer:
     Attributes: bos_token, eos_token, unk_token, pad_token (str or None, and pad_token may be set),
     bos_token_id, eos_token_id, unk_token_id, pad_token_id (int or None), chat_template (Jinja source, or None
     where the model has none), all_special_tokens (those that the folder names), all_special_ids, special_ids
-    (of all that are no text). `len` counts the tokens, added ones included; a model's vocabulary may be
-    padded beyond it.
+    (of all that are no text), split_special_tokens (False, and may be set: special tokens in the text of
+    messages are read as plain text; Transformers then splits those of the template too). `len` counts the
+    tokens, added ones included; a model's vocabulary may be padded beyond it.
     """
 
     def __init__(
@@ -67,19 +58,21 @@ class Tokenizer:
         backend: "tokenizers.Tokenizer",
         config: Mapping[str, Any],
         chat_template: str | Mapping[str, str] | None = None,
-        encode: Callable[[str, bool], list[int]] | None = None,
+        encode: Encode | None = None,
     ):
         """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
         Several chat templates come by their names; the attribute is the one called "default".
 
-        `encode` makes ids of a text, and of whether special tokens are added, where the backend only has the
-        tokens.
+        `encode` makes ids of a text, of whether special tokens are added, and of the mark that hides special
+        tokens, where the backend only has the tokens.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._encodes_elsewhere = encode is not None
-        self._encode = encode or partial(encoded, backend)
+        self._encode: Encode = encode or self._encoded
+        self._marked: dict[str, tokenizers.Tokenizer] = {"": backend}  # by the mark that each takes out
+        self.split_special_tokens = False
         several = {"default": chat_template} if isinstance(chat_template, str) else chat_template
         self._templates: Mapping[str, str] = several or {}
         self.chat_template = self._templates.get("default")
@@ -172,24 +165,41 @@ class Tokenizer:
             return encoding(self.encode(text, add_special_tokens))
         return encoding([self.encode(one, add_special_tokens) for one in text])
 
-    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None, mark: str = ""
+    ) -> list[int]:
         """Token ids of a text. The special tokens are those of tokenizer.json's post-processor; bos is added
         where it lacks one though `add_bos_token` is true (DeepSeek's folders). None are added with
-        `add_special_tokens=False`.
+        `add_special_tokens=False`. The `mark` in a text (see `hiding`) hides special tokens.
 
         Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds, and
         ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter
         one has, the ids tell.
         """
-        if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
-            raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
+        self.check_length(text.replace(mark, ""), most)
         try:
-            ids = self._encode(text, add_special_tokens)
+            ids = self._encode(text, add_special_tokens, mark)
         except TypeError:
             text.encode()
             raise
         missing = add_special_tokens and ids[: len(self._prefix)] != self._prefix
         return [*self._prefix, *ids] if missing else ids
+
+    def _encoded(self, text: str, special: bool, mark: str) -> list[int]:
+        """The backend's ids. Other threads run while a long text is encoded: with `encode` they would
+        wait."""
+        if mark not in self._marked:
+            self._marked[mark] = without_mark(self._backend, mark)
+        backend = self._marked[mark]
+        if len(text) <= HELD:
+            return backend.encode(text, add_special_tokens=special).ids
+        (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
+        return found.ids
+
+    def check_length(self, text: str, most: int | None) -> None:
+        """Raise ValueError for a text whose length alone says that it has more than `most` tokens."""
+        if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
+            raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of a text's number of tokens, found without tokenizing it; 0 where its length tells
@@ -226,16 +236,17 @@ class Tokenizer:
         Raises chat.ChatTemplateError if there is no template, it refuses the messages, or they are malformed;
         ValueError as a call does.
         """
-        from .chat import render_for
+        from .chat import render_for, rendered_ids
 
         options |= {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         options |= {"tools": tools}
         variables = refuse(options)
         several = isinstance(conversation, list) and conversation and isinstance(conversation[0], list)
-        texts = [render_for(self, one, **variables) for one in (conversation if several else [conversation])]
+        each = conversation if several else [conversation]
         if not tokenize:
+            texts = [render_for(self, one, **variables) for one in each]
             return texts if several else texts[0]
-        ids = [self.encode(text, add_special_tokens=False) for text in texts]
+        ids = [rendered_ids(self, one, **variables)[1] for one in each]
         found = ids if several else ids[0]
         return encoding(found) if return_dict else found
 
@@ -311,31 +322,6 @@ def encoding(ids: list[Any]) -> Encoding:
     several = bool(ids) and isinstance(ids[0], list)
     mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
-
-
-def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are none of Transformers' own. Raises ValueError for one of those that asks for
-    something.
-    """
-    for name, value in options.items():
-        if name in NEUTRAL:
-            check_neutral(name, value, NEUTRAL)
-    return {name: value for name, value in options.items() if name not in NEUTRAL}
-
-
-def refuse_all(options: Mapping[str, Any]) -> None:
-    """Raises as `refuse`, and TypeError for an option that Transformers does not have."""
-    others = refuse(options)
-    if others:
-        raise TypeError(f"unknown argument {next(iter(others))!r}")
-
-
-def encoded(backend: "tokenizers.Tokenizer", text: str, special: bool) -> list[int]:
-    """Token ids of a text. Other threads run while a long one is encoded: with `encode` they would wait."""
-    if len(text) <= HELD:
-        return backend.encode(text, add_special_tokens=special).ids
-    (found,) = backend.encode_batch_fast([text], add_special_tokens=special)
-    return found.ids
 
 
 def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:

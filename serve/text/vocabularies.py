@@ -114,14 +114,18 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
     backend = pieces_backend(first, file.parent, config)
     added = backend.get_added_tokens_decoder()
 
-    def ids_of(text: str) -> list[int]:
+    def ids_of(text: str, mark: str) -> list[int]:
         """Added tokens are the backend's to find; what lies between two of them is one word to it, mostly an
-        unknown one."""
+        unknown one, out of which the mark is taken."""
         found = backend.encode(text, add_special_tokens=False)
         ids: list[int] = []
         for token, (start, end) in zip(found.ids, found.offsets, strict=True):
             part, sp = text[start:end], rest if start else first
-            ids += [token] if token in added and added[token].content in part else sp.encode(part)
+            ids += (
+                [token]
+                if token in added and added[token].content in part
+                else sp.encode(part.replace(mark, ""))
+            )
         return ids
 
     def ends(name: str, default: bool) -> list[int]:
@@ -131,8 +135,9 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
 
     before, after = ends("bos_token", True), ends("eos_token", False)
 
-    def encode(text: str, special: bool) -> list[int]:
-        return [*before, *ids_of(text), *after] if special else ids_of(text)
+    def encode(text: str, special: bool, mark: str) -> list[int]:
+        ids = ids_of(text, mark)
+        return [*before, *ids, *after] if special else ids
 
     return Vocabulary(backend, config | {"add_bos_token": False}, encode)
 

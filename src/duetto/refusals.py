@@ -1,6 +1,7 @@
 """Error messages for values and names that are refused, and the check whether a value has any effect."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -45,3 +46,19 @@ def unknown(what: str, name: str, known: Iterable[str], also: Iterable[str] = ()
     near = nearest(name, {*known, *also})
     hint = f", did you mean {near!r}?" if near else ";"
     return f"unknown {what} {name!r}{hint} known are {', '.join(known)}"
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON's pairs. Raises RepeatedKey for a key that stands in it more than once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RepeatedKey(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return found
+
+
+class RepeatedKey(ValueError):
+    """A key that an object of JSON has more than once."""
+
+    def __init__(self, key: str):
+        super().__init__(f"the key {shown(key)} is not allowed more than once in an object")
+        self.key = key

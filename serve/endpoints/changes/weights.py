@@ -1,6 +1,7 @@
 """/update_weights, and around it /pause, /resume and /is_paused, as vLLM has these."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +69,10 @@ class Weights:
         ]  # fmt: skip
 
     async def pause(self, request: Request) -> Response:
-        asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(request.query_params)
+        given = request.query_params.multi_items()
+        repeated = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
+        require(not repeated, "query", ", ".join(repeated), "each name once")
+        asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(given)
         others = sorted(asked.keys() - {"mode", "clear_cache"})
         require(not others, "query", ", ".join(others), "mode and clear_cache")
         for name, allowed in {"mode": MODES, "clear_cache": TRUTH}.items():

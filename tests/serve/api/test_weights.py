@@ -13,6 +13,7 @@ from cases.requests import GREEDY, IDS, PROMPTS, SEEDED, exact
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints import huggingface
 from duetto.model.transformer import Decoder
+from duetto.model.tree import paths
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 LONG = replace(SEEDED, max_tokens=24)
@@ -120,6 +121,23 @@ def test_a_pause_keeps_what_runs(llm, other, tiny, restored):
     assert exact(ended(llm, ids)) == exact(whole)
     with pytest.raises(ValueError, match="mode='never' is not allowed"):
         llm.pause_generation(mode="never")
+
+
+@pytest.mark.parametrize("mode", [None, "abort", "wait", "keep"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(llm, tiny, mode, value):
+    """Those that are served stay."""
+    before, version = llm.generate(*BOTH[0], use_tqdm=False), llm.engine.weights
+    flat = {path: x.at[(0,) * x.ndim].set(value) for path, x in paths(tiny.params).items()}
+    for path in ("embed", "layers.1.ffn.down", "norm.gain"):
+        leaves = [flat[path] if name == path else x for name, x in paths(tiny.params).items()]
+        wrong = jax.tree.unflatten(jax.tree.structure(tiny.params), leaves)
+        with pytest.raises(ValueError, match=f"parameter {path} holds NaN or infinity"):
+            llm.update_params(wrong, mode)
+        with pytest.raises(ValueError, match=f"parameter {path} holds NaN or infinity"):
+            LLM.from_params(tiny.config, wrong)
+    assert llm.engine.weights == version
+    assert exact(llm.generate(*BOTH[0], use_tqdm=False)) == exact(before)
 
 
 def test_weights_of_a_folder(llm, other, tiny, tmp_path, restored):

@@ -21,6 +21,12 @@ PLAIN_ERRORS = [
     (b'{"prompt": "a"} x', "invalid_json", "trailing characters"),
     (b'{"prompt": NaN}', "invalid_json", "not JSON"),
     (b"[" * 100_000, "invalid_json", "nested too deeply"),
+    (b'{"prompt": "a", "n": 1, "n": 2}', "repeated_key", "the key 'n' is not allowed more than once"),
+    (
+        b'{"messages": [{"role": "user", "content": "a", "role": "system"}]}',
+        "repeated_key",
+        "the key 'role' is not allowed more than once in an object of the line",
+    ),
     (b'{"prompt": "\xff"}', "invalid_utf8", "byte 12 of the line, 0xff, is not UTF-8"),
     (b"[1]", "invalid_line", "must be a JSON object, not a list of 1"),
     (b"{}", "invalid_line", "one of prompt, prompt_token_ids and messages; it has none"),

@@ -11,6 +11,9 @@ from duetto.serve.audit import machine
 from duetto.serve.batch import fingerprint as module
 from duetto.serve.batch.fingerprint import contents, fingerprint
 from duetto.serve.cli import main
+from duetto.serve.commands.batch import own_dtype
+from duetto.serve.loading import dtype
+from duetto.serve.loading.folder import DEMO
 from duetto.serve.options.engine import EngineOptions
 
 
@@ -117,3 +120,15 @@ def test_acceptance_by_rejection_is_refused_in_a_batch(tmp_path, capsys):
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "acceptance=rejection is not allowed in a batch" in said
     assert not (tmp_path / "out").exists() and sys.stdout is not None
+
+
+def test_the_dtype_that_auto_chooses_on_this_machine_counts(monkeypatch):
+    """On Ray the actors' machines choose, and their answers name it."""
+    args, options = SimpleNamespace(ray=None, dtype="auto", compilation_cache="none"), EngineOptions()
+    chosen = []
+    for gain in (1.0, 2.0):
+        monkeypatch.setattr(dtype, "bfloat16_gain", lambda *_, gain=gain: gain)
+        chosen.append(own_dtype(args, DEMO, options))
+    assert chosen == ["float32", "bfloat16"]
+    assert own_dtype(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == "auto"
+    assert own_dtype(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options) == "float16"

@@ -80,6 +80,7 @@ def test_what_is_not_given_stays_the_models_default():
     [
         (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is not allowed"),
         (["generate", "x", "--logit-bias", "[1]"], "invalid JSON object value"),
+        (["generate", "x", "--logit-bias", '{"1": 2, "1": 3}'], "the key '1' is not allowed more than once"),
         (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs 0 is not allowed"),
         (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
         (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp"),

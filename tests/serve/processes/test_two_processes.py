@@ -243,3 +243,35 @@ def alive(pid: int) -> bool:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+MEASURING = """
+import sys
+from duetto import LLM
+from duetto.serve.loading import dtype
+
+dtype.bfloat16_gain = lambda *_: float(sys.argv[3])
+with LLM(
+    max_model_len=64, max_num_seqs=1, max_prefill_tokens=16, tensor_parallel_size=2, reproducible=False,
+    nnodes=2, node_rank=int(sys.argv[1]), master_port=int(sys.argv[2]),
+) as llm:
+    print(llm.report()["dtype"])
+"""
+
+
+@pytest.mark.parametrize(("gains", "chosen"), [((2.0, 0.5), "bfloat16"), ((0.5, 2.0), "float32")])
+def test_rank_0_chooses_the_dtype_of_all(gains: tuple[float, float], chosen: str):
+    """Whatever the other measures of its own machine."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEASURING, str(rank), port, str(gain)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, gain in enumerate(gains)
+    ]
+    (first, out, said), (second, _, other) = map(finished, ranks)
+    assert (first, second, out.strip()) == (0, 0, chosen), said + other

@@ -1,6 +1,7 @@
 """Several engines elsewhere as one, which are lost now and then."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from fakes.batch import LINES, MODEL, FakeEngine, characters, runner
 from duetto import SamplingParams
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.remote.remote import Remote
-from duetto.serve.remote.worker import Facts, Gone
+from duetto.serve.remote.worker import Facts, Gone, Worker
 
 
 class FakeCrew:
@@ -111,3 +112,13 @@ def test_what_no_worker_could_run_is_refused_at_once():
     with pytest.raises(ValueError, match="save_cache is not allowed"):
         engine.save_cache("x")
     assert engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("report", "said"), [({}, "bfloat16"), ({"products": None}, "bfloat16"), ({"products": "a"}, "a")]
+)
+def test_a_workers_products_on_a_host_are_its_dtype(report: dict[str, Any], said: str):
+    """Two hosts may choose other ones."""
+    worker = object.__new__(Worker)
+    worker._llm = SimpleNamespace(report=lambda _: {"dtype": "bfloat16"} | report)  # type: ignore[assignment]
+    assert worker.report()["products"] == said

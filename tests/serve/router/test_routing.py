@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from duetto.serve.router.proxy import read
 from duetto.serve.service.errors import HttpError
 
 WHOLE = [str(i) for i in range(6)]
@@ -40,6 +41,13 @@ def test_a_stream_goes_on_elsewhere_from_its_tokens(routing, dies_after):
             assert router.replicas[0].load == router.replicas[1].load == 0
 
     routing(test)
+
+
+def test_a_body_that_a_replica_refuses_goes_there_as_it_came():
+    """Of a key that stands there twice the router chooses none."""
+    assert read(b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}') == {}
+    assert read(b"[1]") == read(b"{") == read(b"") == {}
+    assert read(b'{"prompt": "x"}') == {"prompt": "x"}
 
 
 @pytest.mark.parametrize("dies_after", range(7))

@@ -1,10 +1,12 @@
 """What a server refuses, and what it survives."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -104,6 +106,49 @@ def test_a_head_is_bounded(server):
     with socket.create_connection((place.hostname, place.port), timeout=600) as own:
         own.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nlong: " + b"x" * (1 << 17))
         assert b"the head has more than 65536 bytes" in own.recv(4096)
+
+
+KEY = b"authorization:Bearer first-key\r\nhost:x\r\n"
+TWICE = b'"max_tokens": 1, "max_tokens": 2'
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", b'{"prompt": "x", %s}' % TWICE),
+        ("/v1/completions", b'{"prompt": "x", "logit_bias": {%s}}' % TWICE),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x", %s}]}' % TWICE),
+        ("/v1/responses", b'{"input": "x", %s}' % TWICE),
+        ("/v1/embeddings", b'{"input": "x", %s}' % TWICE),
+        ("/tokenize", b'{"prompt": "x", %s}' % TWICE),
+    ],
+)
+def test_a_key_stands_in_an_object_once(server, path, body):
+    with server.http() as http:
+        reply = http.post(path, content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "repeated_key")
+    assert "the key 'max_tokens' is not allowed more than once" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "max_tokens"
+
+
+BODY = b"POST /nowhere HTTP/1.1\r\n" + KEY + b"content-length: 3\r\n\r\nabc"
+
+
+@pytest.mark.parametrize("before", [b"", BODY])
+@pytest.mark.parametrize("piece", [1 << 20, 1000])
+def test_the_longest_head_is_a_number_of_bytes(server, before, piece):
+    """Exactly 64 KiB pass, alone or behind a request with a body, and no byte more."""
+    begin, end = b"GET /version HTTP/1.1\r\n" + KEY + b"connection:close\r\nlong:", b"\r\n\r\n"
+    for size, status in ((65536, b"200"), (65537, b"431"), (70000, b"431")):
+        sent = before + begin + b"x" * (size - len(begin + end)) + end
+        said = b""
+        with server.socket() as own, suppress(ConnectionError):  # closed with some of it unread
+            for start in range(0, len(sent), piece):
+                own.sendall(sent[start : start + piece])
+            while got := own.recv(1 << 16):
+                said += got
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", said)
+        assert statuses[-1:] == [status] or (size > 65536 and b"200" not in statuses)
 
 
 def test_a_client_that_does_not_read_is_left(server):

@@ -52,6 +52,8 @@ def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp
         ):  # fmt: skip
             assert http.post("/update_weights", json=refused).status_code == 400, refused
         assert http.post("/pause", params={"mode": "later"}).status_code == 400
+        twice = http.post("/pause?mode=keep&mode=wait").json()["error"]
+        assert twice["message"] == 'query="mode" is not allowed: each name once'
         asking.join()
         assert http.post("/update_weights", json={"path": "old", "mode": "wait"}).json() == {"version": 2}
         again = http.post("/v1/completions", json=BODY).json()["choices"][0]

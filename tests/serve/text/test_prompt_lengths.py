@@ -138,9 +138,9 @@ def strict() -> Tokenizer:
     assert tokenizer is not None
     encode = tokenizer._encode
 
-    def short(text: str, special: bool) -> list[int]:
+    def short(text: str, special: bool, mark: str) -> list[int]:
         assert len(text) < 100_000, "this is tokenized"
-        return encode(text, special)
+        return encode(text, special, mark)
 
     tokenizer._encode = short
     tokenizer.chat_template = "{{ messages[0].content }}"

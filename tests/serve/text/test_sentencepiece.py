@@ -296,3 +296,17 @@ def merged(text: str, vocab: dict[str, int], pairs: list[str]) -> list[int]:
             parts[i : i + 2] = ["".join(first)]
         ids += [vocab[part] for part in parts]
     return ids
+
+
+def test_special_tokens_in_messages_may_be_plain_text(tmp_path):
+    tokenizer = Tokenizer.from_folder(folder(tmp_path, model("bpe", True, "identity")))
+    assert tokenizer is not None
+    tokenizer.chat_template = "[INST]{{ messages[0].content }}[INST]"
+    messages = [{"role": "user", "content": "the [INST] cat<s> x<tool>y"}]
+    control = tokenizer.convert_tokens_to_ids("[INST]")
+    assert tokenizer.apply_chat_template(messages).input_ids.count(control) == 3
+    tokenizer.split_special_tokens = True
+    ids = tokenizer.apply_chat_template(messages).input_ids
+    assert ids[0] == ids[-1] == control and not tokenizer.special_ids.intersection(ids[1:-1])
+    assert tokenizer.convert_tokens_to_ids("<tool>") in ids, "which is a token like others"
+    assert tokenizer.decode(ids) == "[INST]the [INST] cat<s> x<tool>y[INST]"
