@@ -69,8 +69,11 @@ def main() -> None:
 
 
 def study(model: str, llm: LLM) -> None:
-    while not llm.engine.classes.may_defer or llm.engine.warmup is not None:
+    for _ in range(2):  # the programs of every engine, then those of the first grammar
         run(llm, 1)
+        while llm.engine.warmup is not None:
+            run(llm, 1)
+    assert llm.engine.classes.may_defer, "no draw is deferred here"
     found: dict[str, list[tuple[float | None, float | None, float]]] = {name: [] for name in RUNS}
     for turn in range(ROUNDS + 1):
         for name, count in RUNS.items():

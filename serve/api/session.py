@@ -63,7 +63,7 @@ class Session:
         self._leaving: deque[Ticket] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
-        engine.on_warmup = beginner(self)
+        engine.on_warmup = starter(self)
         if engine.warmup is not None:
             engine.on_warmup(engine.warmup)
 
@@ -311,7 +311,7 @@ def warm_idle(session: "weakref.ref[Session]", warmup: Warmup) -> bool:
     return found is not None and found.warm()
 
 
-def beginner(session: Session) -> Callable[[Warmup], None]:
+def starter(session: Session) -> Callable[[Warmup], None]:
     """Begins a warm-up of a session's engine, and does not keep the session alive."""
     alive = weakref.ref(session)
     return lambda warmup: warmup.begin(partial(warm_idle, alive, warmup))

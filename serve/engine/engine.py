@@ -32,7 +32,7 @@ from .request import Request
 from .results import Flights, Ran, note_passes, take_all
 from .rows import batch_of, calls_of_plan
 from .scheduler import Scheduler
-from .seats import drawn, masked, seated, tables_of
+from .seats import drawn, seated, tables_of, with_masks
 from .sleep import Sleep
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
@@ -288,7 +288,7 @@ class Engine:
 
     def dispatch(self, plan: StepPlan) -> list[Ran]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
-        slots = masked(self.programs, self._state.slots, plan.works)
+        slots = with_masks(self.programs, self._state.slots, plan.works)
         self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
             self._seat(request)

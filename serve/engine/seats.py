@@ -45,7 +45,7 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def masked(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
+def with_masks(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
     """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
     one that has to read a token first, or that has given its seat up."""
     works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
@@ -60,7 +60,7 @@ def drawn(
     """The state behind draws that were deferred until grammars had read the step before."""
     for output, works in undrawn:
         assert not any(work.is_awaiting and work.request.slot is not None for work in works)
-        slots = masked(programs, state.slots, works)
+        slots = with_masks(programs, state.slots, works)
         state = replace(state, slots=output.draw(state.params, slots))
     return state
 

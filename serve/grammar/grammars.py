@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import llguidance
 
 KEPT = 64  # compiled grammars that are kept, those of the latest requests
-MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a mask then takes some 10 ms
+MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
 
 
 class Compiled(NamedTuple):
@@ -93,7 +93,8 @@ def written(asked: StructuredOutputsParams) -> str:
 
 
 def as_lark(text: str) -> str:
-    """A grammar in Lark, also of one in GBNF, llama.cpp's notation. Raises ValueError for a wrong one."""
+    """A grammar in Lark, translated where it is in GBNF, llama.cpp's notation. Raises ValueError for a wrong
+    one."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

@@ -152,7 +152,9 @@ def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]
     return fields
 
 
-def refuse_unknown(fields: Mapping[str, Any], known: frozenset[str], others: frozenset[str]) -> None:
+def refuse_unknown(
+    fields: Mapping[str, Any], known: frozenset[str], others: frozenset[str] = frozenset()
+) -> None:
     """Raise RequestError for a field that is not among the `known`."""
     for name in (name for name in fields if name not in known):
         near = nearest(name, known | others)

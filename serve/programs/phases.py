@@ -53,14 +53,15 @@ class Alone:
     def forward(
         self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch
     ) -> tuple[KVCache, Float[Array, "B T D"]]:
-        """A decode up to the hidden states that its tokens are drawn from: the slots stay as they are."""
+        """A decode of one token a row, T = 1, up to the hidden states that tokens are drawn from: the slots
+        stay as they are."""
         hidden, cache = step.run(params, cache, slots, step.awake(slots, batch), self.target)
         return cache, hidden
 
     def draw(
         self, params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
     ) -> tuple[Slots, Output]:
-        """The rest of it."""
+        """The rest of it: tokens drawn from the hidden states, under the masks that the slots have now."""
         return step.sampled(params, self.target, slots, step.awake(slots, batch), hidden)
 
     def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:

@@ -23,9 +23,9 @@ class Undrawn:
     """The output of a decode whose tokens are to be drawn from its hidden states, [B,1,D]."""
 
     program: Callable[..., tuple[Any, Any]]
-    batch: Any
-    hidden: Any
-    output: Any = None
+    batch: Any  # Batch
+    hidden: Any  # until they are drawn from
+    output: Any = None  # Output
 
     def draw(self, params: Params, slots: Any) -> Any:
         """Dispatch the draw; gives the slots."""

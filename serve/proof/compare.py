@@ -35,12 +35,13 @@ def is_last(entry: Entry, span: Span) -> bool:
 
 def differing_scores(claimed: Scores | None, found: Scores | None, what: str, span: Span) -> str:
     """The first place in a span where scores differ."""
+    plural = what.removesuffix("y") + "ies"
     if (claimed is None) != (found is None):
-        return f"{what.removesuffix('y')}ies: {'none' if claimed is None else 'not asked for'}"
+        return f"{plural}: {'none' if claimed is None else 'not asked for'}"
     if claimed is None or found is None:
         return ""
     if claimed.keys() != found.keys():
-        return f"{what.removesuffix('y')}ies: {sorted(claimed)}"
+        return f"{plural}: {sorted(claimed)}"
     places = [
         place
         for name in claimed

@@ -7,11 +7,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
-from ....refusals import shown, unknown
+from ....refusals import shown
 from ...adapters.request import LoRARequest
 from ...openai.reading import object_of
 from ...openai.refusing import RequestError, require
 from ...openai.schemas import Body
+from ...openai.tasks import refuse_unknown
 from ...service.errors import HttpError
 from ...service.service import Service
 from ..body import read_body
@@ -81,9 +82,8 @@ class Adapters:
 
     async def _body(self, request: Request, kind: type) -> dict[str, object]:
         body = object_of(await read_body(request, self.service.options), "body")
-        given, names = {k: v for k, v in body.items() if v is not None}, [f.name for f in fields(kind)]
-        for other in sorted(given.keys() - {*names}):
-            raise RequestError("invalid_request", unknown("field", other, names), other)
+        given = {name: value for name, value in body.items() if value is not None}
+        refuse_unknown(given, frozenset(f.name for f in fields(kind)))
         return given
 
 
