@@ -38,10 +38,17 @@ class Constraint:
         try:
             for token in new:
                 self._take(token)
-            if new and not self._is_over:
-                self._next = mask_of(self._matcher)
+            if new:
+                self._next = self._ending if self._is_over else mask_of(self._matcher)
         except ValueError as error:
             self.failure = str(error)
+
+    @property
+    def _ending(self) -> UInt32[np.ndarray, " words"]:
+        """The mask behind an end token: end tokens alone."""
+        bits = np.zeros(self._next.size * 32, np.uint8)
+        bits[[*self._ends]] = 1
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
     def _take(self, token: int) -> None:
         self._is_over = self._is_over or token in self._ends
