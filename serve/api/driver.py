@@ -12,8 +12,10 @@ import numpy as np
 from ...checkpoints.adapters.adapter import Adapter
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
+from ...sampling.structured import StructuredOutputsParams
 from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest
+from ..grammar.grammars import Wanted
 from ..host.threads import Orders, obey
 from ..outputs import CompletionOutput, RequestOutput
 from .embedding import embedding_of, making
@@ -114,6 +116,10 @@ class Driver:
     def adapters(self) -> Registry | None:
         """Those that requests may name; None where none are served."""
         return self._llm._intake.adapters
+
+    def wanted(self, asked: StructuredOutputsParams) -> Wanted:
+        """The grammar that a flow waits for. Raises ValueError for what is no grammar."""
+        return self._llm._intake.grammars.wanted(asked)
 
     def begin(self, flow: Flow) -> None:
         self._orders.put(lambda: self._begin(flow))

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest, checked
 from ..engine.request import Request, ScoreLog
 from ..grammar.constraint import Constraint
+from ..grammar.gauge import Bounds
 from ..grammar.grammars import Grammars
 from ..options.engine import EngineOptions
 from ..outputs import CompletionOutput, Delta, Logprob, RequestOutput
@@ -57,6 +57,9 @@ class Intake:
         self._unseeded = itertools.count()
         if self.tokenizer is not None:
             self.tokenizer.split_special_tokens |= self.options.split_special_tokens
+        bounds = Bounds(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
+        tokenizer = self.lacking if self.tokenizer is None else self.tokenizer
+        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds)
 
     @property
     def longest(self) -> int:
@@ -231,15 +234,6 @@ class Intake:
             params.include_stop_str_in_output,
             prompt_ids=prompt,
         )
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        """Raises ValueError where the model has nothing that a grammar needs."""
-        if self.tokenizer is None:
-            raise ValueError(f"structured_outputs is not allowed: {self.lacking}")
-        if not self.eos_ids:
-            raise ValueError("structured_outputs is not allowed: the model has no end-of-sequence token")
-        return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
     def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
         asked = params.structured_outputs

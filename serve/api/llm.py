@@ -296,6 +296,7 @@ class LLM:
         if is_inherited():
             return
         self._closing.close()
+        self._intake.grammars.close()
         self._session.close()
         if self._session.log is not None:
             self._session.log.close()

@@ -97,7 +97,8 @@ class Completions:
             read = partial(self._asked, body, source)
             asked = await asyncio.to_thread(read) if len(body) > LONG else read()
             id = id if asked.resume is None else asked.resume.id
-            async with self.service.call(asked.tasks, scope.get("client_name", "")) as call:
+            client = scope.get("client_name", "")
+            async with self.service.call(asked.tasks, client, receive=receive) as call:
                 scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
                 require_realm(asked.resume, self.service.realm(call))
                 if asked.stream or asked.goes_on:

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     import llguidance
 
 
+NOTHING = "no token of the vocabulary may follow"
+
+
 class Constraint:
     """Follows the tokens of one request, which begins at position `start`.
 
     End tokens are allowed exactly where the grammar accepts what there is, and nothing else once it can take
-    no more. `failure` says why it cannot go on: it became too complex, or the vocabulary lacks what it wants.
+    no more, nor behind one. `failure` says why it cannot go on: it became too complex, or the vocabulary
+    lacks what it wants. `origin` is kept while this is: the matcher shares its memory.
     """
 
     def __init__(
@@ -27,8 +31,9 @@ class Constraint:
         ends: frozenset[int],
         first: UInt32[np.ndarray, " words"],
         start: int,
+        origin: object = None,
     ):
-        self._matcher, self._ends, self._next = matcher, ends, first
+        self._matcher, self._ends, self._next, self._origin = matcher, ends, first, origin
         self._seen, self._is_over = start, False
         self.failure: str | None = None
 
@@ -54,7 +59,7 @@ class Constraint:
         self._is_over = self._is_over or token in self._ends
         with panics_as_errors():
             if not (self._is_over or self._matcher.try_consume_tokens([token])):
-                raise ValueError(reason(self._matcher) or f"token {token} is not allowed")
+                raise ValueError(readable(self._matcher.get_error()) or f"token {token} is not allowed")
 
     def masks(self, guesses: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
         """A bit for each token that may follow, and may follow each of the guesses; behind one that is not
@@ -86,10 +91,10 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if bits and (matcher.is_accepting() or not matcher.is_stopped()):
             return np.frombuffer(bits, np.uint32)
-    raise ValueError(reason(matcher) or "no token of the vocabulary may follow")
+    raise ValueError(readable(matcher.get_error()) or NOTHING)
 
 
-def reason(matcher: "llguidance.LLMatcher") -> str:
-    """Why it cannot go on, without the state that llguidance tells too; empty where it has a name alone."""
-    told = matcher.get_error().partition("\n<state>")[0].strip()
+def readable(error: str) -> str:
+    """llguidance's reason, without the state that it names too; empty where it has a name alone."""
+    told = error.partition("\n<state>")[0].strip()
     return "" if told.isidentifier() else told

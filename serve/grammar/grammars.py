@@ -1,115 +1,227 @@
-"""Grammars from what requests ask for, each compiled once."""
+"""Grammars from what requests ask for, each compiled once, beside all else that a process does."""
 
-import json
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ...sampling.structured import StructuredOutputsParams
 from ..text.tokenizer import Tokenizer
-from .constraint import Constraint, mask_of
-from .vocabulary import panics_as_errors, vocabulary
+from .compiled import LARGE, LIMITS, Compiled, Kept, compiled, trim
+from .constraint import NOTHING, Constraint, readable
+from .gauge import Bounds, Cost, Gauge, Gone
+from .source import source
+from .vocabulary import Words, panics_as_errors, vocabulary
 
 if TYPE_CHECKING:
     import llguidance
 
-KEPT = 64  # compiled grammars that are kept, those of the latest requests
-MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
+BOUNDS = Bounds(2.0, 128 << 20)
+SLICE = 0.05  # seconds of a processor: grammars that take longer wait in a line of their own
+NICE = 10  # of the process that compiles those
+TRIES = 3  # processes that may be lost to one grammar
+POLL = 0.05  # seconds between two looks whether there is memory for a large grammar
 
 
-class Compiled(NamedTuple):
-    """A grammar that has read nothing, and what it allows first."""
+@dataclass(eq=False)
+class Job:
+    """A grammar that is compiled for the requests that wait for it; one that is `urgent` waits for no memory
+    of others."""
 
-    matcher: "llguidance.LLMatcher"
-    first: np.ndarray  # uint32 [words]
+    text: str
+    future: Future[Compiled] = field(default_factory=Future)
+    waiting: int = 0
+    urgent: bool = False
+    tries: int = 0
+
+    def __post_init__(self):
+        self.future.set_running_or_notify_cancel()  # one request that leaves cancels nothing of others
+
+
+class Lane:
+    """A thread that compiles grammars, and the process that compiles them first; the job that is there."""
+
+    def __init__(self, bounds: Bounds):
+        self.bounds, self.gauge = bounds, Gauge(LIMITS)
+        self.pool = ThreadPoolExecutor(1, "duetto-grammars")
+        self.job: Job | None = None
+
+    def submit(self, run: Callable[["Lane", Job], None], job: Job) -> None:
+        with suppress(RuntimeError):  # it is closed, and so is what waits
+            self.pool.submit(run, self, job)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.gauge.stop()
+
+
+class Wanted:
+    """What a request waits for: the future of its grammar, until it leaves."""
+
+    def __init__(self, grammars: "Grammars", job: Job):
+        self._grammars, self._job, self.future = grammars, job, job.future
+
+    def leave(self) -> None:
+        """Wait no more; nothing is compiled for no request."""
+        self._grammars.leave(self._job)
 
 
 class Grammars:
     """Compiles grammars over a model's V tokens. May be called from any thread; the first request takes the
-    time that the vocabulary takes, a tenth of a second for 50,000 tokens."""
+    time that the vocabulary takes, a tenth of a second for 50,000 tokens.
 
-    def __init__(self, tokenizer: Tokenizer, V: int, ends: Sequence[int]):
-        self._tokenizer, self._V, self._ends = tokenizer, V, tuple(ends)
+    A process of its own compiles each grammar first, and is killed at its `bounds`. What passes is compiled
+    again here, in at most as much time and memory. Grammars that take longer than a `SLICE` wait in a line of
+    their own, behind which quick ones do not stand. In the place of the tokenizer may be why there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | str, V: int, ends: Sequence[int], bounds: Bounds = BOUNDS):
+        self._tokenizer, self._V, self._ends, self._bounds = tokenizer, V, tuple(ends), bounds
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._kept = Kept(self._bounds.bytes)
+        self._jobs: dict[str, Job] = {}
+        self._quick = Lane(replace(self._bounds, seconds=min(SLICE, self._bounds.seconds)))
+        self._slow = Lane(replace(self._bounds, nice=NICE))
 
     def constraint(self, asked: StructuredOutputsParams, start: int) -> Constraint:
         """What rules an output that begins at position `start`. Raises ValueError with llguidance's reason
         where it cannot be compiled, or without llguidance."""
+        wanted = self.wanted(asked, urgent=True)
+        try:
+            found = wanted.future.result()
+        finally:
+            wanted.leave()
+        with panics_as_errors():
+            return Constraint(found.matcher.deep_copy(), frozenset(self._ends), found.first, start, found)
+
+    def wanted(self, asked: StructuredOutputsParams, urgent: bool = False) -> Wanted:
+        """A grammar's future, which is dropped when all requests that wait for it have left. Raises
+        ValueError for what is no JSON or no text, and where the model lacks what grammars need."""
+        self._check()
         with panics_as_errors(), self._lock:
-            matcher, first = self._find(asked)
-            return Constraint(matcher.deep_copy(), frozenset(self._ends), first, start)
+            _ = self._vocabulary  # before anything else is asked of the library
+            text = source(asked)
+            job = self._jobs.get(text) or self._begin(text)
+            job.waiting += 1
+            job.urgent |= urgent
+        return Wanted(self, job)
+
+    def leave(self, job: Job) -> None:
+        """One request waits no more for a job."""
+        with self._lock:
+            job.waiting -= 1
+            lanes = () if job.waiting else (self._quick, self._slow)
+            left = [lane.gauge for lane in lanes if lane.job is job]
+        for gauge in left:
+            gauge.stop()
+
+    def close(self) -> None:
+        """End both processes; what still waits for a grammar fails."""
+        for lane in (self._quick, self._slow):
+            lane.close()
+        with self._lock:
+            left = [job for job in self._jobs.values() if not job.future.done()]
+        for job in left:
+            job.waiting = 0
+            with suppress(InvalidStateError):
+                job.future.set_exception(RuntimeError("the engine is closed"))
+
+    def _check(self) -> None:
+        lacking = self._tokenizer if isinstance(self._tokenizer, str) else ""
+        if lacking or not self._ends:
+            lacking = lacking or "the model has no end-of-sequence token"
+            raise ValueError(f"structured_outputs is not allowed: {lacking}")
+
+    @cached_property
+    def _words(self) -> Words:
+        assert not isinstance(self._tokenizer, str)
+        return Words(self._tokenizer, self._V, self._ends)
 
     @cached_property
     def _vocabulary(self) -> "llguidance.LLTokenizer":
-        return vocabulary(self._tokenizer, self._V, self._ends)
+        return vocabulary(self._words)
 
-    def _find(self, asked: StructuredOutputsParams) -> Compiled:
-        vocabulary = self._vocabulary  # before anything else is asked of the library
-        text = source(asked)
-        found = self._compiled.pop(text, None) or compiled(vocabulary, text)
-        self._compiled[text] = found
-        if len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
-        return found
+    def _begin(self, text: str) -> Job:
+        job = Job(text)
+        if (found := self._kept.get(text)) is not None:
+            job.future.set_result(found)
+        else:
+            self._jobs[text] = job
+            self._quick.submit(self._run, job)
+        return job
+
+    def _run(self, lane: Lane, job: Job) -> None:
+        with self._lock:
+            if not job.waiting:
+                del self._jobs[job.text]
+                return
+            lane.job = job
+        with suppress(InvalidStateError):  # closed meanwhile
+            try:
+                found = self._made(lane, job)
+                self._end(job, found)
+                job.future.set_result(found)
+            except Gone:
+                self._slow.submit(self._run, job)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, requests wait for it
+                self._end(job)
+                job.future.set_exception(error)
+
+    def _end(self, job: Job, found: Compiled | None = None) -> None:
+        with self._lock:
+            self._jobs.pop(job.text, None)
+            if found is not None:
+                self._kept.add(job.text, found)
+
+    def _made(self, lane: Lane, job: Job) -> Compiled:
+        """Raises ValueError for a grammar that is refused, Gone for one that has to try the slow lane."""
+        cost = self._cost(lane, job)
+        if lane is self._quick and (cost.is_too_long or cost.bytes > LARGE):
+            raise Gone
+        check(cost, self._bounds)
+        if cost.bytes > LARGE:
+            self._await_room(job, cost.bytes)
+        try:
+            with panics_as_errors():
+                return compiled(self._vocabulary, job.text, cost.bytes)
+        finally:
+            if lane is self._slow:
+                trim()
+
+    def _cost(self, lane: Lane, job: Job) -> Cost:
+        job.tries += 1
+        try:
+            return lane.gauge.cost(self._words, job.text, lane.bounds)
+        except Gone:
+            if job.tries > TRIES:
+                raise RuntimeError("the process that compiles grammars ended again and again") from None
+            raise
+        finally:
+            with self._lock:
+                lane.job = None
+
+    def _await_room(self, job: Job, bytes: int) -> None:
+        """Wait until those of other requests leave memory for a large one."""
+        while True:
+            with self._lock:
+                self._kept.leave_room(bytes)
+                if job.urgent or not job.waiting or self._kept.alive + bytes <= 2 * self._bounds.bytes:
+                    return
+            time.sleep(POLL)
 
 
-def compiled(vocabulary: "llguidance.LLTokenizer", text: str) -> Compiled:
-    """Raises ValueError where a grammar cannot be compiled, or allows nothing."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(max_items_in_row=MOST_ITEMS)
-    matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
-    try:
-        return Compiled(matcher, mask_of(matcher))
-    except ValueError as error:
-        raise ValueError(f"structured_outputs is not allowed: {error}") from None
-
-
-def source(asked: StructuredOutputsParams) -> str:
-    """A grammar as llguidance takes it. Raises ValueError for what is no JSON or no text."""
-    try:
-        return written(asked)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"structured_outputs is not allowed: {error}") from None
-
-
-def written(asked: StructuredOutputsParams) -> str:
-    from llguidance import LLMatcher
-
-    if asked.schema is not None:
-        return LLMatcher.grammar_from_json_schema(asked.schema, overrides=whitespace(asked))
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(asked.regex)
-    if asked.choice is not None:
-        # One terminal, which costs less to follow than many rules.
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, asked.choice))}")
-    assert asked.grammar is not None
-    return LLMatcher.grammar_from_lark(as_lark(asked.grammar))
-
-
-def as_lark(text: str) -> str:
-    """A grammar in Lark, translated where it is in GBNF, llama.cpp's notation. Raises ValueError for a wrong
-    one."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(text) if "::=" in text else text
-    except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
-        raise ValueError(str(error)) from None
-
-
-def quoted(text: str) -> str:
-    """A text as a grammar has it."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def whitespace(asked: StructuredOutputsParams) -> Any:
-    """llguidance's options for a JSON Schema."""
-    if asked.whitespace_pattern is not None:
-        return {"whitespace_pattern": asked.whitespace_pattern}
-    return {"whitespace_flexible": not asked.disable_any_whitespace}
+def check(cost: Cost, bounds: Bounds) -> None:
+    """Raise ValueError for a grammar that takes too much, or that llguidance refuses."""
+    told = readable(cost.error) if cost.error else ""
+    if cost.is_too_long:
+        told = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
+    elif cost.is_too_large or cost.bytes > bounds.bytes:
+        told = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
+    elif cost.signal:
+        told = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
+    if told or cost.error:
+        raise ValueError(f"structured_outputs is not allowed: {told or NOTHING}")

@@ -21,6 +21,7 @@ class Words:
         known = min(len(tokenizer), V)
         self.tokens = [within(tokenizer.token_bytes(i)) for i in range(known)] + [b""] * (V - known)
         self.special_token_ids = sorted({*tokenizer.special_ids, *ends} & {*range(V)})
+        self.ends = list(ends)
         self.eos_token_id, self.bos_token_id = ends[0], None
         self._tokenizer = tokenizer
         self._texts = {i for i, token in enumerate(self.tokens) if token} - {*self.special_token_ids}
@@ -37,8 +38,8 @@ def within(token: bytes) -> bytes:
     return token if len(token) <= LONGEST else b""
 
 
-def vocabulary(tokenizer: Tokenizer, V: int, ends: Sequence[int]) -> "llguidance.LLTokenizer":
-    """Of a model with V tokens, of which `ends` end an output. Raises ValueError without llguidance."""
+def vocabulary(words: Words) -> "llguidance.LLTokenizer":
+    """The words as llguidance has them. Raises ValueError without llguidance."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
@@ -46,7 +47,7 @@ def vocabulary(tokenizer: Tokenizer, V: int, ends: Sequence[int]) -> "llguidance
             f"structured_outputs is not allowed: there is no {error.name}; pip install 'duetto[structured]'"
         ) from None
     with panics_as_errors():
-        return LLTokenizer(TokenizerWrapper(Words(tokenizer, V, ends)), n_vocab=V, eos_token=list(ends))
+        return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.ends)
 
 
 @contextmanager

@@ -21,6 +21,16 @@ def obey(orders: Orders, wait: bool) -> bool:
     return True
 
 
+async def finished(work: Callable[[], T], undo: Callable[[T], None]) -> T:
+    """What work in a thread gives; `undo` takes it back where this is cancelled meanwhile."""
+    future = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(lambda done: done.exception() or undo(done.result()))
+        raise
+
+
 class Gate:
     """Lets steps begin while it is open."""
 

@@ -156,13 +156,13 @@ class EngineOptions:
         20,
         "most log-probabilities reported beside a token, -1 for all; more cost memory and time in every step",
     )
+    max_grammar_seconds: int = knob(2, "of a processor that compiling a grammar may take; then it is refused")
+    max_grammar_mib: int = knob(128, "MiB that compiling a grammar may take, and that all kept ones may")
     tensor_parallel_size: int = knob(1, "devices among which every layer is split")
     data_parallel_size: int = knob(
         1, "devices, or groups that split every layer, among which requests are dealt, each with its cache"
     )
-    enable_expert_parallel: bool = knob(
-        False, "split experts by their number, instead of each in parts, where there are several devices"
-    )
+    enable_expert_parallel: bool = knob(False, "split experts by their number on several devices, not each")
     nnodes: int = knob(1, "processes that serve the model together, on a mesh of all their devices")
     node_rank: int = knob(0, "this process's number among them; 0 schedules")
     master_addr: str = knob("127.0.0.1", "where rank 0 is reached")

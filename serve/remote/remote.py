@@ -162,4 +162,5 @@ class Remote:
         raise ValueError("save_cache is not allowed: the workers' caches are elsewhere")
 
     def close(self) -> None:
+        self._intake.grammars.close()
         self._crew.close()

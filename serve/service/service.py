@@ -7,20 +7,21 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Receive
+
 from ..adapters.registry import Registry
 from ..adapters.request import LoRARequest
 from ..api.driver import Driver, Flow, Piece
 from ..api.llm import LLM
 from ..api.weights import realms_of
-from ..openai.refusing import RequestError
 from ..openai.replies import Replies
-from ..openai.tasks import Task, params_for, prompt_ids, refusal
+from ..openai.tasks import Task
 from ..options.server import ServerOptions
 from ..outputs import CompletionOutput, RequestOutput
-from ..text.chat import ChatTemplateError
 from .delay import Delay
 from .errors import HttpError
 from .fairness import Shares
+from .preparing import Preparing
 from .streams import Stream
 
 
@@ -84,6 +85,7 @@ class Service:
         self.delay = Delay(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
+        self._preparing = Preparing(llm, self._driver, self.replies)
 
     def known(self, name: str) -> str:
         """A name that the model, or an adapter of it, is served under. Raises HttpError for others."""
@@ -109,19 +111,23 @@ class Service:
 
     @asynccontextmanager
     async def call(
-        self, tasks: Sequence[Task], client: str, is_admitted: bool = False
+        self,
+        tasks: Sequence[Task],
+        client: str,
+        is_admitted: bool = False,
+        receive: Receive | None = None,
     ) -> AsyncIterator[Call]:
         """Tasks under way, until the block ends. Raises HttpError where there is no room, unless the tasks
-        belong to a request that is admitted; RequestError for what is not allowed."""
+        belong to a request that is admitted; RequestError for what is not allowed; ClientLeft where the
+        client leaves, as `receive` says, while its grammars are compiled."""
         flows: list[Flow] = []
+        end = self._loop.time() + self.options.max_wait
         stream = Stream(lambda: self._leave(flows), self.options.max_unread)
         try:
             with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
-                prepared = await asyncio.to_thread(self._prepare, tasks)
-                with self._kept(prepared):
-                    self._check(is_admitted)
+                prepared = await self._prepared(tasks, is_admitted, end, receive)
                 for task, flow in zip(tasks, prepared, strict=True):
-                    self._begin(flow, task, client, stream)
+                    self._begin(flow, task, client, stream, end)
                     flows.append(flow)
             with self.under_way():
                 yield Call(tasks[0].model or self.names[0], tasks, flows, stream)
@@ -172,10 +178,26 @@ class Service:
         if self.error is not None or self._is_stuck or (self.is_draining and not is_admitted):
             raise HttpError(503, "the server is ending", "unavailable")
 
-    def _begin(self, flow: Flow, task: Task, client: str, stream: Stream) -> None:
+    async def _prepared(
+        self, tasks: Sequence[Task], is_admitted: bool, end: float, receive: Receive | None
+    ) -> list[Flow]:
+        """The tasks' flows, all of them by the time `end`."""
+        try:
+            async with asyncio.timeout_at(end):
+                flows = await self._preparing.flows(tasks, self.adapters, receive)
+        except TimeoutError:
+            raise self._too_late() from None
+        try:
+            self._check(is_admitted)
+        except HttpError:
+            self._preparing.leave(flows)
+            raise
+        return flows
+
+    def _begin(self, flow: Flow, task: Task, client: str, stream: Stream, end: float) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
         flow.rank(place, task.source)
-        late = self._loop.call_later(self.options.max_wait, self._late, flow)
+        late = self._loop.call_at(end, self._late, flow)
         self._places[flow] = Place(stream, stream.choices, n, place, late)
         for output in flow.known:
             output.index += stream.choices
@@ -194,35 +216,6 @@ class Service:
         room = self.max_model_len - prompt_tokens
         most = task.params.n * min(task.params.max_tokens or room, room)
         return self._shares.place(client, prompt_tokens + most)
-
-    def _prepare(self, tasks: Sequence[Task]) -> list[Flow]:
-        flows: list[Flow] = []
-        with self._kept(flows):
-            for task in tasks:
-                flows.append(self._prepared(task))
-        return flows
-
-    @contextmanager
-    def _kept(self, flows: list[Flow]) -> Iterator[None]:
-        """Flows that have not begun, whose ids are free again where the block raises."""
-        try:
-            yield
-        except BaseException:
-            for flow in flows:
-                self._driver.leave(flow)
-            raise
-
-    def _prepared(self, task: Task) -> Flow:
-        try:
-            prompt = prompt_ids(task, self.llm.tokenizer, self.llm.longest_prompt, task.now)
-            params = task.pooling or params_for(task, self.replies.dialect, prompt)
-            return self._driver.flow(prompt, params, task.known, self.adapters.get(task.model or ""))
-        except RequestError:
-            raise
-        except ChatTemplateError as error:
-            raise RequestError("chat_template_error", str(error), "messages") from None
-        except (ValueError, TypeError) as error:
-            raise refusal(task, error) from None
 
     async def change(self, work: Callable[[], Any]) -> Any:
         """Something done to the engine in another thread, after which its own looks at it again."""
@@ -266,8 +259,11 @@ class Service:
         if (place := self._places.pop(flow, None)) is None:
             return
         self._driver.leave(flow)
+        place.stream.fail(self._too_late())
+
+    def _too_late(self) -> HttpError:
         seconds = f"{self.options.max_wait:g} s"
-        place.stream.fail(HttpError(503, f"nothing was generated within {seconds}", "max_wait"))
+        return HttpError(503, f"nothing was generated within {seconds}", "max_wait")
 
     def _leave(self, flows: Sequence[Flow]) -> None:
         for flow in flows:

@@ -1,6 +1,7 @@
 """Room, places and ends of a service whose engine does what a test says."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,14 +156,61 @@ def test_clients_with_keys_get_equal_shares(monkeypatch):
 def test_prompts_beside_one_that_is_refused_are_forgotten(monkeypatch):
     """Or their ids would be taken for ever."""
 
-    async def test(service: Service, driver: Driver) -> None:
-        wrong = Task("completion", None, SamplingParams(), prompt="text without a tokenizer")
-        with pytest.raises(RequestError, match="no tokenizer"):
-            async with service.call([task(), task(), wrong], ""):
+    async def test(service: Service, driver: Any) -> None:
+        makes = iter([Flow, Flow])
+        driver.flow = lambda *given: next(makes, refuse)()
+        with pytest.raises(RequestError, match="too many"):
+            async with service.call([task()] * 3, ""):
                 pass
         assert len(driver.left) == 2 and not driver.begun
 
     run(test, monkeypatch)
+
+
+def refuse() -> Flow:
+    raise ValueError("too many")
+
+
+def test_a_client_that_leaves_while_prompts_are_read_keeps_no_ids(monkeypatch):
+    async def test(service: Service, driver: Any) -> None:
+        reading, goes_on = threading.Event(), threading.Event()
+
+        def flow(*given: Any) -> Flow:
+            reading.set()
+            goes_on.wait()
+            return Flow()
+
+        driver.flow = flow
+        call = service.call([task()], "")
+        coming = asyncio.ensure_future(call.__aenter__())
+        await asyncio.to_thread(reading.wait)
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        goes_on.set()
+        while not driver.left:
+            await asyncio.sleep(0.001)
+        assert not driver.begun and not service._coming
+
+    run(test, monkeypatch)
+
+
+def test_the_longest_wait_counts_from_the_arrival(monkeypatch):
+    """Also while prompts are read."""
+
+    async def test(service: Service, driver: Any) -> None:
+        goes_on = threading.Event()
+
+        def flow(*given: Any) -> Flow:
+            goes_on.wait()
+            return Flow()
+
+        driver.flow = flow
+        with pytest.raises(HttpError, match="within 0.05 s"):
+            async with service.call([task()], ""):
+                pass
+        goes_on.set()
+
+    run(test, monkeypatch, max_wait=0.05)
 
 
 def test_the_end_comes_when_all_calls_have_ended(monkeypatch):

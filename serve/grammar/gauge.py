@@ -1,0 +1,117 @@
+"""What compiling a grammar costs, found by a child process that can be killed."""
+
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .vocabulary import Words
+
+Process = subprocess.Popen[bytes]
+CHILD = Path(__file__).with_name("child.py")
+
+
+class Gone(Exception):
+    """The process has ended before it reported."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What compiling one grammar may take: seconds of a processor, and bytes; by a process of this
+    niceness."""
+
+    seconds: float
+    bytes: int
+    nice: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What compiling a grammar took: bytes at the peak, and llguidance's error, or the signal that ended its
+    process."""
+
+    bytes: int
+    error: str
+    signal: int
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.signal == signal.SIGPROF
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether an allocation failed, or the system ran out of memory."""
+        return self.signal in (signal.SIGABRT, signal.SIGKILL)
+
+
+class Gauge:
+    """Compiles a grammar after the other, in a process that starts with the first and ends with this one."""
+
+    def __init__(self, limits: Mapping[str, int]):
+        self._limits = dict(limits)
+        self._lock = threading.Lock()  # of `_running`
+        self._running: tuple[Process, weakref.finalize] | None = None
+
+    def cost(self, words: Words, text: str, bounds: Bounds) -> Cost:
+        """Raises Gone where the process was stopped meanwhile, or cannot run."""
+        try:
+            process = self._started(words)
+            return ask(process, {"text": text, "limits": self._limits} | vars(bounds))
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            self.stop()
+            raise Gone from None
+
+    def stop(self) -> None:
+        """Kill the process, with what it compiles; the next grammar starts another one."""
+        with self._lock:
+            running, self._running = self._running, None
+        if running is not None:
+            running[1]()
+
+    def _started(self, words: Words) -> Process:
+        with self._lock:
+            if self._running is not None:
+                return self._running[0]
+            process = started()
+            self._running = process, weakref.finalize(self, kill, process)
+        ask(process, {"tokens": words.tokens, "special": words.special_token_ids, "ends": words.ends})
+        return process
+
+
+def started() -> Process:
+    """A child process in a group of its own, which no signal of a terminal reaches."""
+    found = importlib.util.find_spec("llguidance")
+    assert found is not None and found.origin is not None
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(CHILD), str(Path(found.origin).parents[1])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def ask(process: Process, given: Mapping[str, Any]) -> Cost:
+    """The report of what is given to a process."""
+    assert process.stdin is not None and process.stdout is not None
+    pickle.dump(given, process.stdin)
+    process.stdin.flush()
+    return Cost(**pickle.load(process.stdout))
+
+
+def kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in filter(None, (process.stdin, process.stdout)):
+        with suppress(OSError):
+            pipe.close()

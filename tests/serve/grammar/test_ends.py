@@ -1,0 +1,56 @@
+"""Answers of the model that ships behind the end that a grammar has come to."""
+
+from functools import partial
+
+import pytest
+
+from duetto import LLM, SamplingParams
+from duetto.sampling.structured import StructuredOutputsParams
+
+PROMPT, COUNT = "def f(x):", 24
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_num_seqs=8, max_model_len=128, serve_while_compiling=False) as own:
+        yield own
+
+
+def resumed(llm: LLM, params: SamplingParams, known: list[int]) -> list[int]:
+    make = partial(llm._intake.ticket, prompt=PROMPT, params=params, known=[known])
+    tickets = llm._session.tickets_of([make])
+    llm._session.finish(tickets, lambda done: None)
+    return tickets[0].requests[0].outputs
+
+
+@pytest.mark.parametrize("choice", [["yes please", "no thank you"], ["yes", "no"]])
+def test_an_answer_goes_on_alike_from_everywhere(llm, choice):
+    """Also where several tokens are read at once, of which one is an end token."""
+    params = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=COUNT,
+        structured_outputs=StructuredOutputsParams(choice=choice),
+    )
+    (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
+    tokens = list(whole.outputs[0].token_ids)
+    assert {*tokens[-8:]} <= {*llm._intake.eos_ids}
+    assert [resumed(llm, params, tokens[:i]) for i in range(COUNT)] == [tokens] * COUNT
+
+
+def test_behind_an_end_token_there_are_end_tokens_alone(llm):
+    ends, asked = {*llm._intake.eos_ids}, StructuredOutputsParams(regex="[a-z ]*")
+    params = [
+        SamplingParams(
+            temperature=1.5, seed=seed, ignore_eos=True, max_tokens=COUNT,
+            logit_bias=dict.fromkeys(ends, 9.0), structured_outputs=asked,
+        )
+        for seed in range(40)
+    ]  # fmt: skip
+    ended = 0
+    for output in llm.generate([PROMPT] * len(params), params, use_tqdm=False):
+        tokens = list(output.outputs[0].token_ids)
+        first = next((i for i, token in enumerate(tokens) if token in ends), COUNT)
+        assert {*tokens[first:]} <= ends
+        ended += first < COUNT - 1
+    assert ended > 20
