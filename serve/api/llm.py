@@ -296,10 +296,8 @@ class LLM:
         if is_inherited():
             return
         self._closing.close()
-        self._intake.grammars.close()
-        self._session.close()
-        if self._session.log is not None:
-            self._session.log.close()
+        for part in filter(None, (self._intake.grammars, self._session, self._session.log)):
+            part.close()
         give_back()
 
     def __enter__(self) -> Self:

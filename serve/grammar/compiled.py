@@ -14,12 +14,8 @@ from .constraint import mask_of
 if TYPE_CHECKING:
     import llguidance
 
-MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a mask then takes some 10 ms
-LIMITS: dict[str, Any] = {  # counts, so that each process and each run finds the same
-    "max_items_in_row": MOST_ITEMS,
-    "step_max_items": 2 * MOST_ITEMS,  # of one mask: some 20 ms
-    "step_lexer_fuel": 50_000,  # of one mask: some 4 ms
-}
+MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
+LIMITS: dict[str, Any] = {"max_items_in_row": MOST_ITEMS}
 LARGE = 8 << 20  # bytes of a grammar that is worth giving back to the system at once
 
 

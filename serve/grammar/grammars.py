@@ -41,6 +41,11 @@ class Job:
     def __post_init__(self):
         self.future.set_running_or_notify_cancel()  # one request that leaves cancels nothing of others
 
+    def fail(self) -> None:
+        """No lane takes it any more."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(RuntimeError("the engine is closed"))
+
 
 class Lane:
     """A thread that compiles grammars, and the process that compiles them first; the job that is there."""
@@ -51,8 +56,10 @@ class Lane:
         self.job: Job | None = None
 
     def submit(self, run: Callable[["Lane", Job], None], job: Job) -> None:
-        with suppress(RuntimeError):  # it is closed, and so is what waits
+        try:
             self.pool.submit(run, self, job)
+        except RuntimeError:
+            job.fail()
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -124,11 +131,9 @@ class Grammars:
         for lane in (self._quick, self._slow):
             lane.close()
         with self._lock:
-            left = [job for job in self._jobs.values() if not job.future.done()]
+            left = [*self._jobs.values()]
         for job in left:
-            job.waiting = 0
-            with suppress(InvalidStateError):
-                job.future.set_exception(RuntimeError("the engine is closed"))
+            job.fail()
 
     def _check(self) -> None:
         lacking = self._tokenizer if isinstance(self._tokenizer, str) else ""
@@ -157,7 +162,7 @@ class Grammars:
     def _run(self, lane: Lane, job: Job) -> None:
         with self._lock:
             if not job.waiting:
-                del self._jobs[job.text]
+                self._jobs.pop(job.text, None)
                 return
             lane.job = job
         with suppress(InvalidStateError):  # closed meanwhile

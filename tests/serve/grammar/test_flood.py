@@ -40,7 +40,7 @@ async def seconds(service: Service, one: Task) -> float:
 def test_a_flood_of_costly_grammars_delays_no_other_request(llm):
     """It took more than the time of all of them; each is refused by the option's name."""
 
-    async def served() -> tuple[list[float], float, list[object]]:
+    async def served() -> tuple[list[float], float, Sequence[object]]:
         service = Service(llm, ServerOptions(), {})
         await seconds(service, task())
         began = time.monotonic()
