@@ -6,19 +6,36 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test coverage bench docs notebooks lint format clean
+.PHONY: demo test test-full repetitions durations coverage bench docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
 	$(BIN)/duetto batch examples/prompts.jsonl $$out && \
 	$(BIN)/python examples/show_answers.py examples/prompts.jsonl $$out 3
 
-# A file's tests stay in one process: they share engines. One that crashes ends the run: xdist would hang.
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+# Linters and the type checker are tests too. One that crashes ends the run: xdist would hang. Tests of several
+# devices have a run of their own, since a process has one number of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
+test: $(VENV)/test.stamp
+	$(PYTEST) --ignore tests/devices
+	$(DEVICES) $(PYTEST) tests/devices
+
+# Those and their repetitions: each family with each layout, each model with each tier.
+test-full: test repetitions
+
+repetitions: $(VENV)/test.stamp
+	$(PYTEST) --ignore tests/devices -m full
+	$(DEVICES) $(PYTEST) tests/devices -m full
+
+# What each test costs: CPU and clock, by room and by file.
+durations: $(VENV)/test.stamp
+	$(PYTEST) --ignore tests/devices --full --costs benchmarks/results/suite.json
+	$(DEVICES) $(PYTEST) tests/devices --full --costs benchmarks/results/suite-devices.json
+	$(BIN)/python tests/suite/costs.py benchmarks/results/suite.json benchmarks/results/suite-devices.json
 
 coverage: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --cov --cov-report=term
+	$(PYTEST) --ignore tests/devices --cov --cov-report=term
 
 # Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).
 # Flags go into BENCH, as in `make bench BENCH="--quick"`.

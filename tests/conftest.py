@@ -1,89 +1,41 @@
 """Strict numerics for every test, models to run, and the oracle that has no cache."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from suite import quick  # first: jax reads its settings once
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-ROOT = Path(__file__).resolve().parents[1]
-XLA_CACHE = ROOT / ".pytest_cache" / "xla"
-# For the tests' subprocesses too: the same small programs are compiled again and again otherwise.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Most of the suite's time was LLVM's: only tests of bits and of compiled programs ask for it
-# (`optimisations`).
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# isort: split
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jaxtyping import config, install_import_hook
-
-# Annotations of these packages are checked at every call, shapes among them; users' runs do not pay for it.
-CHECKED = ("model", "kvcache", "sampling", "serve.programs", "serve.speculation")
-install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
-
 from cases.invariance import BASE, PARAMS, bits, prompts
 from cases.models import RANDOM
+from cases.oracle import Model, continue_plainly
+from jaxtyping import config
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
-from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
-from duetto.model.attention import causal
-from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
-from duetto.sampling.params import fold_seed, knobs_row
-from duetto.sampling.sample import sample
-from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
 from duetto.serve.loading import dtype, start
 from duetto.serve.programs import kept
 from duetto.serve.speculation.controller import Controller, Times
 
-MAY_SERVE_EARLY = start.may_serve_early
-# Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
-start.may_serve_early = lambda *_: False
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-# The emitters before today's compile a step in half the time, and so small a program gains nothing from two
-# threads.
-OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-COMPILER: Any = import_module("jax._src.compiler")  # nothing public reaches a jitted function's options
-OPTIONS = COMPILER.get_compile_options
-
-
-def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **others: Any) -> Any:
-    """Options to compile with the older emitters, unless a program is to be as users' are."""
-    quickly = OLDER if jax.config.values["jax_disable_most_optimizations"] else None
-    return OPTIONS(*arguments, env_options_overrides=env_options_overrides or quickly, **others)
-
-
-with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
-    jax.jit(lambda: 0).lower().compile(OLDER)
-    COMPILER.get_compile_options = quick_options
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that take minutes run where `-m` asks for them."""
-    if "minutes" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("minutes")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+pytest_plugins = ["suite.costs", "suite.groups"]
+ROOT = Path(__file__).resolve().parents[1]
+CHECKED = quick.CHECKED
+# Rooms in which arrays flow: their tests check the shapes of every call.
+TYPED = ("model", "kvcache", "sampling", "serve/programs", "serve/speculation", "test_invariance_adapters.py")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def processes() -> None:
-    """Those that tests start compile quickly too; this one has read its flags by now."""
-    if jax.devices() and COMPILER.get_compile_options is quick_options:
-        os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}={int(x)}" for name, x in OLDER.items()))
+    quick.of_subprocesses()
+    quick.rarely_collected()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -106,19 +58,40 @@ def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shapes_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks annotations, shapes among them, at every call in tests of the rooms where arrays flow."""
+    where = request.path.relative_to(ROOT / "tests").as_posix()
+    config.update("jaxtyping_disable", not where.startswith(TYPED))
+    yield
+    config.update("jaxtyping_disable", True)
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """For tests that give wrong types on purpose: they meet what the library itself says, as users do."""
+    before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     yield
-    config.update("jaxtyping_disable", False)
+    config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_shared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines of a process share compiled programs, but where compiling is what a module tests."""
+    if request.node.get_closest_marker("own_programs") is not None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "Programs", quick.SHARED)
+        yield
 
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, and serve before all of their programs are
     there."""
-    monkeypatch.setattr(start, "may_serve_early", MAY_SERVE_EARLY)
+    monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
 
 
@@ -130,17 +103,6 @@ def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
     monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
     monkeypatch.setattr(Controller, "verified", lambda self, g, n, s: verified(self, g, n, s and 1e-3))
-
-
-@dataclass(frozen=True)
-class Model:
-    """Parameters to serve in tests, under the name that the test report shows, and how their keys are
-    kept."""
-
-    name: str
-    config: ModelConfig
-    params: Decoder
-    kv_cache_dtype: str = "auto"
 
 
 def random_model(name: str) -> Model:
@@ -197,46 +159,6 @@ Oracle = Callable[[list[int], SamplingParams], list[int]]
 def oracle() -> Callable[[Model], Oracle]:
     """A model's own continuation by the plainest means: the whole text forward for every token."""
     return lambda model: partial(continue_plainly, model)
-
-
-def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
-    tokens, V, wanted = list(prompt), model.config.vocab_size, params.max_tokens or 16
-    width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
-    state = admit(
-        empty_state(1, V),
-        jnp.int32(0),
-        knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
-    )
-    if needs_history(params):
-        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), width))
-        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
-        state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
-    for _ in range(wanted):
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : len(tokens)] = tokens
-        position = jnp.full(1, len(tokens), jnp.int32)
-        args = jnp.asarray(padded), position, state, model.kv_cache_dtype
-        token, state = next_token(model.params, model.config, *args)
-        tokens.append(int(token[0]))
-    return tokens[len(prompt) :]
-
-
-def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
-    """The attention without a cache, over keys and values as one in eight bits would give them back."""
-    pool = QuantisedPool(None, None, SCHEMES[kv_cache_dtype].name)
-    k, v = (None if x is None else read_back(pool, x) for x in (k, v))
-    return causal(state, layer, q, k, v, reading)
-
-
-@partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
-def next_token(params, config, tokens, position, state, kv_cache_dtype="auto"):
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    attend = causal if kv_cache_dtype == "auto" else partial(causal_as_kept, kv_cache_dtype)
-    hidden, _ = forward(params, config, tokens, places, attend, None, position)
-    logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
-    zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
-    token = sample(logits, position, zero, yes, state).token
-    return token, commit(state, zero, token, yes)
 
 
 # ---------------------------------------------------------------- the invariance suite

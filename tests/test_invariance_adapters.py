@@ -14,7 +14,7 @@ import optax
 import pytest
 from cases.adapters import ALL, ATTENTION, merged, read, write, written_as
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
-from conftest import continue_plainly
+from cases.oracle import continue_plainly
 
 from duetto import SamplingParams
 from duetto.lora.request import LoRARequest

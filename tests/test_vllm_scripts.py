@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from duetto.serve.api import llm as api
-from duetto.serve.loading import start as loading
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}
@@ -77,10 +76,8 @@ ARGUMENTS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> Iterator[None]:
-    """Programs are compiled once for all scripts, and the weights read once: else each script's start takes
-    seconds."""
+    """The weights are read once for all scripts: else each script's start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "Programs", shared(loading.Programs))
         patch.setattr(api, "load_folder", read_once(api.load_folder))
         patch.chdir(ROOT)
         yield
@@ -97,20 +94,6 @@ def read_once(load):
         return found[key]
 
     return loaded
-
-
-def shared(make):
-    """A constructor that gives what it has made of the same arguments before."""
-    made = {}
-
-    def programs(phases, params, sizes, shapes, first):
-        leaves = tuple(map(str, loading.jax.tree.leaves(loading.jax.tree.map(lambda x: x.aval, params))))
-        key = repr(phases), leaves, sizes, tuple(shapes)
-        if key not in made:
-            made[key] = make(phases, params, sizes, shapes, first)
-        return made[key]
-
-    return programs
 
 
 @pytest.mark.usefixtures("steady_steps")

@@ -15,8 +15,8 @@ import jsonschema
 import numpy as np
 import pytest
 from cases.invariance import BASE, bits
+from cases.oracle import Model, next_token
 from cases.text.letters import letters
-from conftest import Model, next_token
 from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams

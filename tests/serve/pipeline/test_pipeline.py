@@ -1,13 +1,8 @@
-"""Serving in stages: what stages are made of, and tests that run in processes that have as many devices."""
+"""Serving in stages: what stages are made of. `tests/devices` has tests on several devices."""
 
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cases.models import ATTENTION, RANDOM
@@ -18,36 +13,6 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.pipeline.clock import Clock
 from duetto.serve.pipeline.relay import Stages
 from duetto.serve.pipeline.split import balanced, split
-
-TESTS = Path(__file__).parent
-
-
-@pytest.mark.parametrize(
-    "file, devices, least, marks",
-    [
-        ("two_stages.py", 2, 29, ""),
-        ("three_stages.py", 3, 1, ""),
-        ("two_by_two.py", 4, 2, ""),
-        ("two_halves.py", 2, 7, ""),
-        pytest.param("two_halves.py", 2, 1, "minutes", marks=pytest.mark.minutes),
-    ],
-)
-def test_stages_give_the_tokens_of_one_device(file: str, devices: int, least: int, marks: str):
-    """Stages of one device each have no collectives, so that there may be more of them than cores; those of
-    several take turns."""
-    flags = {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-    }
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
-    command = [sys.executable, "-m", "pytest", *options, str(TESTS / file)]
-    done = subprocess.run(
-        command, env=os.environ | flags, cwd=TESTS.parents[2], capture_output=True, text=True,
-        timeout=1740, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= least and "skipped" not in done.stdout
 
 
 def test_what_ran_before_a_clock_is_reset_does_not_count():

@@ -108,7 +108,7 @@ def test_a_head_is_bounded(server):
         assert b"the head has more than 65536 bytes" in own.recv(4096)
 
 
-KEY = b"authorization:Bearer first-key\r\nhost:x\r\n"
+KEY = b"authorization:Bearer first-key\r\nhost:localhost\r\n"
 TWICE = b'"max_tokens": 1, "max_tokens": 2'
 
 

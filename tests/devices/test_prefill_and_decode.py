@@ -1,4 +1,4 @@
-"""Two engines on two devices; `test_parts.py` runs these tests where there are two."""
+"""A prefill engine and a decode engine on two devices of one process."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from fakes.handover import soon
 from duetto import LLM, SamplingParams
 from duetto.serve.processes.supervisor import free_port
 
+pytestmark = pytest.mark.full
 SIZES = {"max_num_seqs": 2, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 70, 3))]
@@ -50,8 +51,8 @@ def test_pages_of_another_layout_are_handed_over_only_without_the_contract(begin
         begin(kv_role="prefill", kv_address=place, tensor_parallel_size=2, **options),
         begin(kv_role="decode", kv_address=place, **options) as llm,
     ):
-        peer = llm.engine.tiers.mover.peer
-        soon(lambda: reproducible or peer.source.is_here)
+        source = llm.engine.tiers.mover.peer.tiers[place].source
+        soon(lambda: reproducible or source.is_here)
         found = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]  # one after the other
         assert [tokens for tokens, _ in exact(found)] == [tokens for tokens, _ in wanted]
         cached = [o.num_cached_tokens for o in found]

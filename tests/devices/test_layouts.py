@@ -1,4 +1,4 @@
-"""Layouts of two devices that options ask for; `test_mesh.py` runs these tests where there are two."""
+"""Layouts of two devices that options ask for."""
 
 import re
 from collections import Counter

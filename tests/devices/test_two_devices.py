@@ -1,5 +1,4 @@
-"""Parameters that are sharded over two devices give the tokens of one; `test_mesh.py` runs these tests where
-there are two."""
+"""Parameters that are sharded over two devices give the tokens of one."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 60, 110, 3))]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mesh() -> Mesh:
     assert jax.device_count() == 2
     return Mesh(np.array(jax.devices()), ("tensor",))

@@ -1,5 +1,4 @@
-"""A model whose feed-forward layers lie apart gives the tokens and the bits of one device; `test_pipeline.py`
-runs these tests where there are two."""
+"""A model whose feed-forward layers lie apart gives the tokens and the bits of one device."""
 
 import threading
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""A model in two stages gives the tokens of one device; `test_pipeline.py` runs these tests where there are
-two."""
+"""A model in two stages gives the tokens of one device."""
 
 import threading
 from dataclasses import replace

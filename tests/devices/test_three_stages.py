@@ -1,4 +1,4 @@
-"""A stage between two others; `test_pipeline.py` runs this test where there are three devices."""
+"""A stage between two others."""
 
 import jax
 import pytest
@@ -7,6 +7,7 @@ from cases.invariance import PARAMS, prompts
 from duetto import LLM
 from duetto.kvcache.stages import stages
 
+DEVICES = 3
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 
 

@@ -1,5 +1,4 @@
-"""Two stages of two devices each, which split their layers; `test_pipeline.py` runs this test where there are
-four."""
+"""Two stages of two devices each, which split their layers."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from duetto.model.tree import nbytes
 from duetto.serve.pipeline.relay import Stages
 from duetto.serve.programs.promise import Promise, arrived
 
+DEVICES = 4
 OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 160, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 80, 3))]

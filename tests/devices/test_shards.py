@@ -1,5 +1,4 @@
-"""Requests dealt over two devices get the tokens of one; `test_mesh.py` runs these tests where there are
-two."""
+"""Requests dealt over two devices get the tokens of one."""
 
 import re
 from collections import Counter

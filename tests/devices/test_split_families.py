@@ -1,5 +1,4 @@
-"""Unlike families served by two devices, in parts, by whole experts and in stages, with the tokens of one;
-`test_mesh.py` runs these tests where there are two."""
+"""Unlike families served by two devices, in parts, by whole experts and in stages, with the tokens of one."""
 
 from dataclasses import replace
 from functools import partial

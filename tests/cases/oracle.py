@@ -1,0 +1,120 @@
+"""The oracle: a model's own continuation by the plainest means, the whole text forward for every token."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from duetto import SamplingParams
+from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
+from duetto.model.attention import causal
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import Decoder, forward, unembed
+from duetto.sampling.params import fold_seed, knobs_row
+from duetto.sampling.sample import sample
+from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
+from duetto.serve.host import store
+from duetto.serve.programs import kept
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = Path(jax.config.values["jax_compilation_cache_dir"]) / "oracle"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters to serve in tests, under the name that the test report shows, and how their keys are
+    kept."""
+
+    name: str
+    config: ModelConfig
+    params: Decoder
+    kv_cache_dtype: str = "auto"
+
+
+def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The tokens after a prompt; found on disk where the same sources have computed them before."""
+    key = kept.combined(
+        [weights_hash(model)], sources(), prompt, params, kept.environment(jax.devices()[0])[1:]
+    )
+    content = store.read(KEPT, key) if key and KEPT.is_dir() else None
+    if content:
+        return json.loads(content)
+    tokens = computed(model, prompt, params)
+    if key and KEPT.is_dir():
+        store.write(KEPT, key, json.dumps(tokens).encode())
+    return tokens
+
+
+@cache
+def sources() -> str:
+    """A hash of the code that the oracle's tokens follow from."""
+    folders = [ROOT / name for name in ("model", "sampling", "kvcache")]
+    return kept.sources_hash([*folders, Path(__file__).parent])
+
+
+HASHES: dict[int, tuple[Decoder, str]] = {}
+
+
+def weights_hash(model: Model) -> str:
+    """A hash of a model's parameters and of how its keys are kept."""
+    if id(model.params) not in HASHES:
+        found = hashlib.sha256(repr((model.config, model.kv_cache_dtype)).encode())
+        for leaf in jax.tree.leaves(model.params):
+            found.update(np.asarray(leaf).tobytes())
+        HASHES[id(model.params)] = model.params, found.hexdigest()
+    return HASHES[id(model.params)][1] + model.kv_cache_dtype
+
+
+def computed(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The same by the model, in one program."""
+    V, wanted = model.config.vocab_size, params.max_tokens or 16
+    width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
+    state = admit(
+        empty_state(1, V),
+        jnp.int32(0),
+        knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
+    )
+    if needs_history(params):
+        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), width))
+        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
+        state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    ends = jnp.int32(len(prompt)), jnp.int32(len(prompt) + wanted)
+    found = all_tokens(model.params, model.config, tokens, *ends, state, model.kv_cache_dtype)
+    return np.asarray(found)[0, len(prompt) : len(prompt) + wanted].tolist()
+
+
+@partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
+def all_tokens(params, config, tokens, begin, end, state, kv_cache_dtype):
+    """The row with its tokens from `begin` to `end` written."""
+
+    def another(i, carry):
+        tokens, state = carry
+        token, state = next_token(params, config, tokens, i[None], state, kv_cache_dtype)
+        return jax.lax.dynamic_update_slice(tokens, token[None], (0, i)), state
+
+    return jax.lax.fori_loop(begin, end, another, (jnp.asarray(tokens), state))[0]
+
+
+def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
+    """The attention without a cache, over keys and values as one in eight bits would give them back."""
+    pool = QuantisedPool(None, None, SCHEMES[kv_cache_dtype].name)
+    k, v = (None if x is None else read_back(pool, x) for x in (k, v))
+    return causal(state, layer, q, k, v, reading)
+
+
+@partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
+def next_token(params, config, tokens, position, state, kv_cache_dtype="auto"):
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    attend = causal if kv_cache_dtype == "auto" else partial(causal_as_kept, kv_cache_dtype)
+    hidden, _ = forward(params, config, tokens, places, attend, None, position)
+    logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
+    zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    token = sample(logits, position, zero, yes, state).token
+    return token, commit(state, zero, token, yes)

@@ -1,0 +1,74 @@
+"""A pytest plugin that parts the suite: which tests run, in which process, and in which order.
+
+Tests of a group run in one process (`--dist loadgroup`), since they share engines: those of a file, of one
+model of the invariance suite, and those whose programs are compiled as users' are. Dear groups begin first,
+by the costs that `make durations` has recorded.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from suite.repetitions import is_repetition
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "benchmarks" / "results"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
+        if is_repetition(file, name, served_model(item)):
+            item.add_marker(pytest.mark.full)
+    deselect(config, items, "minutes", "minutes" in config.option.markexpr)
+    deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
+    costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        groups[group_of(item)].append(item)
+    for name, own in groups.items():
+        for item in own:
+            item.add_marker(pytest.mark.xdist_group(name))
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        cost = {name: sum(costs.get(file_of(item), 0.0) for item in own) for name, own in groups.items()}
+        items[:] = [item for name in sorted(groups, key=lambda name: -cost[name]) for item in groups[name]]
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], mark: str, is_wanted: bool) -> None:
+    """Leave out tests with a mark unless they are wanted."""
+    if not is_wanted:
+        left = [item for item in items if item.get_closest_marker(mark)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker(mark)]
+
+
+def served_model(item: pytest.Item) -> str | None:
+    """The model of a row of the invariance suite."""
+    if item.path.name.startswith("test_invariance") and hasattr(item, "callspec"):
+        return item.callspec.params.get("model")  # pyright: ignore[reportAttributeAccessIssue]
+    return None
+
+
+def group_of(item: pytest.Item) -> str:
+    """Name the tests with which one shares a process."""
+    if (model := served_model(item)) is not None:
+        return f"invariance of {model}"
+    return "as served" if item.get_closest_marker("as_served") else file_of(item)
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def recorded() -> dict[str, float]:
+    """CPU seconds of a test on average, by file, as they were recorded."""
+    found: dict[str, float] = {}
+    for place in RECORDED.glob("suite*.json"):
+        files = json.loads(place.read_text())["files"]
+        found |= {name: cost["cpu"] / cost["tests"] for name, cost in files.items()}
+    return found

@@ -1,0 +1,113 @@
+"""Settings of a process in which small programs compile quickly: of each worker, and of what tests start.
+
+Importing this module sets them. The users' settings hold in modules that are marked `as_served`.
+"""
+
+import copy
+import gc
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+HOME = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "duetto"
+# Shared by all clones and by the tests' subprocesses: a second run neither traces nor compiles what the first
+# did.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HOME / "tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Most of the suite's time was LLVM's: only tests of bits and of compiled programs ask for it
+# (`optimisations`).
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import jax
+from jaxtyping import config, install_import_hook
+
+# Annotations of these packages are checked, shapes among them, in tests of arrays; users' runs do not pay for
+# it.
+CHECKED = ("model", "kvcache", "sampling", "serve.programs", "serve.speculation")
+install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
+config.update("jaxtyping_disable", True)
+
+from duetto.serve.api import llm
+from duetto.serve.host import store
+from duetto.serve.loading import start
+from duetto.serve.programs import kept
+from duetto.serve.programs.compile import Programs
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# The emitters before today's compile a step in half the time, and so small a program gains nothing from two
+# threads.
+OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+COMPILER: Any = import_module("jax._src.compiler")  # nothing public reaches a jitted function's options
+OPTIONS = COMPILER.get_compile_options
+
+
+def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **others: Any) -> Any:
+    """Options to compile with the older emitters, unless a program is to be as users' are."""
+    quickly = OLDER if jax.config.values["jax_disable_most_optimizations"] else None
+    return OPTIONS(*arguments, env_options_overrides=env_options_overrides or quickly, **others)
+
+
+with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
+    jax.jit(lambda: 0).lower().compile(OLDER)
+    COMPILER.get_compile_options = quick_options
+
+MAY_SERVE_EARLY = start.may_serve_early
+# Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
+start.may_serve_early = lambda *_: False
+llm.give_back = lambda: None  # memory that the next engine takes again
+
+if store.usable(HOME / "tests"):  # made for this user alone
+    store.usable(HOME / "tests" / "oracle")
+
+
+def of_subprocesses() -> None:
+    """Let processes that tests start compile quickly too; this one has read its flags by now."""
+    if jax.devices() and COMPILER.get_compile_options is quick_options:
+        flags = [f"--{name}={int(value)}" for name, value in OLDER.items()]
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+
+def rarely_collected() -> None:
+    """Collect garbage more rarely: traces make millions of objects that last, and each look through them
+    takes longer than the one before."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def shared(make: type[Programs]) -> Callable[..., Programs]:
+    """A constructor of programs that copies those it has made from the same arguments under the same
+    settings."""
+    made: dict[Any, Programs] = {}
+
+    def programs(phases, params, sizes, shapes, first=None) -> Programs:
+        if first is not None and set(first) < set(shapes):
+            return make(phases, params, sizes, shapes, first)
+        leaves, structure = jax.tree.flatten(params)
+        where = {str(leaf.sharding) for leaf in leaves}
+        key = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
+        (device, *_) = leaves[0].sharding.device_set
+        key = key, repr(kept.environment(device)), kept.folder()
+        if key in made:
+            made[key].loaded = True  # the classes that were found for it are those of the copies
+        else:
+            made[key] = make(phases, params, sizes, shapes, first)
+        return independent(made[key])
+
+    return programs
+
+
+def independent(programs: Programs) -> Programs:
+    """Copy a table of programs, to which an engine may add."""
+    own = copy.copy(programs)
+    own.steps, own.ready, own.missing = dict(own.steps), dict(own.ready), list(own.missing)
+    own._keys = dict(own._keys)
+    return own
+
+
+SHARED = shared(Programs)
