@@ -79,6 +79,7 @@ def unchecked() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def programs_shared(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines of a process share compiled programs, but where compiling is what a module tests."""
+    quick.release_programs()
     if request.node.get_closest_marker("own_programs") is not None:
         yield
         return

@@ -6,6 +6,7 @@ Importing this module sets them. The users' settings hold in modules that are ma
 import copy
 import gc
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -80,10 +81,26 @@ def rarely_collected() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+MOST_MAPPINGS = 20_000  # of 65,530 that Linux allows: behind them XLA's next program is a segmentation fault
+LATEST = 4  # tables of programs that are shared
+MADE: OrderedDict[Any, Programs] = OrderedDict()
+
+
+def release_programs() -> None:
+    """Forget compiled programs where the process has mapped many."""
+    try:
+        count = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # no Linux
+        return
+    if count > MOST_MAPPINGS:
+        MADE.clear()
+        jax.clear_caches()
+        gc.collect()
+
+
 def shared(make: type[Programs]) -> Callable[..., Programs]:
     """A constructor of programs that copies those it has made from the same arguments under the same
-    settings."""
-    made: dict[Any, Programs] = {}
+    settings, the latest ones."""
 
     def programs(phases, params, sizes, shapes, first=None) -> Programs:
         if first is not None and set(first) < set(shapes):
@@ -93,11 +110,15 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
         key = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
         (device, *_) = leaves[0].sharding.device_set
         key = key, repr(kept.environment(device)), kept.folder()
-        if key in made:
-            made[key].loaded = True  # the classes that were found for it are those of the copies
+        if key in MADE:
+            MADE[key].loaded = True  # the classes that were found for it are those of the copies
+            MADE.move_to_end(key)
         else:
-            made[key] = make(phases, params, sizes, shapes, first)
-        return independent(made[key])
+            MADE[key] = make(phases, params, sizes, shapes, first)
+        found = independent(MADE[key])
+        if len(MADE) > LATEST:
+            MADE.popitem(last=False)
+        return found
 
     return programs
 
