@@ -81,7 +81,7 @@ def rarely_collected() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-MOST_MAPPINGS = 20_000  # of 65,530 that Linux allows: behind them XLA's next program is a segmentation fault
+MOST_MAPPINGS = 20_000  # Linux allows a process 65,530; each loaded program takes some
 LATEST = 4  # tables of programs that are shared
 MADE: OrderedDict[Any, Programs] = OrderedDict()
 
