@@ -20,6 +20,8 @@ WEIGHTS = "a weight has the axes that its equation says"
 EXCEPTIONS = {  # by function, why there are no letters
     **dict.fromkeys(
         (
+            "tree.not_finite",
+            "tree.all_finite",
             "layers.Weight.einsum",
             "layers.einsum",
             "layers.product",
