@@ -68,6 +68,7 @@ def intake() -> Intake:
 class Words:
     """A tokenizer of one token a word: the word itself is its id."""
 
+    split_special_tokens = False
     eos_token_id = EOS
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
