@@ -77,12 +77,9 @@ def unchecked() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_shared(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines of a process share compiled programs, but where compiling is what a module tests."""
+def programs_shared() -> Iterator[None]:
+    """Lets the engines of a process share compiled programs."""
     quick.release_programs()
-    if request.node.get_closest_marker("own_programs") is not None:
-        yield
-        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Programs", quick.SHARED)
         yield

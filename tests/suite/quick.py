@@ -62,8 +62,7 @@ MAY_SERVE_EARLY = start.may_serve_early
 start.may_serve_early = lambda *_: False
 llm.give_back = lambda: None  # memory that the next engine takes again
 
-if store.usable(HOME / "tests"):  # made for this user alone
-    store.usable(HOME / "tests" / "oracle")
+store.usable(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle")  # made for this user alone
 
 
 def of_subprocesses() -> None:
