@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cases.text.letters import letters
+from cases.waiting import until
 from tokenizers import AddedToken
 
 from duetto.sampling.structured import StructuredOutputsParams
@@ -46,13 +47,6 @@ def make() -> Iterator[Callable[..., Grammars]]:
 
 def multiple(n: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(json={"type": "integer", "multipleOf": n})
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("asked", COSTLY)

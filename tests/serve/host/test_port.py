@@ -4,10 +4,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from fakes.handover import soon
 
 from duetto.serve.host import port as ports
 from duetto.serve.host import secret as secrets
@@ -16,13 +16,6 @@ from duetto.serve.host.secret import Secret
 from duetto.serve.options.engine import EngineOptions
 
 SOON, KEY = 60.0, Secret("test", b"k" * 32)
-
-
-def soon(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.fixture
