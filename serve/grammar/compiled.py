@@ -1,9 +1,7 @@
 """Compiled grammars, and those of them that are kept."""
 
-import ctypes
 import weakref
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +71,3 @@ class Kept:
         taken = self.bytes + bytes
         while self._latest and taken > self._most:
             taken -= self._latest.popitem(last=False)[1].bytes
-
-
-def trim() -> None:
-    """Give freed memory back to the system, where the C library keeps it."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...sampling.structured import StructuredOutputsParams
+from ..host.memory import give_back
 from ..text.tokenizer import Tokenizer
-from .compiled import LARGE, LIMITS, Compiled, Kept, compiled, trim
+from .compiled import LARGE, LIMITS, Compiled, Kept, compiled
 from .constraint import NOTHING, Constraint, readable
 from .gauge import Bounds, Cost, Gauge, Gone
 from .source import source
@@ -195,7 +196,7 @@ class Grammars:
                 return compiled(self._vocabulary, job.text, cost.bytes)
         finally:
             if lane is self._slow:
-                trim()
+                give_back()
 
     def _cost(self, lane: Lane, job: Job) -> Cost:
         job.tries += 1
