@@ -100,7 +100,7 @@ def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     learn, verified = Times.learn, Controller.verified
     monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
     monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
-    monkeypatch.setattr(Controller, "verified", lambda self, g, n, s: verified(self, g, n, s and 1e-3))
+    monkeypatch.setattr(Controller, "verified", lambda self, g, n, s, p: verified(self, g, n, 1e-3, p))
 
 
 def random_model(name: str) -> Model:

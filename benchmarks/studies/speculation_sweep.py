@@ -2,10 +2,15 @@
 
     python benchmarks/studies/speculation_sweep.py --rows 1 2 4 --json FILE
     python benchmarks/studies/speculation_sweep.py --read FILE... --plot FILE
+    python benchmarks/studies/speculation_sweep.py --mixed 7 4 --rows 8 32
 
 Serves the demo model with as many seats as rows. Policies take turns on the same prompts, pieces of 200 to
 900 characters of Python files that the model has not read; a figure is the median of the ratios of such
 turns. Tokens are compared with those of the engine that does not guess. Prints a markdown table.
+
+`--mixed` compares adaptive engines of so many guesses on 120 requests of which a third is greedy, a third is
+drawn at temperature 0.7 and a third at 1.0 with top_p 0.95, and which take 64 to 128 tokens. A second engine
+that does not guess takes its turn too: its range is the noise of the machine.
 """
 
 import argparse
@@ -16,9 +21,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -28,6 +35,7 @@ from duetto.serve.speculation.acceptance import Offer
 ROOT = Path(__file__).resolve().parents[2]
 K, PROMPTS, TOKENS = 7, 96, 64
 FIXED = (1, 3, 7)
+MIXED = 120  # requests of the mixed workload
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Fixed:
     def choose(self, offers: Sequence[Offer]) -> list[int]:
         return [min(self.k, offer.guesses) for offer in offers]
 
-    def verified(self, guesses: Sequence[int], tokens: int, seconds: float | None) -> None: ...
+    def verified(self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool) -> None: ...
     def plainly(self, rows: int, seconds: float) -> None: ...
     def judged(self, form: int, offered: int, accepted: int) -> None: ...
     def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
@@ -90,31 +98,74 @@ def serve(rows: int, config: dict[str, Any] | None = None) -> LLM:
     )
 
 
-def answers(llm: LLM, prompts: list[str]) -> tuple[list[list[int]], float]:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+def greedy(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)] * count
+
+
+def mixed(count: int) -> list[SamplingParams]:
+    """Greedy and seeded sampling in turns, of various lengths."""
+    kinds = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.95})
+    chosen = random.Random(1)
+    return [
+        SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=chosen.randint(TOKENS, 2 * TOKENS))
+        for i in range(count)
+    ]
+
+
+Work = tuple[list[str], list[SamplingParams]]  # prompts, and how their answers are sampled
+
+
+def answers(llm: LLM, work: Work) -> tuple[list[list[int]], float]:
     began = time.perf_counter()
-    found = llm.generate(prompts, params, use_tqdm=False)
+    found = llm.generate(*work, use_tqdm=False)
     return [one.outputs[0].token_ids for one in found], time.perf_counter() - began
 
 
-def measure(rows: int, rounds: int) -> Row:
-    """Every policy in turn, each round beginning with another."""
-    prompts = texts(min(PROMPTS, 16 * rows))
+def compare(policies: dict[str, tuple[LLM, Any]], work: Work, rounds: int) -> dict[str, list[float]]:
+    """Tokens a second over those of the policy `none`, each round beginning with another. A policy is an
+    engine, and the controller that it takes for its turn."""
     ratios: dict[str, list[float]] = {}
-    with serve(rows) as plain, serve(rows, {"method": "ngram", "num_speculative_tokens": K}) as llm:
-        speculation: Any = llm.engine.speculation
-        policies = {f"k = {k}": Fixed(k) for k in FIXED} | {"adaptive": speculation.controller}
-        want, _ = answers(plain, prompts)
-        for turn in range(rounds + 1):
-            seconds: dict[str, float] = {}
-            names = [*policies, "none"]
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                speculation.controller = policies.get(name)
-                found, seconds[name] = answers(plain if name == "none" else llm, prompts)
-                assert found == want, f"{name} gives other tokens"
-            for name in policies if turn else ():  # the first is the warm-up
-                ratios.setdefault(name, []).append(seconds["none"] / seconds[name])
-    return Row(rows, ratios)
+    want, _ = answers(policies["none"][0], work)
+    names = list(policies)
+    for turn in range(rounds + 1):
+        seconds: dict[str, float] = {}
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            llm, controller = policies[name]
+            if (speculation := cast(Any, llm.engine.speculation)) is not None:
+                speculation.controller = controller
+            found, seconds[name] = answers(llm, work)
+            assert found == want, f"{name} gives other tokens"
+        for name in names if turn else ():  # the first is the warm-up
+            ratios.setdefault(name, []).append(seconds["none"] / seconds[name])
+    del ratios["none"]
+    return ratios
+
+
+def guessing(rows: int, k: int) -> LLM:
+    return serve(rows, {"method": "ngram", "num_speculative_tokens": k})
+
+
+def controller_of(llm: LLM) -> Any:
+    return cast(Any, llm.engine.speculation).controller
+
+
+def measure(rows: int, rounds: int) -> Row:
+    """Fixed numbers of guesses and the adaptive engine."""
+    prompts = texts(min(PROMPTS, 16 * rows))
+    with serve(rows) as plain, guessing(rows, K) as llm:
+        fixed = {f"k = {k}": (llm, Fixed(k)) for k in FIXED}
+        policies = fixed | {"adaptive": (llm, controller_of(llm)), "none": (plain, None)}
+        return Row(rows, compare(policies, (prompts, greedy(len(prompts))), rounds))
+
+
+def measure_mixed(rows: int, rounds: int, ks: Sequence[int]) -> Row:
+    """The adaptive engine with at most k guesses for several k, on the mixed workload."""
+    with ExitStack() as engines:
+        served = {f"adaptive, k = {k}": engines.enter_context(guessing(rows, k)) for k in ks}
+        policies = {name: (llm, controller_of(llm)) for name, llm in served.items()}
+        for name in ("none again", "none"):
+            policies[name] = engines.enter_context(serve(rows)), None
+        return Row(rows, compare(policies, (texts(MIXED), mixed(MIXED)), rounds))
 
 
 HEADER = (
@@ -128,6 +179,11 @@ def line(row: Row) -> str:
     own = row.ratios["adaptive"]
     spread = f"{min(own):.2f} to {max(own):.2f}"
     return f"| {row.rows} | {fixed} | {row.median('adaptive'):.3f} | {spread} | {row.kept:.3f} |"
+
+
+def line_mixed(row: Row) -> str:
+    cells = (f"{row.median(name):.3f} ({min(own):.2f} to {max(own):.2f})" for name, own in row.ratios.items())
+    return f"| {row.rows} | {' | '.join(cells)} |"
 
 
 def draw(found: list[Row], file: Path) -> None:
@@ -160,17 +216,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="show figures of earlier runs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (SVG)")
+    parser.add_argument("--mixed", nargs="+", type=int, metavar="K", help="the mixed workload instead")
     options = parser.parse_args(arguments)
     about = f"demo model with dtype auto, jax {jax.__version__}, Python {platform.python_version()}"
-    print(f"{about}, {time.strftime('%Y-%m-%d')}\n\n{HEADER}", flush=True)
+    head, show, one = HEADER, line, measure
+    if options.mixed:
+        names = [f"adaptive, k = {k}" for k in options.mixed] + ["none again"]
+        head = f"| rows | {' | '.join(names)} |\n|---|{'---|' * len(names)}"
+        show, one = line_mixed, partial(measure_mixed, ks=options.mixed)
+    print(f"{about}, {time.strftime('%Y-%m-%d')}\n\n{head}", flush=True)
     found: list[Row] = []
     if options.read:
         records = [row for file in options.read for row in json.loads(file.read_text())["rows"]]
         found = sorted((Row(**record) for record in records), key=lambda row: row.rows)
-        print("\n".join(map(line, found)))
+        print("\n".join(map(show, found)))
     for rows in () if options.read else options.rows:
-        found.append(measure(rows, options.rounds))
-        print(line(found[-1]), flush=True)
+        found.append(one(rows, options.rounds))
+        print(show(found[-1]), flush=True)
         if options.json:
             record = {"about": about, "rows": [asdict(row) for row in found]}
             options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -299,8 +299,9 @@ class Engine:
 
     def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
+        batch = self._told(self.programs, shape, works)
         self.meter.ran(shape, count, cached, self.sizes.shards)
-        cache, slots, output = self.programs.run(shape, self._state, self._told(self.programs, shape, works))
+        cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         return Ran(shape, works, output)
 
@@ -316,7 +317,7 @@ class Engine:
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
-            self.speculation.took(taken, self.meter.arrived, waited)
+            self.speculation.took(taken, self.meter.arrived - self.meter.prefill_seconds, waited)
         for row in taken:
             if row.work.request.slot is not None and row.has_news:
                 self.conclude(row.work)

@@ -35,7 +35,8 @@ class Taken(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """When a step's results arrived, whether the next waited for them, and whether it computed prompts."""
+    """When a step's results arrived, by a clock that stops during prefill; whether the next waited for them,
+    and whether it computed prompts."""
 
     at: float
     waited: bool
@@ -130,8 +131,11 @@ class Speculation:
     # ------------------------------------------------------------ what came of them
 
     def took(self, rows: Sequence[Taken], arrived: float, waited: bool) -> None:
-        """The results of a step with these rows arrived at this time; `waited` says that the next step is
-        planned after them."""
+        """Take in the results of a step with these rows.
+
+        arrived: when they came, seconds without those of prefill. waited: whether the next step is planned
+        after them.
+        """
         for row in rows:
             if row.tokens:
                 self._learn(row)
@@ -164,16 +168,16 @@ class Speculation:
             self.controller.judged(UNKNOWN, len(guesses), emitted - 1)
 
     def _time(self, rows: Sequence[Taken], now: Arrival) -> None:
-        """A step that is planned after the last one's tokens is timed from these to its own, unless it
-        computed prompts too; of others, those between two that overlapped."""
+        """Time a step that is planned after the last one's tokens from these to its own, and of others those
+        between two that overlapped. Host work on prompts is time that the former lose: it is not hidden."""
         before, self.last = self.last, now
         if before is None or not rows or self.controller is None:
             return
-        seconds = None if before.prompts or now.prompts else now.at - before.at
+        seconds, prompts = now.at - before.at, before.prompts or now.prompts
         if before.waited:
             guesses, tokens = [len(row.work.guesses) for row in rows], sum(row.sampled for row in rows)
-            self.controller.verified(guesses, tokens, seconds)
-        elif not now.waited and seconds is not None:
+            self.controller.verified(guesses, tokens, seconds, prompts)
+        elif not (now.waited or prompts):
             self.controller.plainly(len(rows), seconds)
 
     def _glance(self, rows: Sequence[Taken]) -> None:

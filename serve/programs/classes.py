@@ -18,7 +18,7 @@ from ..host import progress
 from . import kept
 from .compile import Arguments, Programs
 from .probe import Probe, Runs, finish
-from .shapes import PHASES, Canonical, Shape, doublings
+from .shapes import PHASES, Canonical, Shape
 
 
 @dataclass(frozen=True)
@@ -122,18 +122,11 @@ def step_seconds(
 def timed(
     probe: Probe, classes: Classes, depths: Sequence[int], done: Callable[[float], float] = float
 ) -> Runs[dict[tuple[int, int], float]]:
-    """Seconds of a step by the tokens that it computes and the most guesses of a row, one of `depths`; 0
-    where it only decodes.
-
-    Where rows have a tree of guesses each, by rows (1, 2, 4, ... all seats): those beyond what a shape holds
-    take several calls.
-    """
+    """Return the seconds of each call by its tokens, or its rows where each has a tree of guesses, and the most
+    guesses of a row, one of `depths`; 0 for a decode."""
     seconds = {}
     for (size, k), shape in timed_shapes(classes, depths).items():
         seconds[size, k] = done((yield from probe.seconds(shape, k + 1)))
-    most = max((s.rows for s in classes.verify if not s.packed), default=probe.capacity)
-    for rows in [n for n in doublings(1, probe.capacity) if n > most]:
-        seconds |= {(rows, k): -(-rows // most) * seconds[most, k] for k in depths}
     return seconds
 
 

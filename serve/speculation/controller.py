@@ -12,7 +12,7 @@ asked where that does not pay. Plain Python; its choices follow from what it was
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -36,7 +36,7 @@ STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured, wh
 FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps that are measured before the first asked one, and then
 UNMEASURED = 0.25  # what a plain step counts of these that could not be measured
 
-Key = tuple[int, int]  # tokens that a step computes, and the most guesses of a row; 0 where it only decodes
+Key = tuple[int, int]  # tokens that a step or call computes, and the most guesses of a row, 0 in a decode
 
 
 @dataclass
@@ -67,14 +67,27 @@ class Times:
         if key in self.found:
             return self.found[key].seconds
         near = min(self.found, key=lambda other: distance(key, other), default=None)
-        more = 0.0 if near is None else self.found[near].seconds - self.warmup[near]
-        return self.warmup[key] + max(more, 0.0)
+        more = 0.0 if near is None else self.found[near].seconds - self.warmed_up(near)
+        return self.warmed_up(key) + max(more, 0.0)
+
+    def warmed_up(self, key: Key) -> float:
+        """What the warm-up says; more tokens than the largest shape has take several calls."""
+        if key in self.warmup:
+            return self.warmup[key]
+        largest = max(shape for shape in self.warmup if shape[1] == key[1])
+        return self.warmup[largest] + self.warmed_up((key[0] - largest[0], key[1]))
 
     def learn(self, key: Key, seconds: float) -> None:
         self.found.setdefault(key, StepTime(self.of(key))).learn(seconds, self.weight)
 
     def age(self, key: Key) -> float:
         return self.found[key].age if key in self.found else float("inf")
+
+
+def computed(sizes: Sequence[int], tokens: int) -> int:
+    """Tokens that a step of so many computes, in calls of shapes of these sizes: padding counts."""
+    full, rest = divmod(tokens, sizes[-1])
+    return full * sizes[-1] + (next(size for size in sizes if size >= rest) if rest else 0)
 
 
 def distance(a: Key, b: Key) -> float:
@@ -118,20 +131,20 @@ class Ledger:
 
 
 class Choice(NamedTuple):
-    """A kind of step, the tokens that it is expected to give, and the guesses of each row."""
+    """A kind of step, the tokens that it is expected to give, and the row of each guess."""
 
     key: Key
     tokens: float
-    guesses: Counter[int]
+    places: Sequence[int] = ()
 
 
 @dataclass
 class Controller:
     """Chooses the guesses of each row of a step.
 
-    `seconds` are those of a step by `Key`, as the warm-up measured them. A row takes a token of a step for
-    itself, and `unit` for each of its guesses: 1, or 0 where each row is computed with all guesses it may
-    have.
+    seconds: of a call by its `Key`, as the warm-up measured them; a step takes as many calls as it needs.
+    unit: places that a guess takes beside the one of its row: 1, or 0 where each row is computed with all
+    guesses that it may have.
     """
 
     seconds: Mapping[Key, float]
@@ -142,9 +155,8 @@ class Controller:
     since: int = 0  # steps since the last trial
 
     def __post_init__(self):
-        self.keys = sorted(key for key in self.seconds if key[1])
-        self.widths = sorted(size for size, k in self.seconds if not k)
-        self.depths = sorted({k for _, k in self.keys})
+        self.depths = sorted({k for _, k in self.seconds if k})
+        self.sizes = {k: sorted(n for n, depth in self.seconds if depth == k) for k in (0, *self.depths)}
         self.acceptance = Acceptance.of_places(self.depths[-1])
         self.asked, self.plain = Times(self.seconds), Times(self.seconds, PLAIN_WEIGHT)
         self.usual, self.pace = Times(self.seconds, USUAL_WEIGHT), 1.0
@@ -169,7 +181,8 @@ class Controller:
         for time in self.asked.found.values():
             time.age += 1
         self.elapsed += self.asked.of(chosen.key)
-        return [chosen.guesses[row] for row in range(len(offers))]
+        guesses = Counter(chosen.places)
+        return [guesses[row] for row in range(len(offers))]
 
     def glance(self, rows: int, offers: Sequence[Offer]) -> None:
         """While steps are plain: what some of the `rows` rows would have been offered."""
@@ -181,29 +194,33 @@ class Controller:
         best = [max(self._choices(step), key=self._rate) for step in steps]
         plain = self.plain.of((self._width(rows), 0))
         seconds = sum(self.usual.of(choice.key) for choice in best)
-        if any(choice.guesses for choice in best) and seconds / plain < sum(c.tokens for c in best) / rows:
+        if any(choice.places for choice in best) and seconds / plain < sum(c.tokens for c in best) / rows:
             self._ledger(rows).wake(self._plain(rows))
 
     def _choices(self, offers: Sequence[Offer]) -> list[Choice]:
         """The kinds of steps that hold the rows; places go to the guesses that are likeliest to be kept."""
         rows, gains = len(offers), self.acceptance.gains()
-        choices = [Choice((self._width(rows), 0), float(rows), Counter())]
+        choices = [Choice((self._width(rows), 0), float(rows))]
         for k in self.depths:
             ranked = sorted(
                 ((gain, row) for row, o in enumerate(offers) for gain in gains[o.form][: min(k, o.guesses)]),
                 reverse=True,
             )
             tokens = list(accumulate((gain for gain, _ in ranked), initial=float(rows)))
-            for size in [size for size, depth in self.keys if depth == k and size >= rows]:
-                room = size - rows if self.unit else len(ranked)
-                taken = min(room, len(ranked))
+            places = [row for _, row in ranked]
+            for size in self._sizes(k, rows, rows + self.unit * len(places)):
+                taken = min(size - rows, len(places)) if self.unit else len(places)
                 if taken:
-                    choices.append(
-                        Choice((size, k), tokens[taken], Counter(row for _, row in ranked[:taken]))
-                    )
-                if room >= len(ranked):
-                    break
+                    choices.append(Choice((size, k), tokens[taken], places[:taken]))
         return choices
+
+    def _sizes(self, k: int, least: int, most: int) -> Iterator[int]:
+        """Tokens that a step may compute which holds at least `least` and needs no more than `most`."""
+        size = computed(self.sizes[k], least)
+        while size < most:
+            yield size
+            size = computed(self.sizes[k], size + 1)
+        yield size
 
     def _rate(self, choice: Choice) -> float:
         return choice.tokens / self.asked.of(choice.key)
@@ -231,19 +248,19 @@ class Controller:
 
     # ------------------------------------------------------------ what came of it
 
-    def verified(self, guesses: Sequence[int], tokens: int, seconds: float | None) -> None:
+    def verified(self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False) -> None:
         """A step that was asked took so long, with so many guesses of each row, and gave so many tokens.
 
-        None stands for the time of a step that did something else too.
+        Host work on `prompts` is in its time: it is charged, but says nothing about other steps.
         """
         rows, key = len(guesses), self._key(guesses)
-        if seconds is not None:
+        if not prompts:
             self.usual.learn(key, seconds)
             self._learn_pace(seconds / self.usual.of(key))
             self.asked.learn(key, seconds)
         plain = self._plain(rows)
         expected = self.asked.of(key)
-        lost = min(seconds or expected, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
+        lost = min(seconds, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
         self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
 
     def plainly(self, rows: int, seconds: float) -> None:
@@ -270,12 +287,10 @@ class Controller:
         if not any(guesses):
             return self._width(len(guesses)), 0
         k = next((depth for depth in self.depths if depth >= max(guesses)), self.depths[-1])
-        sizes = [size for size, depth in self.keys if depth == k]
-        needed = len(guesses) + self.unit * sum(guesses)
-        return next((size for size in sizes if size >= needed), sizes[-1]), k
+        return computed(self.sizes[k], len(guesses) + self.unit * sum(guesses)), k
 
     def _width(self, rows: int) -> int:
-        return next((width for width in self.widths if width >= rows), self.widths[-1])
+        return computed(self.sizes[0], rows)
 
     def _ledger(self, rows: int) -> Ledger:
         first = FIRST_LOAN if not self.ledgers else LOAN

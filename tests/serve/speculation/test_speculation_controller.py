@@ -3,7 +3,7 @@ guesses."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ K = 7
 STEPS = 1500  # of one row without guesses, in the time that a simulation lasts
 WIDTHS, AREAS = (8, 16, 32, 64), (8, 16, 32, 64, 128, 256)
 GLANCES = 16  # plain steps between two looks at some rows' guesses
+LENGTH = 96  # tokens of a request: after each a prompt takes its seat
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,23 @@ class Machine:
     draft: float = 0.0  # one guess of the whole batch
     host: float = 0.0  # work between two steps, which a plain step overlaps with
     found: float = 1.0  # share of the rows that have guesses
+    prompt: float = 0.0  # more work between two steps on each prompt
+    widest: int = AREAS[-1]  # tokens of a call; more take several
 
-    def seconds(self, tokens: int, k: int, waits: bool) -> float:
-        device = self.fixed + max(self.weights, self.token * tokens) + self.draft * k
-        return device + self.host if waits else max(device, self.host)
+    @property
+    def areas(self) -> list[int]:
+        return [area for area in AREAS if area <= self.widest]
 
-    def step(self, rows: int, guesses: list[int], waits: bool) -> float:
+    def device(self, tokens: int, k: int) -> float:
+        return self.fixed + max(self.weights, self.token * tokens) + self.draft * k
+
+    def step(self, rows: int, guesses: list[int], waits: bool, prompts: int = 0) -> float:
         """A step whose tokens take as many calls of compiled widths as it needs."""
-        full, rest = divmod(rows + sum(guesses), AREAS[-1])
-        return full * self.seconds(AREAS[-1], max(guesses), waits) + (
-            self.seconds(next(n for n in AREAS if n >= rest), max(guesses), waits) if rest else 0.0
-        )
+        full, rest = divmod(rows + sum(guesses), self.widest)
+        calls = [self.widest] * full + [area for area in self.areas if area >= rest > 0][:1]
+        device = sum(self.device(area, max(guesses)) for area in calls)
+        host = self.host + self.prompt * prompts
+        return device + host if waits else max(device, host)
 
 
 MACHINES = {
@@ -56,6 +63,9 @@ MACHINES = {
     "accelerator with a slow host": Machine(weights=2e-3, token=2e-5, fixed=5e-4, host=1e-3, found=0.5),
     "processor": Machine(weights=1e-3, token=2.5e-4, fixed=5e-4, host=2e-4),
     "processor with n-grams": Machine(weights=1e-3, token=2.5e-4, fixed=5e-4, host=6e-4, found=0.3),
+    "processor of narrow calls": Machine(
+        weights=1e-3, token=1.6e-4, fixed=3e-4, host=1e-3, found=0.8, prompt=1.5e-3, widest=16
+    ),
 }
 Load = Callable[[float], int]  # rows at a time; a simulation lasts from 0 to 1
 Text = Callable[
@@ -65,6 +75,7 @@ Text = Callable[
 LOADS: dict[str, Load] = {
     **{f"{rows} rows": (lambda now, rows=rows: rows) for rows in (1, 32)},
     "a ramp up and down": lambda now: 2 ** round(6 * math.sin(math.pi * now)),
+    "batches that end row by row": lambda now: min(32, round(100 * (1 - 5 * now % 1)) + 1),
 }
 TEXTS: dict[str, Text] = {
     "easy": lambda now: (0.9, 0.9),
@@ -86,7 +97,9 @@ class Fixed:
     def choose(self, offers: Sequence[Offer]) -> list[int]:
         return [min(self.k, offer.guesses) for offer in offers]
 
-    def verified(self, guesses: Sequence[int], tokens: int, seconds: float) -> None: ...
+    def verified(
+        self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
+    ) -> None: ...
     def plainly(self, rows: int, seconds: float) -> None: ...
     def judged(self, form: int, offered: int, accepted: int) -> None: ...
     def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
@@ -117,20 +130,22 @@ class World:
 
 def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Text) -> float:
     """Tokens of a run of fixed length; step times vary by 5 %."""
-    world, tokens, clock, step = World(machine), 0, 0.0, 0
-    length = STEPS * machine.seconds(8, 0, False)
+    world, tokens, clock, step, ended, before = World(machine), 0, 0.0, 0, 0.0, 0
+    length = STEPS * max(machine.device(8, 0), machine.host)
     while clock < length:
         rows, shares, step = load(clock / length), text(clock / length), step + 1
         waits, offers = policy.asks(rows), world.offers(rows)
         guesses = policy.choose(offers) if waits else [0] * rows
         right = world.right(shares, offers)
         given = [1 + min(n, r) for n, r in zip(guesses, right, strict=True)]
-        took = machine.step(rows, guesses, waits) * float(world.rng.lognormal(0, 0.05))
+        prompts, ended = int(ended), ended % 1 + sum(given) / LENGTH
+        took = machine.step(rows, guesses, waits, prompts) * float(world.rng.lognormal(0, 0.05))
         tokens, clock = tokens + sum(given), clock + took
         if waits:
-            policy.verified(guesses, sum(given), took)
-        else:
+            policy.verified(guesses, sum(given), took, prompts > 0)
+        elif not (prompts or before):
             policy.plainly(rows, took)
+        before = prompts
         known = range(rows) if waits else [(step + i) % rows for i in range(2)] * (step % GLANCES == 0)
         for row, offer in [(row, offers[row]) for row in known if offers[row].guesses]:
             seen = min(given[row], K) if waits and not machine.draft else guesses[row] if waits else K
@@ -145,10 +160,10 @@ def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Tex
 def warmed_up(machine: Machine) -> Controller:
     """A controller with the table of a warm-up: every shape once, alone, on a short context, wrong by a
     fifth."""
-    rng, device = np.random.default_rng(2), replace(machine, host=0.0)
-    depths = (1, 3, K) if machine.draft else (K,)
-    shapes = [*((n, 0) for n in WIDTHS), *((n, k) for n in AREAS for k in depths)]
-    return Controller({s: device.seconds(*s, True) * float(rng.uniform(0.85, 1.1)) for s in shapes})
+    rng, depths = np.random.default_rng(2), (1, 3, K) if machine.draft else (K,)
+    widths = [n for n in WIDTHS if n <= machine.widest]
+    shapes = [*((n, 0) for n in widths), *((n, k) for n in machine.areas for k in depths)]
+    return Controller({s: machine.device(*s) * float(rng.uniform(0.85, 1.1)) for s in shapes})
 
 
 # Every machine meets every text, every load every machine and every text.
@@ -254,6 +269,33 @@ def test_trials_cost_no_more_than_their_share():
     chosen = [sum(controller.choose([Offer(4)])) for _ in range(20_000)]
     assert 0 < sum(n > 0 for n in chosen) < 0.005 * len(chosen)
     assert controller.spent <= TRIAL_SHARE * controller.elapsed
+
+
+def test_a_step_of_more_tokens_than_the_largest_shape_has_a_time_of_its_own():
+    """32 rows take two calls of 16, and a plain step of 16 rows half of their time."""
+    controller = Controller({(8, 0): 1.0, (16, 0): 2.0, (8, 4): 1.0, (16, 4): 2.0})
+    assert controller.plain.of((32, 0)) == 4.0 and controller.plain.of((24, 0)) == 3.0
+    for rows in [32] * 100 + [16] * 100:
+        if not controller.asks(rows):
+            controller.plainly(rows, rows / 8)
+    assert controller.plain.of((32, 0)) == pytest.approx(4.0)
+    assert controller.plain.of((16, 0)) == pytest.approx(2.0)
+
+
+def test_host_work_on_prompts_is_charged_to_the_steps_that_wait_for_it():
+    """Guesses bring what they cost, but for prompts, whose work on the host a plain step would hide."""
+    asked = {}
+    for prompt in (0.0, 1.0):
+        controller, asked[prompt] = settled({(8, 0): 1.0, (8, 4): 1.0}, 0.9), 0
+        for step in range(2000):
+            prompts = step % 4 == 0
+            if controller.asks(1):
+                guesses = controller.choose([Offer(4)])
+                controller.verified(guesses, 1 + step % 2, 1.2 + prompt * prompts, prompts)
+                asked[prompt] += 1
+            elif not prompts:
+                controller.plainly(1, 1.0)
+    assert asked[1.0] < 100 and asked[0.0] > 1500
 
 
 def test_a_kind_of_step_that_was_not_measured_is_taken_to_be_as_much_slower_as_another():
