@@ -122,8 +122,8 @@ def step_seconds(
 def timed(
     probe: Probe, classes: Classes, depths: Sequence[int], done: Callable[[float], float] = float
 ) -> Runs[dict[tuple[int, int], float]]:
-    """Return the seconds of each call by its tokens, or its rows where each has a tree of guesses, and the most
-    guesses of a row, one of `depths`; 0 for a decode."""
+    """Return the seconds of each call, by its tokens and the most guesses of a row, one of `depths`; 0 for a
+    decode. Where each row has a tree of guesses, its rows stand in place of its tokens."""
     seconds = {}
     for (size, k), shape in timed_shapes(classes, depths).items():
         seconds[size, k] = done((yield from probe.seconds(shape, k + 1)))
