@@ -21,7 +21,7 @@ from duetto.serve.speculation.controller import (
 )
 
 K = 7
-STEPS = 1500  # of one row without guesses, in the time that a simulation lasts
+STEPS = 1500  # that a simulation would take without guesses
 WIDTHS, AREAS = (8, 16, 32, 64), (8, 16, 32, 64, 128, 256)
 GLANCES = 16  # plain steps between two looks at some rows' guesses
 LENGTH = 96  # tokens of a request: after each a prompt takes its seat
@@ -67,7 +67,7 @@ MACHINES = {
         weights=1e-3, token=1.6e-4, fixed=3e-4, host=1e-3, found=0.8, prompt=1.5e-3, widest=16
     ),
 }
-Load = Callable[[float], int]  # rows at a time; a simulation lasts from 0 to 1
+Load = Callable[[float], int]  # rows after a share of all tokens
 Text = Callable[
     [float], tuple[float, float]
 ]  # shares right of the first guess and of those after a right one
@@ -129,11 +129,11 @@ class World:
 
 
 def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Text) -> float:
-    """Tokens of a run of fixed length; step times vary by 5 %."""
+    """Tokens a second of a run of so many tokens; step times vary by 5 %."""
     world, tokens, clock, step, ended, before = World(machine), 0, 0.0, 0, 0.0, 0
-    length = STEPS * max(machine.device(8, 0), machine.host)
-    while clock < length:
-        rows, shares, step = load(clock / length), text(clock / length), step + 1
+    length = sum(load(i / STEPS) for i in range(STEPS))
+    while (now := tokens / length) < 1:
+        rows, shares, step = load(now), text(now), step + 1
         waits, offers = policy.asks(rows), world.offers(rows)
         guesses = policy.choose(offers) if waits else [0] * rows
         right = world.right(shares, offers)
@@ -154,7 +154,7 @@ def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Tex
             world.runs[row] = min(seen, right[row]) + world.runs[row] * (right[row] >= seen)
         if not waits and not machine.draft and step % GLANCES == 0:
             policy.glance(rows, [offers[row] for row in known])
-    return tokens
+    return tokens / clock
 
 
 def warmed_up(machine: Machine) -> Controller:
@@ -179,7 +179,7 @@ def test_never_below_none_and_near_the_best_fixed_number(case: tuple[str, str, s
     machine, load, text = MACHINES[case[0]], LOADS[case[1]], TEXTS[case[2]]
     none, *fixed = (simulate(Fixed(k), machine, load, text) for k in (0, 3, K))
     found = simulate(warmed_up(machine), machine, load, text)
-    assert found >= 0.985 * none and found >= 0.93 * max(fixed)
+    assert found >= 0.99 * none and found >= 0.93 * max(fixed)
 
 
 SECONDS = {(8, 0): 1.0, (8, 4): 1.0, (16, 4): 1.5, (32, 4): 4.0}
@@ -288,10 +288,10 @@ def test_host_work_on_prompts_is_charged_to_the_steps_that_wait_for_it():
     for prompt in (0.0, 1.0):
         controller, asked[prompt] = settled({(8, 0): 1.0, (8, 4): 1.0}, 0.9), 0
         for step in range(2000):
-            prompts = step % 4 == 0
+            prompts = step % 2 == 0
             if controller.asks(1):
                 guesses = controller.choose([Offer(4)])
-                controller.verified(guesses, 1 + step % 2, 1.2 + prompt * prompts, prompts)
+                controller.verified(guesses, 1 + step // 2 % 2, 1.2 + prompt * prompts, prompts)
                 asked[prompt] += 1
             elif not prompts:
                 controller.plainly(1, 1.0)
