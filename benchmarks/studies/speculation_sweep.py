@@ -104,7 +104,11 @@ def greedy(count: int) -> list[SamplingParams]:
 
 def mixed(count: int) -> list[SamplingParams]:
     """Greedy and seeded sampling in turns, of various lengths."""
-    kinds = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.95})
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_p": 0.95},
+    )
     chosen = random.Random(1)
     return [
         SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=chosen.randint(TOKENS, 2 * TOKENS))
