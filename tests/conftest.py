@@ -23,6 +23,7 @@ from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.loading import dtype, start
 from duetto.serve.programs import kept
+from duetto.serve.programs.compile import Programs
 from duetto.serve.speculation.controller import Controller, Times
 
 pytest_plugins = ["suite.costs", "suite.groups"]
@@ -91,6 +92,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     there."""
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
+    monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
 
 
 @pytest.fixture

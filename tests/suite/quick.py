@@ -93,6 +93,7 @@ def release_programs() -> None:
         return
     if count > MOST_MAPPINGS:
         MADE.clear()
+        LOWERED.clear()
         jax.clear_caches()
         gc.collect()
 
@@ -120,6 +121,26 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
         return found
 
     return programs
+
+
+LOWERED: OrderedDict[str, Any] = OrderedDict()
+MOST_LOWERED = 32  # programs, with what they compile to
+
+
+def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that lowers a shape of `Programs`, and returns what it has lowered from the same arguments."""
+
+    def lowered(programs: Programs, shape: Any) -> Any:
+        if (key := programs._key(shape)) is None:
+            return lower(programs, shape)
+        if key not in LOWERED:
+            LOWERED[key] = lower(programs, shape)
+        LOWERED.move_to_end(key)
+        if len(LOWERED) > MOST_LOWERED:
+            LOWERED.popitem(last=False)
+        return LOWERED[key]
+
+    return lowered
 
 
 def independent(programs: Programs) -> Programs:

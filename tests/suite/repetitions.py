@@ -11,16 +11,76 @@ ROWS = {
     "devices/test_split_families.py": r"(?!.*(qwen3_moe sparse-layout1|\[gpt2\]))",
     "devices/test_prefill_and_decode.py": r"test_(an_engine|pages)",
     "devices/test_three_stages.py": r"",
-    "devices/test_shards.py": r"test_(bits|samples|a_shard|several).*(?<!\[tiny-options0\])$|.*\[latent",
-    "devices/test_layouts.py": r"test_a_folder|.*(one key head|\[latent)|test_experts.*(int8|int4)",
-    "devices/test_stages.py": r".*\[(windows, int8 cache|longrope|parallel|latent)\]|test_any_cut",
-    "devices/test_two_devices.py": r".*\[(recurrent|windows|latent)(, \w+ cache)?\]",
+    "devices/test_two_by_two.py": r".*\[windows",
+    "devices/test_shards.py": (
+        r"test_(bits|samples|a_shard|several).*(?<!\[tiny-options0\])$|"
+        r".*\[(latent|windows)|"
+        r"test_(guesses|nothing_goes)"
+    ),
+    "devices/test_layouts.py": (
+        r"test_a_folder|"
+        r".*(one key head|\[latent)|"
+        r"test_experts.*(int8|int4)|"
+        r"test_served_tokens"
+    ),
+    "devices/test_stages.py": (
+        r".*\[(windows, int8 cache|longrope|parallel|latent)\]|"
+        r"test_(any_cut|the_shipped_model|guesses|a_tied_model)"
+    ),
+    "devices/test_two_devices.py": (
+        r".*\[((recurrent|windows|latent)(, \w+ cache)?|0.9-LowRank|int4-Quantised)\]|"
+        r"test_adapters|"
+        r"test_a_sharded_training"
+    ),
+    "devices/test_halves.py": r"test_requests_give_way",
     # each kind of guesser with each kind of pages
-    "test_invariance_tiers.py": r"test_guesses_of_the_device(?!.*\[tiny-a model that)|test_pages_of_other",
-    "test_invariance.py": r"test_(guesses|cold|any_engine).*\[.*(latent|bfloat16)",
+    "test_invariance_tiers.py": r"test_guesses|test_a_cache_that_was_saved|test_pages_of_other|.*\[(?!tiny)",
+    "test_invariance.py": (
+        r"test_(cold|any_engine|prompt_logprobs).*\[(?!tiny)|"
+        r"test_guesses.*-(?!tiny)|"
+        r"test_more"
+    ),
+    "test_invariance_adapters.py": r"test_(preemption|batched)",
     # each family there and back, and in another dtype: its outputs beside Transformers' are in both
     "checkpoints/test_families.py": r"test_what_was_loaded.*-bfloat16\]|test_bfloat16_stays",
     "serve/commands/test_convert.py": r"test_every_family_there_and_back\[(?!llama|gpt2|deepseek_v3)",
+    "serve/engine/test_engine_parity.py": r".*\[(?!gpt_oss|deepseek_v3)",
+    # each model, each scheme, each guesser where one shows the rest
+    "serve/programs/test_scoring.py": (
+        r"test_wanted.*\[(recurrent|latent|bfloat16|parallel|windows|longrope)\]"
+    ),
+    "serve/programs/test_step.py": r"test_(verify|places).*",
+    "serve/programs/test_transfers.py": r".*\[(recurrent|windows|bfloat16)",
+    "serve/programs/test_warmup.py": (
+        r".*\[(broken0|False|__init__)\]|"
+        r"test_(it_ends_under|what_another|without_any|settings)"
+    ),
+    "serve/roofline/test_targets.py": r"test_a_step_here.*(bfloat16)",
+    "serve/speculation/test_speculation.py": r"test_(guesses_of|a_model_that_drafts|the_controller_learns)",
+    "serve/speculation/test_rejection.py": r".*\[(heads|wide tree of heads|tree of a draft model)\]",
+    "serve/speculation/test_speculation_controller.py": r"test_never_below.*(draft model|slow host)",
+    "serve/engine/test_quantised_serving.py": r".*\[(mxfp4|fp8 blocks)\]|test_pages_of_another",
+    "model/test_quant.py": r"test_both_ways.*\[2|.*\[(absorbed)\]",
+    "model/test_compress.py": r"test_what_compression_costs",
+    "kvcache/test_kernels.py": (
+        r"test_(keys_of_a_path|few_blocks).*(80|48)|"
+        r"test_bits.*(80|int8)|"
+        r"test_kernels_equal.*(96|int8)"
+    ),
+    "kvcache/test_groups.py": r"test_a_row.*\[bfloat16",
+    "serve/grammar/test_ends.py": r".*\[choice0\]",
+    "serve/grammar/test_constrained.py": r"test_guesses_and_preemption",
+    "serve/api/test_max_logprobs.py": r".*\[0.8\]",
+    "serve/api/test_beam_search.py": r".*\[four beams\]",
+    "serve/commands/test_buckets.py": r"test_a_rehearsal.*\[64-2\]|test_buckets_change",
+    "test_demo_model.py": r"test_most_lines.*def \]",
+    "serve/programs/test_kept.py": r"test_(other_parameters|a_folder)",
+    # kills, and examples that run for long
+    "serve/processes/test_two_processes.py": r"test_(a_batch_whose|rank_0|what_the_ranks)",
+    "serve/batch/test_batch_kill.py": r".*\[15-143\]",
+    "serve/loading/test_own_params.py": r"test_the_(training|example)",
+    "test_notebooks.py": r".*\[0[234]",
+    "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs)",
 }
 # Models that differ in kind: float32, a cache in eight bits with windows, latent rows, states, bfloat16.
 OF_EACH_KIND = ("tiny", "windows, int8 cache", "latent", "recurrent", "bfloat16")
