@@ -23,6 +23,7 @@ from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.loading import dtype, start
 from duetto.serve.programs import kept
+from duetto.serve.programs.compile import Programs
 from duetto.serve.speculation.controller import Controller, Times
 
 pytest_plugins = ["suite.costs", "suite.groups"]
@@ -87,10 +88,11 @@ def programs_shared() -> Iterator[None]:
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start cold, whatever earlier starts have kept, and serve before all of their programs are
-    there."""
+    """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there, and
+    compile all of them under any load."""
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
+    monkeypatch.setattr(Programs, "cost", 0.0)
 
 
 @pytest.fixture

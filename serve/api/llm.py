@@ -251,6 +251,11 @@ class LLM:
         """Advance all requests by one step; returns those of `add_request` that have finished since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
+    def expect(self, requests: int) -> None:
+        """Say how many requests are to come behind those that are queued: work with an end. A cold engine then
+        compiles what pays until that end, and nothing after it."""
+        self.engine.to_come = requests
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` is still to return requests of `add_request`."""
         return self._session.count_queued > 0

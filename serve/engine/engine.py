@@ -26,6 +26,7 @@ from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
 from .meter import Compilations, Meter, report_of
+from .need import Need, seconds_left
 from .params import exchanged, root_of
 from .plan import Limits, StepPlan, Work
 from .request import Request
@@ -35,6 +36,7 @@ from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
 from .sleep import Sleep
 
+GRACE = 0.5  # seconds without work after which an engine is idle: a process may be about to end
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
@@ -83,6 +85,8 @@ class Engine:
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
+        self.to_come: int | None = None  # requests that are still to be submitted, if that is known
+        self._need, self._idle_since = Need(self.sizes, self.meter), clock()
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -145,7 +149,7 @@ class Engine:
         """
         self.sleeper.check()
         try:
-            with self.meter.working():
+            with self.meter.working(self.warmup is not None and self.warmup.is_compiling):
                 touched = self._advance()
         except BaseException as error:
             self._recover(error)
@@ -222,7 +226,11 @@ class Engine:
 
     def warm(self) -> bool:
         """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
-        if self.warmup is None or self.scheduler.has_work or self.is_sleeping or not self.warmup.busy:
+        if self.warmup is None or self.scheduler.has_work or self.is_sleeping:
+            return False
+        if not self.warmup.busy:
+            is_open = self.to_come is None
+            self.warmup.idle = is_open and self.meter.now() - self._idle_since > GRACE
             return False
         try:
             self._settle()
@@ -245,12 +253,16 @@ class Engine:
             self.warmup, self.speculation = None, warmup.speculation
 
     def _warm_later(self) -> None:
-        if self._later is not None and self.on_warmup is not None and self.warmup is None:
-            self.warmup, self._later = self._later(self.classes), None
-            self.on_warmup(self.warmup)
+        if self._later is None or self.on_warmup is None:
+            return
+        if self.warmup is not None:
+            return self.warmup.hurry()
+        self.warmup, self._later = self._later(self.classes), None
+        self.on_warmup(self.warmup)
 
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age
+        self._need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
@@ -260,7 +272,9 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def _advance(self) -> list[Request]:
+        self._idle_since = self.meter.now()
         if self.warmup is not None:
+            self.warmup.idle = False
             self._warm(self.warmup)
         self.scheduler.next_turn()
         touched, guess = [], None
@@ -293,9 +307,20 @@ class Engine:
         for request in plan.seats:
             self._seat(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
+        if self.warmup is not None:
+            self._choose(self.warmup, plan)
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
+
+    def _choose(self, warmup: Warmup, plan: StepPlan) -> None:
+        """Say which program is worth compiling beside the steps, one at a time."""
+        missing = warmup.missing
+        if warmup.has_in_hand or not missing:
+            return
+        self._need.saw(self.classes, missing, plan)
+        left = seconds_left(self.scheduler, self.meter, self.to_come)
+        warmup.wanted = self._need.choice(missing, left, self.programs.cost)
 
     def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())

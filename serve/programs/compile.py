@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -196,7 +197,8 @@ class Programs:
     grammars, and those that make the empty state that all of them start from.
 
     Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
-    any thread. `ready` has the seconds from the start on after which each was there.
+    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that tracing
+    and compiling took.
     """
 
     def __init__(
@@ -211,13 +213,14 @@ class Programs:
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
+        self.spent: dict[Shape, float] = {}
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
             found = load_kept(pool, self._keys, like.everywhere)
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
-            self.key, self.loaded = kept.combined(self._keys.values()), not lacking
+            self.key, self.loaded, self.read = kept.combined(self._keys.values()), not lacking, len(self.steps)
             now = [s for s in lacking if first is None or s in first]
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
@@ -240,9 +243,27 @@ class Programs:
         return len(self.steps) + SMALL
 
     def report(self) -> dict[str, Any]:
-        """How many there are, the seconds of the start, and when each was there."""
+        """How many there are, the seconds of the start, when each step's was there, how many of these were read
+        from disk, and the seconds that compiling the others took, of several at once each."""
         ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
-        return {"programs": self.count, "warmup_seconds": self.seconds, "compiled_at": ready}
+        return {
+            "programs": self.count,
+            "programs_read": self.read,
+            "programs_missing": len(self._keys.keys() - self.steps.keys()),
+            "warmup_seconds": self.seconds,
+            "compile_seconds": sum(self.spent.values()),
+            "compiled_at": ready,
+        }
+
+    @property
+    def cost(self) -> float:
+        """Seconds that compiling a step takes, from this start or an earlier one; 0 where that is not known."""
+        spent = list(self.spent.values())
+        return sum(spent) / len(spent) if spent else kept.read(self._cost_key, float) or 0.0
+
+    @property
+    def _cost_key(self) -> str | None:
+        return kept.combined([self.key], "seconds of compiling")
 
     def begin(self, state: Arguments) -> None:
         """Requests come from now on, to an engine in this state: what has run so far does not count."""
@@ -261,13 +282,21 @@ class Programs:
         return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
     def _lower(self, shape: Shape) -> Lowered:
-        with self._lowering:  # one at a time: it is Python
+        with self._lowering, self._spending(shape):  # one at a time: it is Python
             make = lower_deferred if shape.phase == "deferred" else lower
             return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        program = kept.compile(self._keys[shape], lowered)
+        with self._spending(shape):
+            program = kept.compile(self._keys[shape], lowered)
+        kept.write(self._cost_key, self.cost)
         self.steps[shape], self.ready[shape] = program, self.age
+
+    @contextmanager
+    def _spending(self, shape: Shape) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.spent[shape] = self.spent.get(shape, 0.0) + time.perf_counter() - begin
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
         """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;

@@ -1,0 +1,78 @@
+"""Which of its missing programs an engine compiles beside serving: those that spare its traffic more time than
+they cost."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..programs.classes import Classes
+from ..programs.shapes import PHASES, Shape, Sizes
+from .meter import Meter
+from .plan import StepPlan
+from .rows import calls_of_plan
+from .scheduler import Scheduler
+
+EVERY = 4  # steps, of which one is looked at
+LEAST = 0.02  # share of the time to come that any program is taken to spare: traffic changes
+
+
+class Need:
+    """What each missing shape would have spared of the steps since `forget`, as a share of their time.
+
+    A call costs its tokens, and once more those of the smallest shape of its phase: with k times the tokens it
+    takes (1 + k) / 2 times as long, since the weights are read once, and the host works once. How the time is
+    divided between phases is measured.
+    """
+
+    def __init__(self, sizes: Sizes, meter: Meter):
+        self._sizes, self._meter, self._steps = sizes, meter, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Other shapes serve from now on."""
+        self._spent, self._spared = Counter[str](), Counter[Shape]()
+
+    def saw(self, classes: Classes, missing: Sequence[Shape], plan: StepPlan) -> None:
+        """A step is computed by `classes`; look at some of them with each missing shape beside these."""
+        self._steps += 1
+        if self._steps % EVERY or not plan:
+            return
+        now = self._cost(classes, plan)
+        self._spent.update(now)
+        for shape in missing:
+            then = self._cost(classes.joined(shape), plan)
+            self._spared[shape] += now[shape.phase] - then[shape.phase]
+
+    def _cost(self, classes: Classes, plan: StepPlan) -> Counter[str]:
+        """Tokens of a step's calls by phase, with those that each call costs beside its own."""
+        smallest = {phase: min((s.area for s in classes.shapes if s.phase == phase), default=0) for phase in PHASES}
+        found = Counter[str]()
+        for shape, _ in calls_of_plan(classes, plan, self._sizes):
+            found[shape.phase] += smallest[shape.phase] + shape.area
+        return found
+
+    def share(self, shape: Shape) -> float:
+        """Of the steps' time that a shape would have spared."""
+        spent, seconds = self._spent[shape.phase], self._meter.phase_seconds
+        whole = sum(seconds.values())
+        return self._spared[shape] / spent * seconds[shape.phase] / whole if spent and whole else 0.0
+
+    def choice(self, missing: Sequence[Shape], left: float, cost: float) -> Shape | None:
+        """The shape to compile now, in `cost` seconds, with `left` seconds of work to come: the one that spares
+        most, if that is more than compiling takes, from the time on when it is there; None if none does."""
+        best = max(missing, key=self.share, default=None)
+        if best is None or max(self.share(best), LEAST) * (left - cost) <= cost:
+            return None
+        return best
+
+
+def seconds_left(scheduler: Scheduler, meter: Meter, to_come: int | None) -> float:
+    """Seconds of work to come, by those that requests have taken so far: of the queued and running ones, and
+    `to_come` behind them. At least as many as so far where no end is in sight (None), and at most as many
+    before the first requests have ended, of which little is known."""
+    running, ended = scheduler.running.values(), meter.e2e.count
+    progress = sum(r.computed / r.end for r in running)
+    ahead = len(scheduler.waiting) + len(running) - progress + (to_come or 0)
+    left = meter.seconds * ahead / max(ended + progress, 1)
+    if ended < len(running):
+        left = min(left, meter.seconds)
+    return left if to_come is not None else max(left, meter.seconds)
