@@ -88,8 +88,8 @@ def programs_shared() -> Iterator[None]:
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there, and
-    compile all of them under any load."""
+    """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
+    and compile all of them under any load."""
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "cost", 0.0)

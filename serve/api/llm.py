@@ -252,8 +252,8 @@ class LLM:
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
     def expect(self, requests: int) -> None:
-        """Say how many requests are to come behind those that are queued: work with an end. A cold engine then
-        compiles what pays until that end, and nothing after it."""
+        """Say how many requests are to come behind those that are queued: the work has an end. A cold engine
+        then compiles what pays until that end, and nothing after it."""
         self.engine.to_come = requests
 
     def has_unfinished_requests(self) -> bool:

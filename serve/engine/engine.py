@@ -36,7 +36,7 @@ from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
 from .sleep import Sleep
 
-GRACE = 0.5  # seconds without work after which an engine is idle: a process may be about to end
+GRACE = 1.0  # seconds without work after which an engine is idle: a process may be about to end
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
@@ -86,7 +86,7 @@ class Engine:
         self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
         self.to_come: int | None = None  # requests that are still to be submitted, if that is known
-        self._need, self._idle_since = Need(self.sizes, self.meter), clock()
+        self._need, self._idle_since = Need(self.sizes, self.meter, classes), clock()
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 

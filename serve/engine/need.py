@@ -1,11 +1,11 @@
-"""Which of its missing programs an engine compiles beside serving: those that spare its traffic more time than
-they cost."""
+"""Which of its missing programs an engine compiles beside serving: those that spare its traffic more time
+than they cost."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 from ..programs.classes import Classes
-from ..programs.shapes import PHASES, Shape, Sizes
+from ..programs.shapes import Shape, Sizes
 from .meter import Meter
 from .plan import StepPlan
 from .rows import calls_of_plan
@@ -18,13 +18,14 @@ LEAST = 0.02  # share of the time to come that any program is taken to spare: tr
 class Need:
     """What each missing shape would have spared of the steps since `forget`, as a share of their time.
 
-    A call costs its tokens, and once more those of the smallest shape of its phase: with k times the tokens it
-    takes (1 + k) / 2 times as long, since the weights are read once, and the host works once. How the time is
-    divided between phases is measured.
+    A call costs its tokens, and once more those of the smallest shape of its phase: with k times the tokens
+    it takes (1 + k) / 2 times as long, since the weights are read once, and the host works once. How the time
+    is divided between phases is measured.
     """
 
-    def __init__(self, sizes: Sizes, meter: Meter):
+    def __init__(self, sizes: Sizes, meter: Meter, first: Classes):
         self._sizes, self._meter, self._steps = sizes, meter, 0
+        self._smallest = {s.phase: s.area for s in sorted(first.shapes, key=lambda s: -s.area)}
         self.forget()
 
     def forget(self) -> None:
@@ -44,10 +45,9 @@ class Need:
 
     def _cost(self, classes: Classes, plan: StepPlan) -> Counter[str]:
         """Tokens of a step's calls by phase, with those that each call costs beside its own."""
-        smallest = {phase: min((s.area for s in classes.shapes if s.phase == phase), default=0) for phase in PHASES}
         found = Counter[str]()
         for shape, _ in calls_of_plan(classes, plan, self._sizes):
-            found[shape.phase] += smallest[shape.phase] + shape.area
+            found[shape.phase] += self._smallest[shape.phase] + shape.area
         return found
 
     def share(self, shape: Shape) -> float:
@@ -57,8 +57,12 @@ class Need:
         return self._spared[shape] / spent * seconds[shape.phase] / whole if spent and whole else 0.0
 
     def choice(self, missing: Sequence[Shape], left: float, cost: float) -> Shape | None:
-        """The shape to compile now, in `cost` seconds, with `left` seconds of work to come: the one that spares
-        most, if that is more than compiling takes, from the time on when it is there; None if none does."""
+        """The shape to compile now, in `cost` seconds, with `left` seconds of work to come.
+
+        It is the one that spares the largest share s of the steps' time. Compiling takes about as much from
+        the steps as it lasts, and its gain begins at its end: it pays where s * (left - cost) > cost. None
+        where none does: a job that ends before compiles nothing.
+        """
         best = max(missing, key=self.share, default=None)
         if best is None or max(self.share(best), LEAST) * (left - cost) <= cost:
             return None

@@ -197,8 +197,8 @@ class Programs:
     grammars, and those that make the empty state that all of them start from.
 
     Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
-    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that tracing
-    and compiling took.
+    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that
+    tracing and compiling took.
     """
 
     def __init__(
@@ -220,7 +220,8 @@ class Programs:
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
-            self.key, self.loaded, self.read = kept.combined(self._keys.values()), not lacking, len(self.steps)
+            self.key, self.loaded = kept.combined(self._keys.values()), not lacking
+            self.read = len(self.steps)
             now = [s for s in lacking if first is None or s in first]
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
@@ -243,8 +244,8 @@ class Programs:
         return len(self.steps) + SMALL
 
     def report(self) -> dict[str, Any]:
-        """How many there are, the seconds of the start, when each step's was there, how many of these were read
-        from disk, and the seconds that compiling the others took, of several at once each."""
+        """How many there are, were read from disk or are missing, the seconds of the start and of compiling,
+        and when each step's was there."""
         ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
         return {
             "programs": self.count,
@@ -257,7 +258,7 @@ class Programs:
 
     @property
     def cost(self) -> float:
-        """Seconds that compiling a step takes, from this start or an earlier one; 0 where that is not known."""
+        """Seconds that compiling a step takes, in this start or an earlier one; 0 where that is not known."""
         spent = list(self.spent.values())
         return sum(spent) / len(spent) if spent else kept.read(self._cost_key, float) or 0.0
 

@@ -67,8 +67,8 @@ class Warmup:
     makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
     in `failed`. What classes have become is kept under `record`.
 
-    While the engine serves, a shape is compiled where the engine says that it is `wanted`, and all where it is
-    `idle`; those of verification and of deferred draws at once, since something waits until all are there.
+    While the engine serves, a shape is compiled where the engine says that it is `wanted`, and all where it
+    is `idle`; those of verification and of deferred draws at once: something waits until all are there.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Warmup:
             shape, self.wanted = self.wanted, None
             if self.idle or self._waited_for:
                 shape = next(iter(self._missing), None)
-            if shape not in self._missing:  # another thread was faster
+            if shape is None or shape not in self._missing:  # another thread was faster
                 return None
             self._missing.remove(shape)
             return shape
