@@ -12,6 +12,7 @@ from .rows import calls_of_plan
 from .scheduler import Scheduler
 
 EVERY = 4  # steps, of which one is looked at
+LOOKS = 8  # before which nothing is known of the traffic
 LEAST = 0.02  # share of the time to come that any program is taken to spare: traffic changes
 
 
@@ -30,13 +31,14 @@ class Need:
 
     def forget(self) -> None:
         """Other shapes serve from now on."""
-        self._spent, self._spared = Counter[str](), Counter[Shape]()
+        self._looks, self._spent, self._spared = 0, Counter[str](), Counter[Shape]()
 
     def saw(self, classes: Classes, missing: Sequence[Shape], plan: StepPlan) -> None:
         """A step is computed by `classes`; look at some of them with each missing shape beside these."""
         self._steps += 1
         if self._steps % EVERY or not plan:
             return
+        self._looks += 1
         now = self._cost(classes, plan)
         self._spent.update(now)
         for shape in missing:
@@ -64,7 +66,7 @@ class Need:
         where none does: a job that ends before compiles nothing.
         """
         best = max(missing, key=self.share, default=None)
-        if best is None or max(self.share(best), LEAST) * (left - cost) <= cost:
+        if best is None or self._looks < LOOKS or max(self.share(best), LEAST) * (left - cost) <= cost:
             return None
         return best
 

@@ -9,7 +9,7 @@ import pytest
 from duetto import LLM, SamplingParams
 from duetto.serve.engine import engine as engines
 from duetto.serve.engine.meter import Meter
-from duetto.serve.engine.need import EVERY, Need, seconds_left
+from duetto.serve.engine.need import EVERY, LOOKS, Need, seconds_left
 from duetto.serve.engine.plan import StepPlan, Work
 from duetto.serve.programs.classes import Classes
 from duetto.serve.programs.compile import Programs
@@ -37,7 +37,8 @@ def need_of(plan: StepPlan, prefill: float = 1.0, decode: float = 1.0) -> Need:
     meter = Meter()
     meter.phase_seconds |= {"prefill": prefill, "decode": decode}
     need = Need(Sizes(1024, 32, (512,), 64), meter, FIRST)
-    for _ in range(EVERY):
+    for _ in range(EVERY * LOOKS):
+        assert need.choice(MISSING, left=1000.0, cost=1.0) is None
         need.saw(FIRST, MISSING, plan)
     return need
 
