@@ -23,7 +23,6 @@ from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.loading import dtype, start
 from duetto.serve.programs import kept
-from duetto.serve.programs.compile import Programs
 from duetto.serve.speculation.controller import Controller, Times
 
 pytest_plugins = ["suite.costs", "suite.groups"]
@@ -92,7 +91,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     and compile all of them under any load."""
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
-    monkeypatch.setattr(Programs, "cost", 0.0)
+    monkeypatch.setattr(kept.Spent, "mean", 0.0)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
 from .meter import Compilations, Meter, report_of
-from .need import Need, seconds_left
+from .need import Need
 from .params import exchanged, root_of
 from .plan import Limits, StepPlan, Work
 from .request import Request
@@ -36,7 +36,6 @@ from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
 from .sleep import Sleep
 
-GRACE = 1.0  # seconds without work after which an engine is idle: a process may be about to end
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
 
@@ -85,8 +84,7 @@ class Engine:
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
-        self.to_come: int | None = None  # requests that are still to be submitted, if that is known
-        self._need, self._idle_since = Need(self.sizes, self.meter, classes), clock()
+        self.need = Need(self.sizes, self.meter, classes)
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -185,8 +183,6 @@ class Engine:
         for _, request in self.scheduler.waiting:
             request.made_by(self.weights)
 
-    # ------------------------------------------------------------ memory given back
-
     def vacate(self) -> None:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
         self.flights.clear()
@@ -222,25 +218,22 @@ class Engine:
         self._state = self.sleeper.end(self._state, tags, self.programs.empty)
         self.tiers.woke(self.everything)
 
-    # ------------------------------------------------------------ shapes that come later
-
     def warm(self) -> bool:
         """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
         if self.warmup is None or self.scheduler.has_work or self.is_sleeping:
             return False
         if not self.warmup.busy:
-            is_open = self.to_come is None
-            self.warmup.idle = is_open and self.meter.now() - self._idle_since > GRACE
+            self.warmup.idle = self.need.is_over
             return False
         try:
             self._settle()
         except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
             self._recover(error)
-        self._warm(self.warmup)
+        self._warm()
         return True
 
-    def _warm(self, warmup: Warmup) -> None:
-        if not warmup.busy:
+    def _warm(self) -> None:
+        if (warmup := self.warmup) is None or not warmup.busy:
             return
         if (cache := warmup.advance(self._state, self.tables, self.scheduler.growth)) is None:
             self._recover()
@@ -262,20 +255,15 @@ class Engine:
 
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age
-        self._need.forget()
+        self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
         self.scheduler.limits = self._limits._replace(decode_steps=steps)
         self.scheduler.recompute_outputs = classes.same_bits
 
-    # ------------------------------------------------------------ a step
-
     def _advance(self) -> list[Request]:
-        self._idle_since = self.meter.now()
-        if self.warmup is not None:
-            self.warmup.idle = False
-            self._warm(self.warmup)
+        self._warm()
         self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
@@ -305,22 +293,14 @@ class Engine:
         slots = with_masks(self.programs, self._state.slots, plan.works)
         self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
-            self._seat(request)
+            request.ticket = None
+            self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
+            self.meter.admitted(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
-        if self.warmup is not None:
-            self._choose(self.warmup, plan)
+        self.need.tell(self.warmup, self.classes, plan, self.scheduler)
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
-
-    def _choose(self, warmup: Warmup, plan: StepPlan) -> None:
-        """Say which program is worth compiling beside the steps, one at a time."""
-        missing = warmup.missing
-        if warmup.has_in_hand or not missing:
-            return
-        self._need.saw(self.classes, missing, plan)
-        left = seconds_left(self.scheduler, self.meter, self.to_come)
-        warmup.wanted = self._need.choice(missing, left, self.programs.cost)
 
     def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
@@ -328,11 +308,6 @@ class Engine:
         cache, slots, output = self.programs.run(shape, self._state, self._told(self.programs, shape, works))
         self._state = replace(self._state, cache=cache, slots=slots)
         return Ran(shape, works, output)
-
-    def _seat(self, request: Request) -> None:
-        request.ticket = None
-        self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
-        self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
         """Take in what a dispatched step sampled, the finished requests released; gives those that got

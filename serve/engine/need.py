@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..programs.classes import Classes
 from ..programs.shapes import Shape, Sizes
+from ..programs.warmup import Warmup
 from .meter import Meter
 from .plan import StepPlan
 from .rows import calls_of_plan
@@ -13,6 +14,7 @@ from .scheduler import Scheduler
 
 EVERY = 4  # steps, of which one is looked at
 LOOKS = 8  # before which nothing is known of the traffic
+GRACE = 1.0  # seconds without work after which an engine is idle: its process may be about to end
 LEAST = 0.02  # share of the time to come that any program is taken to spare: traffic changes
 
 
@@ -21,17 +23,36 @@ class Need:
 
     A call costs its tokens, and once more those of the smallest shape of its phase: with k times the tokens
     it takes (1 + k) / 2 times as long, since the weights are read once, and the host works once. How the time
-    is divided between phases is measured.
+    is divided between phases is measured. `to_come` are the requests that are still to be submitted, None
+    where no end is in sight.
     """
 
     def __init__(self, sizes: Sizes, meter: Meter, first: Classes):
+        self.to_come: int | None = None
         self._sizes, self._meter, self._steps = sizes, meter, 0
+        self._since = meter.now()
         self._smallest = {s.phase: s.area for s in sorted(first.shapes, key=lambda s: -s.area)}
         self.forget()
 
     def forget(self) -> None:
         """Other shapes serve from now on."""
         self._looks, self._spent, self._spared = 0, Counter[str](), Counter[Shape]()
+
+    def tell(self, warmup: Warmup | None, classes: Classes, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Tell a warm-up, at each step, which shape is worth compiling beside it: one at a time."""
+        if warmup is None:
+            return
+        warmup.idle, self._since = False, self._meter.now()
+        missing = warmup.missing
+        if missing and not warmup.has_in_hand:
+            self.saw(classes, missing, plan)
+            left = seconds_left(scheduler, self._meter, self.to_come)
+            warmup.wanted = self.choice(missing, left, warmup.programs.spent.mean)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there has been no step for a while, and there may be others."""
+        return self.to_come is None and self._meter.now() - self._since > GRACE
 
     def saw(self, classes: Classes, missing: Sequence[Shape], plan: StepPlan) -> None:
         """A step is computed by `classes`; look at some of them with each missing shape beside these."""

@@ -2,9 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -175,16 +174,6 @@ def lower_zeros(like: Any) -> jax.stages.Lowered:
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
 
 
-def load_kept(
-    pool: ThreadPoolExecutor, keys: Mapping[Shape, str | None], everywhere: Sharding
-) -> dict[Shape, Any]:
-    """The programs that are kept under keys, None where one is not."""
-    (device, *_) = everywhere.device_set
-    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
-        found = pool.map(lambda key: done(kept.load(key, device)), keys.values())
-        return dict(zip(keys, found, strict=True))
-
-
 def compiling(count: int, later: int = 0) -> str:
     """What a start says while it compiles."""
     what = "1 program" if count == 1 else f"{count} programs"
@@ -213,15 +202,14 @@ class Programs:
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
-        self.spent: dict[Shape, float] = {}
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
-            found = load_kept(pool, self._keys, like.everywhere)
+            found = kept.load_all(pool, self._keys, like.everywhere)
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
             self.key, self.loaded = kept.combined(self._keys.values()), not lacking
-            self.read = len(self.steps)
+            self.read, self.spent = len(self.steps), kept.Spent(self.key)
             now = [s for s in lacking if first is None or s in first]
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
@@ -233,6 +221,7 @@ class Programs:
                     done(job.result())
         self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
         self.seconds = self.age
+        self.spent.keep()
 
     @property
     def age(self) -> float:
@@ -252,19 +241,9 @@ class Programs:
             "programs_read": self.read,
             "programs_missing": len(self._keys.keys() - self.steps.keys()),
             "warmup_seconds": self.seconds,
-            "compile_seconds": sum(self.spent.values()),
+            "compile_seconds": sum(self.spent.seconds.values()),
             "compiled_at": ready,
         }
-
-    @property
-    def cost(self) -> float:
-        """Seconds that compiling a step takes, in this start or an earlier one; 0 where that is not known."""
-        spent = list(self.spent.values())
-        return sum(spent) / len(spent) if spent else kept.read(self._cost_key, float) or 0.0
-
-    @property
-    def _cost_key(self) -> str | None:
-        return kept.combined([self.key], "seconds of compiling")
 
     def begin(self, state: Arguments) -> None:
         """Requests come from now on, to an engine in this state: what has run so far does not count."""
@@ -278,26 +257,20 @@ class Programs:
         if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower(shape))
+        self.spent.keep()
 
     def _key(self, shape: Shape) -> str | None:
         return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
     def _lower(self, shape: Shape) -> Lowered:
-        with self._lowering, self._spending(shape):  # one at a time: it is Python
+        with self._lowering, self.spent.on(shape):  # one at a time: it is Python
             make = lower_deferred if shape.phase == "deferred" else lower
             return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        with self._spending(shape):
+        with self.spent.on(shape):
             program = kept.compile(self._keys[shape], lowered)
-        kept.write(self._cost_key, self.cost)
         self.steps[shape], self.ready[shape] = program, self.age
-
-    @contextmanager
-    def _spending(self, shape: Shape) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.spent[shape] = self.spent.get(shape, 0.0) + time.perf_counter() - begin
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
         """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;

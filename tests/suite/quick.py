@@ -126,7 +126,7 @@ def independent(programs: Programs) -> Programs:
     """Copy a table of programs, to which an engine may add."""
     own = copy.copy(programs)
     own.steps, own.ready, own.missing = dict(own.steps), dict(own.ready), list(own.missing)
-    own._keys, own.spent = dict(own._keys), dict(own.spent)
+    own._keys = dict(own._keys)
     return own
 
 

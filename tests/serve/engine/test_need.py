@@ -1,16 +1,18 @@
 """What a cold engine compiles beside serving: what the steps at hand lack, where the work to come is worth
 it."""
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from duetto import LLM, SamplingParams
-from duetto.serve.engine import engine as engines
+from duetto.serve.engine import need as needs
 from duetto.serve.engine.meter import Meter
 from duetto.serve.engine.need import EVERY, LOOKS, Need, seconds_left
 from duetto.serve.engine.plan import StepPlan, Work
+from duetto.serve.programs import kept
 from duetto.serve.programs.classes import Classes
 from duetto.serve.programs.compile import Programs
 from duetto.serve.programs.shapes import Shape, Sizes
@@ -110,11 +112,11 @@ def added(monkeypatch, early) -> list[str]:
 
 
 def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, monkeypatch):
-    monkeypatch.setattr(Programs, "cost", 1e6)
-    monkeypatch.setattr(engines, "GRACE", 1e6)
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         llm.expect(0)
-        monkeypatch.setattr(engines, "GRACE", 0.0)
+        monkeypatch.setattr(needs, "GRACE", 0.0)
         outputs = llm.generate([[5, 6, 7]] * 16, ALIKE, use_tqdm=False)
         assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
         report = llm.report()
@@ -131,11 +133,11 @@ def llm_missing(report: dict[str, Any]) -> set[str]:
 
 
 def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(tiny, added, monkeypatch):
-    monkeypatch.setattr(Programs, "cost", 1e6)
-    monkeypatch.setattr(engines, "GRACE", 1e6)
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
-        monkeypatch.setattr(engines, "GRACE", 0.0)
+        monkeypatch.setattr(needs, "GRACE", 0.0)
         assert not llm._session.warm() and llm.engine.warmup is not None and llm.engine.warmup.idle
 
 
@@ -146,3 +148,15 @@ def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added
         while not added:
             llm.generate([[5, 6, 7]] * 8, ALIKE, use_tqdm=False)
     assert added[0] == "prefill[2,32]"
+
+
+def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, added, monkeypatch):
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        missing = set(map(str, llm.engine.programs.missing))
+        llm.engine._warm_later()
+        end = time.monotonic() + 600.0
+        while not missing <= set(added):
+            assert time.monotonic() < end
+            time.sleep(0.01)
