@@ -221,7 +221,7 @@ class Programs:
                     done(job.result())
         self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
         self.seconds = self.age
-        self.spent.keep()
+        self.spent.keep(together=self.seconds)
 
     @property
     def age(self) -> float:
