@@ -56,7 +56,7 @@ class Need:
 
     def saw(self, classes: Classes, missing: Sequence[Shape], plan: StepPlan) -> None:
         """A step is computed by `classes`; look at some of them with each missing shape beside these."""
-        self._steps += 1
+        self._steps += bool(plan)  # else requests of a token each might be missed for ever
         if self._steps % EVERY or not plan:
             return
         self._looks += 1

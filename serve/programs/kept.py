@@ -75,7 +75,7 @@ class Spent:
         self.seconds[program] = self.seconds.get(program, 0.0) + time.perf_counter() - begin
 
     def keep(self, together: float | None = None) -> None:
-        """Tell later starts; `together` are the seconds of all, where they were compiled beside each other."""
+        """Tell later starts; `together` are the seconds of all that were compiled beside each other."""
         if self.seconds and together is not None:
             self.seconds = dict.fromkeys(self.seconds, together / len(self.seconds))
         if self.seconds:
