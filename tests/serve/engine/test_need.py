@@ -1,7 +1,9 @@
 """What a cold engine compiles beside serving: what the steps at hand lack, where the work to come is worth
 it."""
 
+import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from duetto.serve.programs import kept
 from duetto.serve.programs.classes import Classes
 from duetto.serve.programs.compile import Programs
 from duetto.serve.programs.shapes import Shape, Sizes
+from duetto.serve.programs.warmup import THREADS
 from duetto.serve.roofline.report import compiled
 
 FIRST = Classes.of([Shape("prefill", 1, 64), Shape("decode", 8, 1)], same_bits=True)
@@ -99,7 +102,7 @@ def test_work_to_come_is_known_by_what_requests_have_taken(ended, to_come, expec
 
 
 @pytest.fixture
-def added(monkeypatch, early) -> list[str]:
+def added(monkeypatch, early) -> Iterator[list[str]]:
     """Names of the shapes that are compiled beside serving."""
     found, add = list[str](), Programs.add
 
@@ -108,7 +111,10 @@ def added(monkeypatch, early) -> list[str]:
         add(programs, shape)
 
     monkeypatch.setattr(Programs, "add", noted)
-    return found
+    yield found
+    for thread in threading.enumerate():  # what is begun would be kept where the next test looks
+        if thread.name.startswith(THREADS):
+            thread.join(600.0)
 
 
 def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, monkeypatch):
