@@ -208,8 +208,6 @@ class LLM:
     update_params, load_params = weights.update_params, weights.load_params
     pause_generation, resume_generation = weights.pause_generation, weights.resume_generation
 
-    # ------------------------------------------------------------ streams
-
     def stream(
         self,
         prompt: Prompt,
@@ -250,6 +248,10 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one step; returns those of `add_request` that have finished since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
+
+    def expect(self, requests: int) -> None:
+        """Say how many requests are to come behind the queued ones: what a cold engine compiles for."""
+        self.engine.need.to_come = requests
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` is still to return requests of `add_request`."""
@@ -318,8 +320,6 @@ class LLM:
     embed, encode = embedding.embed, vllm.encode
     reward, classify, score = vllm.reward, vllm.classify, vllm.score
     collective_rpc, apply_model = vllm.collective_rpc, vllm.apply_model
-
-    # ------------------------------------------------------------ on the way in
 
     def _tickets(
         self,

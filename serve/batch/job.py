@@ -45,6 +45,7 @@ class BatchEngine(Protocol):
     def add_request(
         self, prompt: list[int], params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None
     ) -> object: ...
+    def expect(self, requests: int) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def report(self, explained: bool = False) -> dict[str, Any]: ...
     def save_cache(self, path: str) -> int: ...
@@ -163,12 +164,19 @@ class Job:
 
     def _step(self) -> None:
         with self._interrupts.deferred():
-            for output in self._engine.step() if self._running and self._engine else ():
+            for output in self._outputs():
                 line, task = self._running.pop(output.request_id)
                 answer = self._answers.result(line.number, task, output)
                 self._sink.append(line.index, line.digest, answer, about(line, output, self._products))
                 self._progress.answered(output)
             self._sink.sync()
+
+    def _outputs(self) -> list[RequestOutput]:
+        """What a step brings of the lines in the engine, which is told how many are still to come."""
+        if self._engine is None or not self._running:
+            return []
+        self._engine.expect(self._progress.left - len(self._running))
+        return self._engine.step()
 
     def _take(self, line: RawLine) -> None:
         """Puts a line into the engine, or answers what is wrong with it. Lines answered before are only
@@ -286,6 +294,11 @@ class Progress:
             dynamic_ncols=True,
             file=Messages(),
         )
+
+    @property
+    def left(self) -> int:
+        """Lines without an answer."""
+        return self._total - self._done
 
     def answered(self, output: RequestOutput | None = None) -> None:
         self._done += 1

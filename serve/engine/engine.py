@@ -26,6 +26,7 @@ from ..tiers.tiering import Tiering, Untiered
 from .gathering import Gathering
 from .guessing import Speculation
 from .meter import Compilations, Meter, report_of
+from .need import Need
 from .params import exchanged, root_of
 from .plan import Limits, StepPlan, Work
 from .request import Request
@@ -83,6 +84,7 @@ class Engine:
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
+        self.need = Need(self.sizes, self.meter, classes)
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
@@ -145,7 +147,7 @@ class Engine:
         """
         self.sleeper.check()
         try:
-            with self.meter.working():
+            with self.meter.working(self.warmup is not None and self.warmup.is_compiling):
                 touched = self._advance()
         except BaseException as error:
             self._recover(error)
@@ -180,8 +182,6 @@ class Engine:
         self.weights += 1
         for _, request in self.scheduler.waiting:
             request.made_by(self.weights)
-
-    # ------------------------------------------------------------ memory given back
 
     def vacate(self) -> None:
         """Put every running request back into the queue, and forget the cache: it is computed again."""
@@ -218,21 +218,22 @@ class Engine:
         self._state = self.sleeper.end(self._state, tags, self.programs.empty)
         self.tiers.woke(self.everything)
 
-    # ------------------------------------------------------------ shapes that come later
-
     def warm(self) -> bool:
         """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
-        if self.warmup is None or self.scheduler.has_work or self.is_sleeping or not self.warmup.busy:
+        if self.warmup is None or self.scheduler.has_work or self.is_sleeping:
+            return False
+        if not self.warmup.busy:
+            self.warmup.idle = self.need.is_over
             return False
         try:
             self._settle()
         except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
             self._recover(error)
-        self._warm(self.warmup)
+        self._warm()
         return True
 
-    def _warm(self, warmup: Warmup) -> None:
-        if not warmup.busy:
+    def _warm(self) -> None:
+        if (warmup := self.warmup) is None or not warmup.busy:
             return
         if (cache := warmup.advance(self._state, self.tables, self.scheduler.growth)) is None:
             self._recover()
@@ -245,23 +246,24 @@ class Engine:
             self.warmup, self.speculation = None, warmup.speculation
 
     def _warm_later(self) -> None:
-        if self._later is not None and self.on_warmup is not None and self.warmup is None:
-            self.warmup, self._later = self._later(self.classes), None
-            self.on_warmup(self.warmup)
+        if self._later is None or self.on_warmup is None:
+            return
+        if self.warmup is not None:
+            return self.warmup.hurry()
+        self.warmup, self._later = self._later(self.classes), None
+        self.on_warmup(self.warmup)
 
     def _serve_with(self, classes: Classes) -> None:
         self.classes, age = classes, self.programs.age
+        self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
         self.scheduler.limits = self._limits._replace(decode_steps=steps)
         self.scheduler.recompute_outputs = classes.same_bits
 
-    # ------------------------------------------------------------ a step
-
     def _advance(self) -> list[Request]:
-        if self.warmup is not None:
-            self._warm(self.warmup)
+        self._warm()
         self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
@@ -291,8 +293,11 @@ class Engine:
         slots = with_masks(self.programs, self._state.slots, plan.works)
         self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
-            self._seat(request)
+            request.ticket = None
+            self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
+            self.meter.admitted(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
+        self.need.tell(self.warmup, self.classes, plan, self.scheduler)
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
@@ -304,11 +309,6 @@ class Engine:
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         return Ran(shape, works, output)
-
-    def _seat(self, request: Request) -> None:
-        request.ticket = None
-        self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
-        self.meter.admitted(request)
 
     def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
         """Take in what a dispatched step sampled, the finished requests released; gives those that got

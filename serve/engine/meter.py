@@ -70,7 +70,8 @@ class Meter:
     flight: deque[tuple[Shape, int, float]] = field(default_factory=deque)  # what is dispatched, and when
     heard: Callable[[Shape, int, float], None] | None = None  # told of each step's cached tokens and seconds
     arrived: float = 0.0  # when the last results did
-    prefill_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    beside_compiling: float = 0.0  # of `seconds`
     ttft: Sample = field(default_factory=Sample)
     tpot: Sample = field(default_factory=Sample)
     e2e: Sample = field(default_factory=Sample)
@@ -82,13 +83,15 @@ class Meter:
     distributions: Distributions = field(default_factory=Distributions)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Time spent inside counts as seconds of work."""
+    def working(self, compiling: bool = False) -> Iterator[None]:
+        """Time spent inside counts as seconds of work, beside a compilation or not."""
         begin = self.now()
         try:
             yield
         finally:
-            self.seconds += self.now() - begin
+            span = self.now() - begin
+            self.seconds += span
+            self.beside_compiling += span if compiling else 0.0
 
     def ran(self, shape: Shape, tokens: int, cached: int, shards: int = 1) -> None:
         """A step of so many shards is being dispatched, with `tokens` real tokens, whose rows have `cached`
@@ -106,7 +109,7 @@ class Meter:
         (shape, cached, begun), now = self.flight.popleft(), self.now()
         span = now - max(begun, self.arrived)
         self.spans.setdefault(str(shape), deque(maxlen=SPANS)).append(span)
-        self.prefill_seconds += span if shape.phase == "prefill" else 0.0
+        self.phase_seconds[shape.phase] += span
         self.arrived = now
         if self.heard is not None:
             self.heard(shape, cached, span)
@@ -137,7 +140,8 @@ class Meter:
 
     def token_seconds(self) -> float | None:
         """What a prompt's token has taken on average; None before any."""
-        return self.prefill_seconds / self.computed["prefill"] if self.prefill_seconds else None
+        seconds = self.phase_seconds["prefill"]
+        return seconds / self.computed["prefill"] if seconds else None
 
     def lost(self) -> None:
         """Results of the steps in flight will not arrive."""
@@ -210,6 +214,7 @@ def report_of(engine: "Engine") -> dict[str, Any]:
         **products,
         "gathering": engine.gathering.report(),
         "dtype": str(engine.params.embed.dtype),
+        "steps_beside_compiling_seconds": engine.meter.beside_compiling,
         "serving_since": {str(s): round(t, 3) for s, t in sorted(engine.since.items())},
         "compilations": engine.compilations.count,
         "preemptions": engine.scheduler.preemptions,

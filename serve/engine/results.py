@@ -12,10 +12,9 @@ from ..programs.promise import Undrawn, arrived
 from ..programs.shapes import Shape
 from .guessing import Taken
 from .meter import Meter
-from .page_scores import PageScores
 from .plan import Work
 from .request import Request
-from .scores import score_fields, take_prompt_scores
+from .scores import PageScores, score_fields, take_prompt_scores
 
 
 class Ran(NamedTuple):

@@ -15,9 +15,9 @@ from ..adapters.places import Places
 from ..options.checks import round_up
 from ..tiers.tiering import Untiered
 from .gathering import Gathering, fitting
-from .page_scores import PageScores
 from .plan import Guess, Limits, StepPlan, Work
 from .request import Request
+from .scores import PageScores
 
 
 class Scheduler:

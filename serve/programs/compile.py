@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,16 +174,6 @@ def lower_zeros(like: Any) -> jax.stages.Lowered:
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
 
 
-def load_kept(
-    pool: ThreadPoolExecutor, keys: Mapping[Shape, str | None], everywhere: Sharding
-) -> dict[Shape, Any]:
-    """The programs that are kept under keys, None where one is not."""
-    (device, *_) = everywhere.device_set
-    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
-        found = pool.map(lambda key: done(kept.load(key, device)), keys.values())
-        return dict(zip(keys, found, strict=True))
-
-
 def compiling(count: int, later: int = 0) -> str:
     """What a start says while it compiles."""
     what = "1 program" if count == 1 else f"{count} programs"
@@ -196,7 +186,8 @@ class Programs:
     grammars, and those that make the empty state that all of them start from.
 
     Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
-    any thread. `ready` has the seconds from the start on after which each was there.
+    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that
+    tracing and compiling took.
     """
 
     def __init__(
@@ -213,11 +204,12 @@ class Programs:
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
-            found = load_kept(pool, self._keys, like.everywhere)
+            found = kept.load_all(pool, self._keys, like.everywhere)
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
             self.key, self.loaded = kept.combined(self._keys.values()), not lacking
+            self.read, self.spent = len(self.steps), kept.Spent(self.key)
             now = [s for s in lacking if first is None or s in first]
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
@@ -229,6 +221,7 @@ class Programs:
                     done(job.result())
         self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
         self.seconds = self.age
+        self.spent.keep(together=self.seconds)
 
     @property
     def age(self) -> float:
@@ -240,9 +233,17 @@ class Programs:
         return len(self.steps) + SMALL
 
     def report(self) -> dict[str, Any]:
-        """How many there are, the seconds of the start, and when each was there."""
+        """How many there are, were read from disk or are missing, the seconds of the start and of compiling,
+        and when each step's was there."""
         ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
-        return {"programs": self.count, "warmup_seconds": self.seconds, "compiled_at": ready}
+        return {
+            "programs": self.count,
+            "programs_read": self.read,
+            "programs_missing": len(self._keys.keys() - self.steps.keys()),
+            "warmup_seconds": self.seconds,
+            "compile_seconds": sum(self.spent.seconds.values()),
+            "compiled_at": ready,
+        }
 
     def begin(self, state: Arguments) -> None:
         """Requests come from now on, to an engine in this state: what has run so far does not count."""
@@ -256,17 +257,19 @@ class Programs:
         if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower(shape))
+        self.spent.keep()
 
     def _key(self, shape: Shape) -> str | None:
         return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
     def _lower(self, shape: Shape) -> Lowered:
-        with self._lowering:  # one at a time: it is Python
+        with self._lowering, self.spent.on(shape):  # one at a time: it is Python
             make = lower_deferred if shape.phase == "deferred" else lower
             return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        program = kept.compile(self._keys[shape], lowered)
+        with self.spent.on(shape):
+            program = kept.compile(self._keys[shape], lowered)
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:

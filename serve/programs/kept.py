@@ -13,8 +13,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -28,7 +29,7 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from ..host import store
+from ..host import progress, store
 from ..host.devices import processor
 from .phases import Phases
 
@@ -36,6 +37,7 @@ PACKAGES = ("model", "kvcache", "sampling", "serve")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 THREAD = threading.local()
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 @runtime_checkable
@@ -54,6 +56,35 @@ class Parts:
 
     def compile(self, *, compiler_options: Any = None) -> Any:
         return self.join(*(part.compile(compiler_options=compiler_options) for part in self.parts))
+
+
+class Spent:
+    """Seconds that tracing and compiling took by program, of a table with a key. Their mean is known to later
+    starts, 0 where no start has compiled."""
+
+    def __init__(self, key: str | None):
+        self.seconds: dict[Any, float] = {}
+        self._key = combined([key], "seconds of compiling")
+        self._earlier = read(self._key, float) or 0.0
+
+    @contextmanager
+    def on(self, program: Any) -> Iterator[None]:
+        """Count the time spent inside for a program."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[program] = self.seconds.get(program, 0.0) + time.perf_counter() - begin
+
+    def keep(self, together: float | None = None) -> None:
+        """Tell later starts; `together` are the seconds of all that were compiled beside each other."""
+        if self.seconds and together is not None:
+            self.seconds = dict.fromkeys(self.seconds, together / len(self.seconds))
+        if self.seconds:
+            write(self._key, self.mean)
+
+    @property
+    def mean(self) -> float:
+        found = list(self.seconds.values())
+        return sum(found) / len(found) if found else self._earlier
 
 
 def folder() -> Path | None:
@@ -158,6 +189,16 @@ def load(key: str | None, device: Any) -> Any:
         )
     except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
         return None
+
+
+def load_all(
+    pool: ThreadPoolExecutor, keys: Mapping[K, str | None], everywhere: jax.sharding.Sharding
+) -> dict[K, Any]:
+    """The programs that are kept under keys, None where one is not."""
+    (device, *_) = everywhere.device_set
+    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
+        found = pool.map(lambda key: done(load(key, device)), keys.values())
+        return dict(zip(keys, found, strict=True))
 
 
 def compile(key: str | None, lowered: Lowered) -> Any:

@@ -6,13 +6,10 @@ result. Compiling needs no engine and has threads of its own; comparing needs pa
 lent for as long as one shape takes.
 """
 
-import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -28,7 +25,7 @@ from .probe import Probe, Runs
 from .shapes import PHASES, Canonical, Shape
 
 THREADS = "duetto-warmup"  # how the names of the threads that compile begin
-NICENESS = 10  # of the threads that compile: serving goes first
+PLAIN = "prefill", "decode"  # phases without whose missing shapes an engine serves as well
 PAUSE = 0.02  # seconds between two looks at an engine
 TURN = 0.001  # seconds after a run, in which whoever waits for the engine has it
 
@@ -69,6 +66,9 @@ class Warmup:
     `advance` is called between its steps. `classes` grow; once `done`, `speculation` is what `speculate`
     makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
     in `failed`. What classes have become is kept under `record`.
+
+    While the engine serves, a shape is compiled where the engine says that it is `wanted`, and all where it
+    is `idle`; those of verification and of deferred draws at once: something waits until all are there.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Warmup:
         self.failed: dict[Shape, str] = {}
         self.done = self.stopped = False
         self._record, self._shapes = record, {*programs.steps, *shapes}
-        self._missing = deque(in_turn([s for s in shapes if s not in programs.steps]))
+        self._missing = in_turn([s for s in shapes if s not in programs.steps])
+        self._waited_for = any(s.phase not in PLAIN for s in shapes)
+        self.wanted: Shape | None = None
+        self.idle, self._prepared = False, False
         self._compiling = len(self._missing)
         self._here = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
         self._lock = threading.Lock()
@@ -104,6 +107,10 @@ class Warmup:
         for number, target in enumerate(targets):
             threading.Thread(target=target, name=f"{THREADS}-{number}").start()
 
+    def hurry(self) -> None:
+        """Compile all, beside serving too: something waits for the end."""
+        self._waited_for = True
+
     def stop(self) -> None:
         """Compile nothing more than what is begun, and hold nothing on the device."""
         self.stopped = True
@@ -111,24 +118,38 @@ class Warmup:
             self._probe.rest()
 
     @property
-    def _wanted(self) -> bool:
+    def _goes_on(self) -> bool:
         return not (self.stopped or self.done) and threading.main_thread().is_alive()
 
     def _attend(self, idle: Callable[[], bool]) -> None:
-        lower_priority()
-        self._prepare()
-        while self._wanted:
+        while self._goes_on:
             if idle():
                 time.sleep(TURN)
-            elif not self._add_next():
-                time.sleep(PAUSE)
+                continue
+            shape = self._take()
+            if not self._prepared and (shape or self._here or not self._compiling):
+                self._prepared = True
+                self._prepare()
+            self._add(shape) if shape else time.sleep(PAUSE)
         if self.done:
             idle()  # an engine without requests hears of it
 
     def _compile(self) -> None:
-        lower_priority()
-        while self._wanted and self._add_next():
-            pass
+        while self._goes_on and self._missing:
+            shape = self._take()
+            self._add(shape) if shape else time.sleep(PAUSE)
+
+    def _take(self) -> Shape | None:
+        """The shape to compile now: the one that is wanted, or any where nothing serves, and where the engine
+        waits for all."""
+        with self._lock:
+            shape, self.wanted = self.wanted, None
+            if self.idle or self._waited_for:
+                shape = next(iter(self._missing), None)
+            if shape is None or shape not in self._missing:  # another thread was faster
+                return None
+            self._missing.remove(shape)
+            return shape
 
     def _prepare(self) -> None:
         if not (self.aim.reproducible or self.aim.depths):
@@ -138,15 +159,6 @@ class Warmup:
         except Exception as error:  # noqa: BLE001 - the engine serves with what it has
             self.done = True
             warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")
-
-    def _add_next(self) -> bool:
-        """Compile a shape; says whether there was one."""
-        try:
-            shape = self._missing.popleft()
-        except IndexError:
-            return False
-        self._add(shape)
-        return True
 
     def _add(self, shape: Shape) -> None:
         try:
@@ -162,6 +174,20 @@ class Warmup:
     def _fail(self, shape: Shape, error: Exception) -> None:
         self.failed[shape] = str(error)
         warn(f"{shape} does not serve: {first_line(error)}")
+
+    @property
+    def missing(self) -> Sequence[Shape]:
+        """Shapes that are to be compiled where the steps want them."""
+        return () if self._waited_for else tuple(self._missing)
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._compiling > len(self._missing)
+
+    @property
+    def has_in_hand(self) -> bool:
+        """Whether a shape is on its way to the classes."""
+        return self.is_compiling or bool(self._here) or self._runs is not None
 
     # ------------------------------------------------------------ comparing, between steps
 
@@ -254,13 +280,6 @@ class Warmup:
 
     def _conclude(self, seconds: dict[tuple[int, int], float] | None) -> None:
         self.speculation, self.done = self.speculate(self.classes, seconds), True
-
-
-def lower_priority() -> None:
-    """Let the threads that serve go before this one, and before those that XLA starts from it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def first_line(error: Exception) -> str:

@@ -102,6 +102,9 @@ class Remote:
     def _deal(self, asked: Asked) -> None:
         min(self._hands, key=lambda hand: hand.load).new.append(asked)
 
+    def expect(self, requests: int) -> None:
+        """Nothing: how many of them a worker will have is not known."""
+
     def step(self) -> list[RequestOutput]:
         """What has ended since the last time; nothing where a worker was lost, or needs longer."""
         for hand in self._hands:

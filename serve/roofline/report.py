@@ -23,14 +23,18 @@ def latencies(report: Mapping[str, Any]) -> list[str]:
 
 
 def compiled(report: Mapping[str, Any]) -> str:
-    """What was compiled before the engine served, and what beside it."""
-    first, late = (
-        report["warmup_seconds"],
-        [t for t in report["compiled_at"].values() if t > report["warmup_seconds"]],
-    )
-    more = f", {len(late)} more beside serving until {max(late):.1f} s" if late else ""
-    found = f"{report['programs'] - len(late)} compiled in {first:.1f} s{more}"
-    return f"{found}, {report['compilations']} while requests waited"
+    """What was read and compiled before the engine served, what beside it, and what that cost."""
+    first, read, missing = report["warmup_seconds"], report["programs_read"], report["programs_missing"]
+    late = [t for t in report["compiled_at"].values() if t > first]
+    beside = f"{report['steps_beside_compiling_seconds']:.1f} s of steps"
+    at_start = f"{report['programs'] - len(late) - read} compiled" + (f" and {read} read" if read else "")
+    found = [
+        f"{at_start} in {first:.1f} s",
+        *([f"{len(late)} more beside {beside} until {max(late):.1f} s"] if late else []),
+        *([f"{missing} not needed so far"] if missing else []),
+        f"{report['compilations']} while requests waited",
+    ]
+    return ", ".join(found)
 
 
 def tiers(found: Mapping[str, Any]) -> list[str]:

@@ -45,6 +45,7 @@ class FakeEngine:
     ran: list[str] = field(default_factory=list)
     queue: list = field(default_factory=list)
     adapters: list = field(default_factory=list)  # that requests came with
+    to_come: list = field(default_factory=list)  # as it was told before each step
 
     @property
     def longest_prompt(self) -> int:
@@ -83,6 +84,9 @@ class FakeEngine:
     def scores(self, token, top):
         found = {token: Logprob(float("-inf"), 3, self.tokenizer.decode_token(token))}
         return found | {i: Logprob(-float(i), i, self.tokenizer.decode_token(i)) for i in range(1, top + 1)}
+
+    def expect(self, requests):
+        self.to_come.append(requests)
 
     def report(self, explained=False):
         return {"steps": self.steps} | ({} if self.products is None else {"products": self.products})

@@ -9,8 +9,8 @@ from fakes.device import Params, fake_score
 from fakes.engine import ask, prompt_of, run, start
 
 from duetto.serve.engine.engine import Engine
-from duetto.serve.engine.page_scores import PageScores
 from duetto.serve.engine.request import Request
+from duetto.serve.engine.scores import PageScores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 

@@ -39,7 +39,7 @@ def fails(*args, **kwargs):
 def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
     first = tokens(tiny, folder)
     kept_files = list((folder / "duetto").iterdir())
-    assert len(kept_files) == 5  # prefill[1,64] and [2,32], decode[8,1], their classes, jax's checksums
+    assert len(kept_files) == 6  # prefill[1,64], [2,32], decode[8,1], their classes and cost, jax's checksums
     monkeypatch.setattr(programs, "lower", fails)
     monkeypatch.setattr(classes, "find_classes", fails)
     assert tokens(tiny, folder) == first
