@@ -19,11 +19,11 @@ from duetto.model.tree import init
 from duetto.model.weights.adapted import NO_ADAPTER, AdapterSizes
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.transposed import transposed
-from duetto.serve.adapters.writer import with_room
-from duetto.serve.commands.bench import Bench, Model, group_seconds
+from duetto.serve.cli.bench import Bench, Model, group_seconds
+from duetto.serve.engine.lora.writer import with_room
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.runtime.compiled.shapes import Shape
 
 ROWS, CONTEXT, STEPS = 8, 128, 4
 # adapters that there is room for, and that the rows have

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from duetto.model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig
 from duetto.model.rope import Rope
-from duetto.serve.roofline.halves import Cluster, Sides
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import GPUS
+from duetto.serve.planner.roofline.halves import Cluster, Sides
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import GPUS
 
 from .tuning import filled, table
 

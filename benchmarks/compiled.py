@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from duetto.model.config import Dense, Experts, Latent, LayerKind, ModelConfig
 from duetto.model.pair import target_of
-from duetto.serve.commands.planning import EnginePlan, abstract_arguments, make_row
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape, Sizes
-from duetto.serve.roofline.floor import demand
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import Target, find_target
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
+from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import Target, find_target
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 LITE = Latent(16, 512, 128, 64, 128)
 MODELS = {

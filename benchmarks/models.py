@@ -47,7 +47,7 @@ def write(shape: str, folder: Path) -> None:
     from duetto.checkpoints.huggingface import save
     from duetto.model.transformer import decoder_spec
     from duetto.model.tree import init
-    from duetto.serve.roofline.presets import PRESETS
+    from duetto.serve.planner.roofline.presets import PRESETS
 
     config = PRESETS[shape]
     save(folder, config, init(jax.random.key(0), decoder_spec(config), jnp.dtype("bfloat16")))

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.serve.speculation.drafter import host_drafter
+from duetto.serve.engine.speculation.drafter import host_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS: dict[str, dict[str, Any]] = {

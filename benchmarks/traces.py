@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from duetto.serve.simulation import traces
-from duetto.serve.simulation.traces import BLOCK, Entry
+from duetto.serve.planner.workloads import traces
+from duetto.serve.planner.workloads.traces import BLOCK, Entry
 
 FOLDER = Path(__file__).parent / "traces"
 AZURE, MOONCAKE = FOLDER / "azure-conv.csv", FOLDER / "mooncake-conversation.csv"

@@ -10,18 +10,19 @@ from pathlib import Path
 
 from duetto.model.sharding import Layout
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.pipeline.bubbles import drained, endless
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import known_target
-from duetto.serve.simulation import candidates, estimate, fleet, handed, run, search, tally, times, together
-from duetto.serve.simulation.candidates import Candidate, Space
-from duetto.serve.simulation.fitting import Job
-from duetto.serve.simulation.search import Aim, Answer, bear, improved, per_device, ranked
-from duetto.serve.simulation.tally import Within
-from duetto.serve.simulation.times import STATED, Call, Roofline
-from duetto.serve.simulation.traces import drawn
-from duetto.serve.simulation.workload import Workload
+from duetto.serve.planner.roofline.bubbles import drained, endless
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import known_target
+from duetto.serve.planner.simulation import candidates, estimate, fleet, handed, run, search, times, together
+from duetto.serve.planner.simulation.candidates import Candidate, Space
+from duetto.serve.planner.simulation.fitting import Job
+from duetto.serve.planner.simulation.search import Aim, Answer, bear, improved, per_device, ranked
+from duetto.serve.planner.simulation.times import STATED, Call, Roofline
+from duetto.serve.planner.workloads import tally
+from duetto.serve.planner.workloads.tally import Within
+from duetto.serve.planner.workloads.traces import drawn
+from duetto.serve.planner.workloads.workload import Workload
+from duetto.serve.runtime.compiled.shapes import Shape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "tuning.md"
 MODELS = "0.6b", "8b", "30b-a3b"

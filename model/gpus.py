@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
-DESCRIBED = "NVIDIA H200"  # a GPU that is described has no name, and is a Hopper (serve/roofline/targets.py)
+# A GPU that is described has no name, and is a Hopper (serve/planner/roofline/targets.py).
+DESCRIBED = "NVIDIA H200"
 HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
 
 

@@ -21,16 +21,25 @@ from duetto.checkpoints.huggingface import load
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
-from duetto.serve.loading import dtype, start
-from duetto.serve.programs import kept
-from duetto.serve.programs.compile import Programs
-from duetto.serve.speculation.controller import Controller, Times
+from duetto.serve.engine.speculation.controller import Controller, Times
+from duetto.serve.engine.startup import dtype, start
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled.compile import Programs
 
 pytest_plugins = ["suite.costs", "suite.groups"]
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = quick.CHECKED
 # Rooms in which arrays flow: their tests check the shapes of every call.
-TYPED = ("model", "kvcache", "sampling", "serve/programs", "serve/speculation", "test_invariance_adapters.py")
+TYPED = (
+    "model",
+    "kvcache",
+    "sampling",
+    "serve/runtime/steps",
+    "serve/runtime/compiled",
+    "serve/runtime/equal_bits",
+    "serve/engine/speculation",
+    "test_invariance_adapters.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

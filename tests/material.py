@@ -29,16 +29,16 @@ from duetto.model.config import ModelConfig
 from duetto.model.inputs.layer import inputs_of
 from duetto.model.layers import normalise
 from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
-from duetto.serve.commands.convert import convert
-from duetto.serve.grammar.grammars import Grammars
-from duetto.serve.loading.folder import DEMO
-from duetto.serve.openai.dialect import Dialect
-from duetto.serve.text.chat import ChatTemplateError, render_chat
-from duetto.serve.text.stops import Detokenizer
-from duetto.serve.text.tokenizer import Tokenizer
-from duetto.serve.tools.incoming import Arguments, Begun
-from duetto.serve.tools.reader import CallReader
-from duetto.serve.tools.toolbox import Toolbox
+from duetto.serve.cli.convert import convert
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.text.openai.dialect import Dialect
+from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
+from duetto.serve.text.tokenizer.stops import Detokenizer
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.incoming import Arguments, Begun
+from duetto.serve.text.tools.reader import CallReader
+from duetto.serve.text.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.extras
 

@@ -17,7 +17,7 @@ from benchmarks.table import block, fill
 from benchmarks.traces import Scale
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.huggingface import save as save_model
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.presets import PRESETS
 
 DEMO = ROOT / "checkpoints" / "demo"
 

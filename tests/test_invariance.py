@@ -15,10 +15,10 @@ from conftest import Model
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.weights.fixed import is_fixed
-from duetto.serve.engine.request import Request
-from duetto.serve.programs.shapes import Canonical
-from duetto.serve.speculation.ngram import NgramDrafter
-from duetto.serve.speculation.suffix import SuffixDrafter
+from duetto.serve.engine.core.request import Request
+from duetto.serve.engine.speculation.ngram import NgramDrafter
+from duetto.serve.engine.speculation.suffix import SuffixDrafter
+from duetto.serve.runtime.compiled.shapes import Canonical
 
 CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of

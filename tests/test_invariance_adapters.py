@@ -21,10 +21,10 @@ from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.transformer import forward, unembed
 from duetto.model.weights.adapted import AdapterSizes, adapted, stacks_of, with_owners
-from duetto.serve.adapters.writer import Writer, with_room
+from duetto.serve.engine.lora.writer import Writer, with_room
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.app import app
-from duetto.serve.service.service import Service
+from duetto.serve.server.http.app import app
+from duetto.serve.server.service.service import Service
 
 pytestmark = [
     pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session"),

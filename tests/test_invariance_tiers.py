@@ -19,9 +19,9 @@ from duetto.model.heads import head_spec
 from duetto.model.pair import Pair
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve.api.handing import Prefills
-from duetto.serve.loading import start
-from duetto.serve.speculation.beside import Beside
+from duetto.serve.engine.speculation.beside import Beside
+from duetto.serve.engine.startup import start
+from duetto.serve.llm.disaggregated import Prefills
 
 SMALL = {
     "max_model_len": 230, "max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 4,

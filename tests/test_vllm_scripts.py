@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve.api import llm as api
+from duetto.serve.llm import llm as api
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}

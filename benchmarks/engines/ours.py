@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.engines import Answer, Served, Setting
 from benchmarks.traces import RESERVED, Request
 from duetto import LLM, SamplingParams
-from duetto.serve.commands.bench import prefills
+from duetto.serve.cli.bench import prefills
 from duetto.serve.host.devices import default_device
-from duetto.serve.outputs import RequestOutput
+from duetto.serve.text.outputs import RequestOutput
 
 COUNTED = ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "compilations")
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto.kvcache.kernels.attention import Pages, attend_pages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.model.attention import Reading
-from duetto.serve.commands.bench import median_seconds
+from duetto.serve.cli.bench import median_seconds
 
 READING = Reading(0.125)
 Attention = Callable[[jax.Array, Pages], jax.Array]

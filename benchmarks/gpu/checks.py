@@ -13,7 +13,7 @@ from benchmarks.gpu.attention import attention_inputs, by_blocks, by_kernels
 from benchmarks.gpu.run import Row, Run
 from duetto import LLM, SamplingParams
 from duetto.kvcache.kernels import attention as kernels
-from duetto.serve.programs import kept
+from duetto.serve.runtime.compiled import kept
 
 
 def bench_checks(run: Run) -> Iterator[Row]:

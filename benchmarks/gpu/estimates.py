@@ -13,12 +13,12 @@ from duetto import LLM
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.fixed import fixed
-from duetto.serve.commands.bench import Bench, Model, median_seconds
+from duetto.serve.cli.bench import Bench, Model, median_seconds
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.facts import facts
-from duetto.serve.roofline.floor import pools
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.facts import facts
+from duetto.serve.planner.roofline.floor import pools
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.runtime.compiled.shapes import Shape
 
 LAYERS = 4
 # presets, and the forms of weights that each is measured in; "fixed" are products of one configuration

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from benchmarks.gpu.run import Row, Run, guarded
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.floor import demand
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.runtime.compiled.shapes import Shape
 
 
 def bench_peers(run: Run) -> Iterator[Row]:

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 from benchmarks.gpu.checks import reference_only
 from benchmarks.gpu.run import Row, Run
-from duetto.serve.commands.bench import measure
-from duetto.serve.programs.shapes import ROW_TOKENS, Shape
+from duetto.serve.cli.bench import measure
+from duetto.serve.runtime.compiled.shapes import ROW_TOKENS, Shape
 
 
 def program(run: Run, shape: Shape, context: int, kernels: bool = True, each: int = 1) -> Row:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve.commands.bench import Model, median_seconds
+from duetto.serve.cli.bench import Model, median_seconds
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import Peaks
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import Peaks
 
 PAGE = 64
 

@@ -39,7 +39,7 @@ def duetto_bench(bench: Bench, parts: list[str], flags: list[str]) -> list[dict]
         command = [
             sys.executable,
             "-m",
-            "duetto.serve.cli",
+            "duetto.serve.cli.main",
             "bench",
             "--model",
             str(bench.folder),
@@ -126,10 +126,10 @@ def padding(bench: Bench) -> Iterator[Row]:
 
     The contract lets bfloat16 have smaller edges than float32 on CPUs.
     """
-    from duetto.serve.commands.buckets import CONTRACT_EDGE, alone, best_edges, rehearse
-    from duetto.serve.commands.buckets import padding as share
+    from duetto.serve.cli.buckets import CONTRACT_EDGE, alone, best_edges, rehearse
+    from duetto.serve.cli.buckets import padding as share
     from duetto.serve.options.engine import EngineOptions
-    from duetto.serve.programs.shapes import doublings
+    from duetto.serve.runtime.compiled.shapes import doublings
 
     plain = doublings(64, LAST_EDGE)
     options = EngineOptions(max_num_seqs=bench.seats, max_prefill_tokens=LAST_EDGE)
@@ -209,7 +209,7 @@ def growth(bench: Bench) -> Iterator[Row]:
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
     """Median host seconds of planning a step and taking it in, while all seats decode and `waiting` requests
     wait."""
-    from duetto.serve.commands.buckets import rehearse
+    from duetto.serve.cli.buckets import rehearse
     from duetto.serve.options.engine import EngineOptions
 
     prompt, before = 64, 2 * bench.seats  # steps before: in them all seats are taken and prompts read

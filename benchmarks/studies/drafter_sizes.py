@@ -24,7 +24,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.heads import advance, head_spec
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.presets import PRESETS
 
 MODELS: dict[str, ModelConfig] = {
     "demo": ModelConfig.uniform(2048, 192, 512, 5, 6, 2, 32, 512, tied_embeddings=True),

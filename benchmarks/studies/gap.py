@@ -24,13 +24,13 @@ from server import port_of, read_stream  # beside this file
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.sampling.sample import Sampled
-from duetto.serve.api import handing
-from duetto.serve.commands import hostwork
-from duetto.serve.loading.folder import DEMO
+from duetto.serve.cli import hostwork
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.llm import disaggregated
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.programs.step import Output
-from duetto.serve.server.running import front, served
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.runtime.steps.step import Output
+from duetto.serve.server.http.main import front, served
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 WAVES = 8  # requests for each seat
 AHEAD = 2  # clients for each seat: somebody always waits
@@ -65,7 +65,7 @@ def simulated(seats: int, seconds: float) -> LLM:
     Busy.seconds_each, hostwork.Idle = seconds, Busy
     nothing: Any = {}
     config = ModelConfig.uniform(len(tokenizer), 64, 64, 1, 2, 2, 32, 256)
-    handing.start_engine = lambda config, params, options, **_: hostwork.idle_engine(
+    disaggregated.start_engine = lambda config, params, options, **_: hostwork.idle_engine(
         config, params, options, seats
     )
     return LLM.from_params(config, nothing, tokenizer, compilation_cache=None)

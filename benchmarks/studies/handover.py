@@ -26,7 +26,7 @@ import httpx
 from server import started  # beside this file
 
 from benchmarks.traces import AZURE, Request, Scale, read, replayed
-from duetto.serve.processes.supervisor import free_port
+from duetto.serve.runtime.multihost.supervisor import free_port
 
 SCALE = Scale(divisor=4, prompt=384, output=64)
 VOCABULARY = 250  # tokens that are no marks of the shipped model

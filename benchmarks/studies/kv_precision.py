@@ -27,10 +27,10 @@ from duetto.model.attention import Attend, Reading, attention, causal
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.transposed import transposed
-from duetto.serve.commands.bench import Bench, Model, group_seconds
+from duetto.serve.cli.bench import Bench, Model, group_seconds
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.runtime.compiled.shapes import Shape
 
 KEPT = ("auto", "int8", "fp8_e4m3", "fp8_e5m2")
 TOLD = 120  # tokens of a text that is told twice

@@ -25,7 +25,7 @@ DTYPES = ("bfloat16", "float32")
 def config_of(name: str):
     """A preset, or "1b": the sizes of Llama 3.2 1B."""
     from duetto.model.config import ModelConfig
-    from duetto.serve.roofline.presets import PRESETS
+    from duetto.serve.planner.roofline.presets import PRESETS
 
     if name == "1b":
         return ModelConfig.uniform(128256, 2048, 8192, 16, 32, 8, 64, 8192, tied_embeddings=True)
@@ -41,7 +41,7 @@ def make(name: str, folder: str) -> None:
     from duetto.checkpoints.huggingface import save
     from duetto.model.transformer import decoder_spec
     from duetto.model.tree import is_spec
-    from duetto.serve.commands.convert import convert
+    from duetto.serve.cli.convert import convert
 
     block = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(ml_dtypes.bfloat16)
     params = jax.tree.map(
@@ -59,7 +59,7 @@ def load(folder: str, dtype: str) -> dict[str, float]:
     import jax.numpy as jnp
 
     from duetto.model.tree import nbytes
-    from duetto.serve.loading.folder import read_folder
+    from duetto.serve.engine.startup.folder import read_folder
 
     if Path(folder).name == "orbax":
         from orbax.checkpoint import v1  # noqa: F401  its import is not loading

@@ -21,7 +21,7 @@ from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve.pipeline.bubbles import drained, endless
+from duetto.serve.planner.roofline.bubbles import drained, endless
 
 ROWS, TOKENS, ROUNDS = 32, 128, 3
 CONFIG = ModelConfig.uniform(2048, 512, 2048, 8, 8, 4, 64, 1024)

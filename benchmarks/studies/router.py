@@ -37,20 +37,20 @@ from benchmarks.studies.server import started
 from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, with_prefixes
 from duetto.kvcache.names import extend, root
 from duetto.kvcache.tables import PageTables
+from duetto.serve.kv.events import Events, Translator
+from duetto.serve.kv.routing.memory import Sent, Told
+from duetto.serve.kv.routing.replicas import ROW, Job, Replica, best, in_turn
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.router.app import app
-from duetto.serve.router.events import Pages
-from duetto.serve.router.health import Health
-from duetto.serve.router.http import Target
-from duetto.serve.router.line import Line
-from duetto.serve.router.memory import Sent, Told
-from duetto.serve.router.prefills import Prefills
-from duetto.serve.router.prompts import TOKENS, Prompt, Texts, Tokens, named
-from duetto.serve.router.proxy import Proxy
-from duetto.serve.router.replicas import ROW, Job, Replica, best, in_turn
-from duetto.serve.router.running import replicas_of
-from duetto.serve.service.page_events import Events, Translator
+from duetto.serve.server.router.app import app
+from duetto.serve.server.router.events import Pages
+from duetto.serve.server.router.health import Health
+from duetto.serve.server.router.http import Target
+from duetto.serve.server.router.main import replicas_of
+from duetto.serve.server.router.prefills import Prefills
+from duetto.serve.server.router.prompts import TOKENS, Prompt, Texts, Tokens, named
+from duetto.serve.server.router.proxy import Proxy
+from duetto.serve.server.router.queue import Line
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
 ROOT = root("simulated")
@@ -198,7 +198,7 @@ def engine_names(prompt: list[int]) -> list[bytes]:
 
 def naming(folder: str) -> dict[str, Any]:
     """Milliseconds for a prompt of some 8,000 tokens of Python."""
-    from duetto.serve.text.tokenizer import Tokenizer
+    from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None

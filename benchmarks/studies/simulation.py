@@ -33,15 +33,15 @@ import numpy as np
 from benchmarks.traces import AZURE, Entry, Scale, read
 from duetto import LLM
 from duetto.model.pair import target_of
-from duetto.serve.engine.engine import Engine
-from duetto.serve.engine.plan import Work
-from duetto.serve.engine.request import Clock, Request
-from duetto.serve.engine.rows import batch_of
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.simulation.fleet import Fleet
-from duetto.serve.simulation.run import GREEDY, Simulation
-from duetto.serve.simulation.times import Call, Host, Measured
-from duetto.serve.simulation.traces import faster
+from duetto.serve.engine.core.engine import Engine
+from duetto.serve.engine.core.plan import Work
+from duetto.serve.engine.core.request import Clock, Request
+from duetto.serve.engine.core.rows import batch_of
+from duetto.serve.planner.simulation.fleet import Fleet
+from duetto.serve.planner.simulation.run import GREEDY, Simulation
+from duetto.serve.planner.simulation.times import Call, Host, Measured
+from duetto.serve.planner.workloads.traces import faster
+from duetto.serve.runtime.compiled.shapes import Shape
 
 SEATS, LONGEST = 8, 512
 SCALE = Scale(8, 256, 64)

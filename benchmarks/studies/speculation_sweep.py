@@ -30,7 +30,7 @@ from typing import Any, cast
 import jax
 
 from duetto import LLM, SamplingParams
-from duetto.serve.speculation.acceptance import Offer
+from duetto.serve.engine.speculation.acceptance import Offer
 
 ROOT = Path(__file__).resolve().parents[2]
 K, PROMPTS, TOKENS = 7, 96, 64

@@ -21,7 +21,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.sampling_params import StructuredOutputsParams
-from duetto.serve.engine.results import Flights
+from duetto.serve.engine.core.results import Flights
 
 ROWS, TOKENS, ROUNDS = 8, 192, 7
 CONFIG = ModelConfig.uniform(2048, 640, 2560, 8, 10, 5, 64, 1024)

@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from duetto.serve.handover.door import Door
-from duetto.serve.handover.far import Far
-from duetto.serve.handover.registered import Agent, Reached
-from duetto.serve.handover.source import Source
-from duetto.serve.tiers.tier import Content, Key, key_of, window_of
+from duetto.serve.kv.disagg.door import Door
+from duetto.serve.kv.disagg.far import Far
+from duetto.serve.kv.disagg.registered import Agent, Reached
+from duetto.serve.kv.disagg.source import Source
+from duetto.serve.kv.offload.tier import Content, Key, key_of, window_of
 
 SIZES = [1 << 16, 1 << 20, 1 << 23]  # bytes of a page of each window
 NIXL = {"nixl": {}, "nixl_tcp": {"UCX_TLS": "tcp"}}  # and what UCX is told

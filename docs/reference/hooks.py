@@ -49,7 +49,7 @@ def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:
 
 def help_of(command: str) -> str:
     """What `duetto COMMAND --help` prints; `duetto` is the command itself."""
-    from duetto.serve.cli import parse
+    from duetto.serve.cli.main import parse
 
     os.environ["COLUMNS"] = "110"
     text = io.StringIO()

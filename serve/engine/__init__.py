@@ -1,1 +1,1 @@
-"""Requests become steps: scheduler, steps in flight, and what came of them."""
+"""The engine: scheduling, speculative decoding, LoRA, and its start."""

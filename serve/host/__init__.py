@@ -1,1 +1,1 @@
-"""The machine under the engine: devices, memory, files, streams and signals."""
+"""The machine under the engine: devices, memory, files, sockets, signals."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...fields import knob
 from ...refusals import shown
-from ..tools.notations import named
+from ..text.tools.notations import named
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
 HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")

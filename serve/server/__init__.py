@@ -1,1 +1,1 @@
-"""A server of OpenAI's API over HTTP: one engine, in a thread of its own, and one event loop."""
+"""Serving over HTTP: routes of OpenAI's API, streams, and a router in front of several servers."""

@@ -1,1 +1,1 @@
-"""Tokens and text; nothing here imports jax."""
+"""Tokens and text, tools, grammars, OpenAI's bodies. No engine, no device, no HTTP."""

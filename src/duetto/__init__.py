@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from .inputs import PromptType, TextPrompt, TokensPrompt
     from .model.pooling import PoolingParams
     from .sampling.params import BeamSearchParams, SamplingParams
-    from .serve.api.likelihood import LogLikelihood
-    from .serve.api.llm import LLM
-    from .serve.outputs import CompletionOutput, Delta, EmbeddingRequestOutput, Logprob, RequestOutput
+    from .serve.llm.llm import LLM
+    from .serve.llm.tasks.likelihood import LogLikelihood
+    from .serve.text.outputs import CompletionOutput, Delta, EmbeddingRequestOutput, Logprob, RequestOutput
 
     __version__: str
 
@@ -24,11 +24,12 @@ __all__ = [
 
 HOMES = {
     **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
-    "LLM": ".serve.api.llm",
+    "LLM": ".serve.llm.llm",
     "PoolingParams": ".model.pooling",
-    "LogLikelihood": ".serve.api.likelihood",
+    "LogLikelihood": ".serve.llm.tasks.likelihood",
     **dict.fromkeys(
-        ("CompletionOutput", "Delta", "EmbeddingRequestOutput", "Logprob", "RequestOutput"), ".serve.outputs"
+        ("CompletionOutput", "Delta", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
+        ".serve.text.outputs",
     ),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".engine.arg_utils"),
     "LLMEngine": ".engine.llm_engine",

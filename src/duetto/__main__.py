@@ -8,10 +8,10 @@ from .serve.host.streams import keep_numbers
 
 
 def main() -> int:
-    """Run this process's command line and return its exit code (see `serve.cli.main`)."""
+    """Run this process's command line and return its exit code (see `serve.cli.main.main`)."""
     keep_numbers()
     leave_on_interrupt()
-    from .serve.cli import main
+    from .serve.cli.main import main
 
     try:
         return main()

@@ -1,5 +1,5 @@
 """The names of `vllm.beam_search`."""
 
-from .serve.api.beam import BeamSearchOutput, BeamSearchSequence
+from .serve.llm.tasks.beam import BeamSearchOutput, BeamSearchSequence
 
 __all__ = ["BeamSearchOutput", "BeamSearchSequence"]

@@ -1,5 +1,5 @@
 """The names of `vllm.logprobs`."""
 
-from .serve.outputs import Logprob
+from .serve.text.outputs import Logprob
 
 __all__ = ["Logprob"]

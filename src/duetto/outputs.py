@@ -1,5 +1,5 @@
 """The names of `vllm.outputs`."""
 
-from .serve.outputs import CompletionOutput, RequestOutput
+from .serve.text.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["CompletionOutput", "RequestOutput"]

@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import Any
 
 from .sampling.params import SamplingParams
-from .serve.api.llm import LLM
-from .serve.outputs import RequestOutput
-from .serve.remote.worker import Asked, Facts, Gone, Worker
+from .serve.jobs.workers.worker import Asked, Facts, Gone, Worker
+from .serve.llm.llm import LLM
+from .serve.text.outputs import RequestOutput
 
 ERROR = "__inference_error__"
 Row = dict[str, Any]
@@ -162,7 +162,7 @@ def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
 
 
 class RayCrew:
-    """Workers as Ray's actors, for `serve/remote/remote.py`. Raises ValueError, saying what to install,
+    """Workers as Ray's actors, for `serve/jobs/workers/remote.py`. Raises ValueError, saying what to install,
     without Ray."""
 
     def __init__(self, arguments: Mapping[str, Any], options: Mapping[str, Any]):

@@ -19,7 +19,7 @@ from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
 from duetto.serve.host import store
-from duetto.serve.programs import kept
+from duetto.serve.runtime.compiled import kept
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(jax.config.values["jax_compilation_cache_dir"]) / "oracle"

@@ -6,9 +6,9 @@ from cases.models import TINY
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape, Sizes
-from duetto.serve.simulation.run import Simulation
-from duetto.serve.simulation.times import Call, Host, Measured
+from duetto.serve.planner.simulation.run import Simulation
+from duetto.serve.planner.simulation.times import Call, Host, Measured
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 
 class Even:

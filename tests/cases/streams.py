@@ -10,8 +10,8 @@ import numpy as np
 
 from duetto import LLM, SamplingParams
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.app import app
-from duetto.serve.service.service import Service
+from duetto.serve.server.http.app import app
+from duetto.serve.server.service.service import Service
 
 FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "logprobs", "logit_bias",

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from duetto.serve.commands.planning import EnginePlan
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Sizes
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import MissingCompiler, Target, find_target, here
+from duetto.serve.planner.planning import EnginePlan
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, here
+from duetto.serve.runtime.compiled.shapes import Sizes
 
 # Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
 # few words.

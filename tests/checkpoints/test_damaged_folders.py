@@ -9,8 +9,8 @@ import pytest
 
 from duetto.checkpoints import tensors
 from duetto.checkpoints.tensors import CheckpointError, contents
-from duetto.serve.loading.folder import DEMO, checked_defaults, load_folder
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.engine.startup.folder import DEMO, checked_defaults, load_folder
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 DEPTH = 100_000
 NESTED = {"array": "[" * DEPTH + "]" * DEPTH, "object": '{"content":' * DEPTH + "1" + "}" * DEPTH}

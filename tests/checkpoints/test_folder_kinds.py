@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.huggingface import load, read_config, save
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.loading.folder import load_folder
-from duetto.serve.loading.origin import NONE, Origin
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.engine.startup.folder import load_folder
+from duetto.serve.engine.startup.origin import NONE, Origin
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 Tensors = dict[str, np.ndarray]
 

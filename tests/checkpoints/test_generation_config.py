@@ -8,7 +8,7 @@ from cases.folders import change_config
 
 from duetto.checkpoints.generation import GenerationDefaults, generation_defaults
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.loading.folder import load_folder
+from duetto.serve.engine.startup.folder import load_folder
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from tokenizers import models
 from duetto import SamplingParams
 from duetto.checkpoints.generation import GenerationDefaults
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.loading.dtype import dtype_name
-from duetto.serve.loading.folder import checked_defaults
-from duetto.serve.loading.origin import Origin, ending, stored_form
+from duetto.serve.engine.startup.dtype import dtype_name
+from duetto.serve.engine.startup.folder import checked_defaults
+from duetto.serve.engine.startup.origin import Origin, ending, stored_form
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 
 def folder(at: Path, generation: dict | None = None, **config) -> Path:

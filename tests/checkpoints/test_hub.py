@@ -19,8 +19,8 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.hub import resolve
 from duetto.checkpoints.huggingface import save
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.commands.buckets import lengths_of
-from duetto.serve.loading.origin import Origin
+from duetto.serve.cli.buckets import lengths_of
+from duetto.serve.engine.startup.origin import Origin
 from duetto.serve.options.engine import EngineOptions
 
 WORDS = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
@@ -184,7 +184,7 @@ def test_a_command_takes_an_id_and_the_next_one_needs_no_network(hub: Hub, tmp_p
     command = [
         sys.executable,
         "-m",
-        "duetto.serve.cli",
+        "duetto.serve.cli.main",
         "plan",
         "--model",
         "org/tiny",

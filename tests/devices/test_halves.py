@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import attending, devices, feeding
-from duetto.serve.loading.folder import DEMO, load_folder
+from duetto.serve.engine.startup.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.pipeline.ring import ATTENTION, FFN, Ring
-from duetto.serve.programs.promise import arrived
+from duetto.serve.runtime.compiled.promise import arrived
+from duetto.serve.runtime.pipeline.ring import ATTENTION, FFN, Ring
 
 APART = {"experimental_ffn_devices": 1, "max_prefill_tokens": 64, "page_size": 16}
 SMALL = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}  # requests give way

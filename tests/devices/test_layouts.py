@@ -27,8 +27,8 @@ from duetto.sampling.params import knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.search import argmax
 from duetto.sampling.state import admit, empty_state
-from duetto.serve.loading.mesh import places, put
-from duetto.serve.tiers.realm import realm
+from duetto.serve.engine.startup.mesh import places, put
+from duetto.serve.kv.offload.realm import realm
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,

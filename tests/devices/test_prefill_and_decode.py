@@ -8,7 +8,7 @@ from conftest import random_model
 from fakes.handover import soon
 
 from duetto import LLM, SamplingParams
-from duetto.serve.processes.supervisor import free_port
+from duetto.serve.runtime.multihost.supervisor import free_port
 
 pytestmark = pytest.mark.full
 SIZES = {"max_num_seqs": 2, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}

@@ -16,7 +16,7 @@ from duetto import LLM, SamplingParams
 from duetto.model.experts import MoE
 from duetto.model.sharding import Layout, device_bytes
 from duetto.model.tree import nbytes
-from duetto.serve.loading.mesh import places, put
+from duetto.serve.engine.startup.mesh import places, put
 
 SMALL = {  # two seats a shard, and a cache of one request's length for them: they preempt each other
     "max_model_len": 160, "max_batched_token_mem": 320, "max_num_seqs": 4, "max_prefill_tokens": 64,

@@ -23,9 +23,9 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, is_spec, nbytes
 from duetto.sampling import sample as sampling
 from duetto.sampling.sample import Scores
-from duetto.serve.loading import start
-from duetto.serve.programs import scoring
-from duetto.serve.programs.shapes import Shape
+from duetto.serve.engine.startup import start
+from duetto.serve.runtime.compiled.shapes import Shape
+from duetto.serve.runtime.steps import scoring
 
 # A prompt of 23 tokens comes in two chunks; two shapes are compiled for each model and layout.
 SIZES = {

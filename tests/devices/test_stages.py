@@ -15,14 +15,14 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.kvcache.stages import stages
 from duetto.model.sharding import Layout
-from duetto.serve.commands.planned_stages import StagePlan, stage_plans
-from duetto.serve.commands.planning import abstract_arguments, main_shapes, plan_job
-from duetto.serve.loading.folder import DEMO
-from duetto.serve.loading.mesh import places, put, spread
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.pipeline.relay import Relay
-from duetto.serve.pipeline.split import split
-from duetto.serve.roofline.targets import here
+from duetto.serve.planner.planned_stages import StagePlan, stage_plans
+from duetto.serve.planner.planning import abstract_arguments, main_shapes, plan_job
+from duetto.serve.planner.roofline.targets import here
+from duetto.serve.runtime.pipeline.relay import Relay
+from duetto.serve.runtime.pipeline.split import split
 
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -316,7 +316,7 @@ def test_what_stages_cannot_do_is_refused_before_weights_are_read(monkeypatch, o
     def read(*given: Any, **others: Any) -> Any:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("duetto.serve.loading.folder.read_folder", read)
+    monkeypatch.setattr("duetto.serve.engine.startup.folder.read_folder", read)
     with pytest.raises(ValueError, match=words):
         LLM(**{"pipeline_parallel_size": 2} | options)
 

@@ -11,8 +11,8 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import stages
 from duetto.model.sharding import device_bytes
 from duetto.model.tree import nbytes
-from duetto.serve.pipeline.relay import Stages
-from duetto.serve.programs.promise import Promise, arrived
+from duetto.serve.runtime.compiled.promise import Promise, arrived
+from duetto.serve.runtime.pipeline.relay import Stages
 
 DEVICES = 4
 OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 160, "page_size": 16}

@@ -27,14 +27,14 @@ from duetto.model.weights.adapted import stacks_of
 from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
-from duetto.serve.commands.bench import Bench
-from duetto.serve.commands.bench import Model as Measured
-from duetto.serve.commands.convert import convert
+from duetto.serve.cli.bench import Bench
+from duetto.serve.cli.bench import Model as Measured
+from duetto.serve.cli.convert import convert
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.compile import arguments_like
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.programs.sizing import choose_sizes, scratch_bytes
-from duetto.serve.programs.step import empty_slots
+from duetto.serve.runtime.compiled.compile import arguments_like
+from duetto.serve.runtime.compiled.shapes import Shape
+from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
+from duetto.serve.runtime.steps.step import empty_slots
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from duetto.serve.api.intake import Intake
-from duetto.serve.batch.options import BatchOptions
-from duetto.serve.batch.run import run_batch
+from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.run import run_batch
+from duetto.serve.llm.intake import Intake
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 MODEL = {"model": "fake", "max_model_len": "64"}
 TEMPLATE = (

@@ -12,9 +12,9 @@ import numpy as np
 
 from duetto.kvcache.pages import Batch
 from duetto.sampling.sample import Sampled, Scores
-from duetto.serve.programs.compile import Arguments
-from duetto.serve.programs.shapes import Shape, Sizes
-from duetto.serve.programs.step import Output, Seat
+from duetto.serve.runtime.compiled.compile import Arguments
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.steps.step import Output, Seat
 
 VOCAB = 13
 BROKEN = jax.errors.JaxRuntimeError
@@ -48,7 +48,7 @@ class Donated:
 
 @dataclass
 class Slot:
-    """One seat as serve/programs/step.py's Slots has it."""
+    """One seat as serve/runtime/steps/step.py's Slots has it."""
 
     seat: Seat
     last: int = -1
@@ -235,8 +235,8 @@ class FakePrograms:
         return [cell.token for cell in cells]
 
     def _emit(self, slot: Slot, tokens: list[int], end: int) -> int:
-        """What serve/programs/step.py's `emit` does for one row: sample, and fall asleep at a stop token or
-        the end."""
+        """What `emit` of serve/runtime/steps/step.py does for one row: sample, and fall asleep at a stop
+        token or the end."""
         token = next_token(tokens, int(slot.seat.knobs.seed))
         if slot.history is not None:
             assert slot.history[-len(tokens) :] == tokens, "the sampler looks back on other tokens"

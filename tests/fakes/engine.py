@@ -9,13 +9,13 @@ from fakes.device import VOCAB, FakePrograms, Params, next_token
 
 from duetto import SamplingParams
 from duetto.kvcache.tables import window_pages
-from duetto.serve.engine.engine import Engine
-from duetto.serve.engine.guessing import Speculation
-from duetto.serve.engine.plan import Limits
-from duetto.serve.engine.request import Request
-from duetto.serve.programs.classes import Classes
-from duetto.serve.programs.shapes import Shape, Sizes
-from duetto.serve.speculation.acceptance import Offer
+from duetto.serve.engine.core.engine import Engine
+from duetto.serve.engine.core.guessing import Speculation
+from duetto.serve.engine.core.plan import Limits
+from duetto.serve.engine.core.request import Request
+from duetto.serve.engine.speculation.acceptance import Offer
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.equal_bits.classes import Classes
 
 
 class Halfright:

@@ -9,18 +9,18 @@ from fakes.device import VOCAB, FakePrograms
 from fakes.engine import start
 from fakes.tiers import FakeTransfers
 
-from duetto.serve.api.handing import Prefills
-from duetto.serve.api.session import Session
-from duetto.serve.engine.engine import Engine
-from duetto.serve.handover.door import Door
-from duetto.serve.handover.far import Far
-from duetto.serve.handover.peer import PeerTier
-from duetto.serve.handover.registered import Agent
-from duetto.serve.handover.source import Ready, Source
+from duetto.serve.engine.core.engine import Engine
+from duetto.serve.kv.disagg.door import Door
+from duetto.serve.kv.disagg.far import Far
+from duetto.serve.kv.disagg.peer import PeerTier
+from duetto.serve.kv.disagg.registered import Agent
+from duetto.serve.kv.disagg.source import Ready, Source
+from duetto.serve.kv.offload.host import HostTier
+from duetto.serve.kv.offload.mover import Mover
+from duetto.serve.kv.offload.tier import Chain, Content, Key
+from duetto.serve.llm.disaggregated import Prefills
+from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.tiers.host import HostTier
-from duetto.serve.tiers.mover import Mover
-from duetto.serve.tiers.tier import Chain, Content, Key
 
 REALM, SOON = b"fake", 300.0
 SIZES = {"pages": 12, "page_size": 4, "max_model_len": 40, "seats": 2}

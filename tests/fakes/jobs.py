@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["fakes.jobs", "duetto.serve.batch.run", "duetto.serve.batch.job", "duetto.serve.api.llm"]
+    ["fakes.jobs", "duetto.serve.jobs.batch.run", "duetto.serve.jobs.batch.job", "duetto.serve.llm.llm"]
 )
 
 
@@ -20,7 +20,7 @@ def start(*arguments: str) -> BaseProcess:
 
 
 def run(arguments: Sequence[str]) -> None:
-    from duetto.serve.cli import main
+    from duetto.serve.cli.main import main
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     raise SystemExit(main(arguments))

@@ -8,12 +8,12 @@ import numpy as np
 from fakes.device import BROKEN, Cell, Donated, FakePrograms
 
 from duetto import LLM
-from duetto.serve.engine.engine import Engine
-from duetto.serve.programs.transfers import count_for
-from duetto.serve.tiers.host import HostTier
-from duetto.serve.tiers.mover import Mover
-from duetto.serve.tiers.tier import Chain, Content, Key
-from duetto.serve.tiers.tiering import Tiering
+from duetto.serve.engine.core.engine import Engine
+from duetto.serve.kv.offload.host import HostTier
+from duetto.serve.kv.offload.mover import Mover
+from duetto.serve.kv.offload.tier import Chain, Content, Key
+from duetto.serve.kv.offload.tiering import Tiering
+from duetto.serve.runtime.compiled.transfers import count_for
 
 PHASES = "prefill", "decode"
 

@@ -15,8 +15,8 @@ from duetto.kvcache.pages import Batch, KVCache
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import Reading
 from duetto.model.sharding import device_bytes
-from duetto.serve.roofline.facts import facts
-from duetto.serve.roofline.targets import MissingCompiler, Target, described, find_target
+from duetto.serve.planner.roofline.facts import facts
+from duetto.serve.planner.roofline.targets import MissingCompiler, Target, described, find_target
 
 pytestmark = [pytest.mark.as_served, pytest.mark.extras]
 

@@ -18,12 +18,12 @@ from duetto.model.sharding import fitted
 from duetto.model.weights import nibbles
 from duetto.model.weights.nibbles import Cut, cut_of
 from duetto.model.weights.quant import Quantised, by_kernel, quantised
-from duetto.serve.commands.planning import EnginePlan, abstract_arguments, make_row
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.programs.shapes import Shape
-from duetto.serve.roofline.facts import facts
-from duetto.serve.roofline.presets import PRESETS
-from duetto.serve.roofline.targets import described
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
+from duetto.serve.planner.roofline.facts import facts
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import described
+from duetto.serve.runtime.compiled.shapes import Shape
 
 # equation, inputs, x's last axes, the weight's, and its scales'
 WEIGHTS = {

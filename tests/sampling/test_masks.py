@@ -11,7 +11,7 @@ from duetto.sampling.accept import target_probs
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, dense_bias, empty_state, load_history, load_masks, needs_history
-from duetto.serve.api.intake import Intake
+from duetto.serve.llm.intake import Intake
 from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200

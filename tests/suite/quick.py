@@ -28,15 +28,23 @@ from jaxtyping import config, install_import_hook
 
 # Annotations of these packages are checked, shapes among them, in tests of arrays; users' runs do not pay for
 # it.
-CHECKED = ("model", "kvcache", "sampling", "serve.programs", "serve.speculation")
+CHECKED = (
+    "model",
+    "kvcache",
+    "sampling",
+    "serve.runtime.steps",
+    "serve.runtime.compiled",
+    "serve.runtime.equal_bits",
+    "serve.engine.speculation",
+)
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
-from duetto.serve.api import llm
+from duetto.serve.engine.startup import start
 from duetto.serve.host import store
-from duetto.serve.loading import start
-from duetto.serve.programs import kept
-from duetto.serve.programs.compile import Programs
+from duetto.serve.llm import llm
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled.compile import Programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -43,23 +43,23 @@ ROWS = {
     "test_invariance_adapters.py": r"test_(preemption|batched)",
     # each family there and back, and in another dtype: its outputs beside Transformers' are in both
     "checkpoints/test_families.py": r"test_what_was_loaded.*-bfloat16\]|test_bfloat16_stays",
-    "serve/commands/test_convert.py": r"test_every_family_there_and_back\[(?!llama|gpt2|deepseek_v3)",
-    "serve/engine/test_engine_parity.py": r".*\[(?!gpt_oss|deepseek_v3)",
+    "serve/cli/test_convert.py": r"test_every_family_there_and_back\[(?!llama|gpt2|deepseek_v3)",
+    "serve/engine/core/test_engine_parity.py": r".*\[(?!gpt_oss|deepseek_v3)",
     # each model, each scheme, each guesser where one shows the rest
-    "serve/programs/test_scoring.py": (
+    "serve/runtime/steps/test_scoring.py": (
         r"test_wanted.*\[(recurrent|latent|bfloat16|parallel|windows|longrope)\]"
     ),
-    "serve/programs/test_step.py": r"test_(verify|places).*",
-    "serve/programs/test_transfers.py": r".*\[(recurrent|windows|bfloat16)",
-    "serve/programs/test_warmup.py": (
+    "serve/runtime/steps/test_step.py": r"test_(verify|places).*",
+    "serve/runtime/compiled/test_transfers.py": r".*\[(recurrent|windows|bfloat16)",
+    "serve/runtime/equal_bits/test_warmup.py": (
         r".*\[(broken0|False|__init__)\]|"
         r"test_(it_ends_under|what_another|without_any|settings)"
     ),
-    "serve/roofline/test_targets.py": r"test_a_step_here.*(bfloat16)",
-    "serve/speculation/test_speculation.py": r"test_(guesses_of|a_model_that_drafts|the_controller_learns)",
-    "serve/speculation/test_rejection.py": r".*\[(heads|wide tree of heads|tree of a draft model)\]",
-    "serve/speculation/test_speculation_controller.py": r"test_never_below.*(draft model|slow host)",
-    "serve/engine/test_quantised_serving.py": r".*\[(mxfp4|fp8 blocks)\]|test_pages_of_another",
+    "serve/planner/roofline/test_targets.py": r"test_a_step_here.*(bfloat16)",
+    "serve/engine/speculation/test_speculation.py": r"test_(guesses_of|a_model_that_drafts|the_controller_learns)",
+    "serve/engine/speculation/test_rejection.py": r".*\[(heads|wide tree of heads|tree of a draft model)\]",
+    "serve/engine/speculation/test_speculation_controller.py": r"test_never_below.*(draft model|slow host)",
+    "serve/engine/core/test_quantised_serving.py": r".*\[(mxfp4|fp8 blocks)\]|test_pages_of_another",
     "model/test_quant.py": r"test_both_ways.*\[2|.*\[(absorbed)\]",
     "model/test_compress.py": r"test_what_compression_costs",
     "kvcache/test_kernels.py": (
@@ -68,17 +68,17 @@ ROWS = {
         r"test_kernels_equal.*(96|int8)"
     ),
     "kvcache/test_groups.py": r"test_a_row.*\[bfloat16",
-    "serve/grammar/test_ends.py": r".*\[choice0\]",
-    "serve/grammar/test_constrained.py": r"test_guesses_and_preemption",
-    "serve/api/test_max_logprobs.py": r".*\[0.8\]",
-    "serve/api/test_beam_search.py": r".*\[four beams\]",
-    "serve/commands/test_buckets.py": r"test_a_rehearsal.*\[64-2\]|test_buckets_change",
+    "serve/text/grammar/test_ends.py": r".*\[choice0\]",
+    "serve/text/grammar/test_constrained.py": r"test_guesses_and_preemption",
+    "serve/llm/test_max_logprobs.py": r".*\[0.8\]",
+    "serve/llm/tasks/test_beam_search.py": r".*\[four beams\]",
+    "serve/cli/test_buckets.py": r"test_a_rehearsal.*\[64-2\]|test_buckets_change",
     "test_demo_model.py": r"test_most_lines.*def \]",
-    "serve/programs/test_kept.py": r"test_(other_parameters|a_folder)",
+    "serve/runtime/compiled/test_kept.py": r"test_(other_parameters|a_folder)",
     # kills, and examples that run for long
-    "serve/processes/test_two_processes.py": r"test_(a_batch_whose|rank_0|what_the_ranks)",
-    "serve/batch/test_batch_kill.py": r".*\[15-143\]",
-    "serve/loading/test_own_params.py": r"test_the_(training|example)",
+    "serve/runtime/multihost/test_two_processes.py": r"test_(a_batch_whose|rank_0|what_the_ranks)",
+    "serve/jobs/batch/test_batch_kill.py": r".*\[15-143\]",
+    "serve/engine/startup/test_own_params.py": r"test_the_(training|example)",
     "test_notebooks.py": r".*\[0[234]",
     "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs)",
 }

@@ -6,14 +6,14 @@ from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Literal
 
+from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.adapters.request import LoRARequest
-from ..serve.api.intake import Intake, Prompt
-from ..serve.api.llm import LLM
-from ..serve.api.ticket import Ticket
-from ..serve.api.vllm import check_all
 from ..serve.host.threads import Gate, in_threads
-from ..serve.outputs import RequestOutput
+from ..serve.llm.intake import Intake, Prompt
+from ..serve.llm.llm import LLM
+from ..serve.llm.ticket import Ticket
+from ..serve.llm.vllm import check_all
+from ..serve.text.outputs import RequestOutput
 from .progress import Progress
 
 

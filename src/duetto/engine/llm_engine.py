@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.adapters.request import LoRARequest
-from ..serve.api.intake import Prompt
-from ..serve.api.llm import LLM
-from ..serve.api.vllm import check_all
-from ..serve.outputs import RequestOutput
+from ..serve.llm.intake import Prompt
+from ..serve.llm.llm import LLM
+from ..serve.llm.vllm import check_all
+from ..serve.text.outputs import RequestOutput
 from .progress import Progress
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from ..sampling.params import RequestOutputKind
-from ..serve.api.intake import Intake
-from ..serve.api.ticket import Ticket
-from ..serve.outputs import CompletionOutput, RequestOutput
+from ..serve.llm.intake import Intake
+from ..serve.llm.ticket import Ticket
+from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 
 @dataclass

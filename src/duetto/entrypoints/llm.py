@@ -1,5 +1,5 @@
 """The name of `vllm.entrypoints.llm`."""
 
-from ..serve.api.llm import LLM
+from ..serve.llm.llm import LLM
 
 __all__ = ["LLM"]

@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from duetto.serve.text.tokenizer import Tokenizer
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 
 def letters(template: str | None = None, *added: AddedToken) -> Tokenizer:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, runner
 
-from duetto.serve.batch.options import BatchOptions
-from duetto.serve.batch.run import run_batch
-from duetto.serve.cli import main
+from duetto.serve.cli.main import main
 from duetto.serve.host.signals import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt
+from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.run import run_batch
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

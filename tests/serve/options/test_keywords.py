@@ -13,8 +13,8 @@ from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.kinds.attention import GroupedQuery
 from duetto.sampling.neutral import NEUTRAL
-from duetto.serve.loading.folder import DEMO, load_folder
-from duetto.serve.loading.origin import Origin
+from duetto.serve.engine.startup.folder import DEMO, load_folder
+from duetto.serve.engine.startup.origin import Origin
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.keywords import OTHER_NAMES, engine_options
 from duetto.serve.options.neutral import EFFECTLESS, VALUES

@@ -1,2 +1,0 @@
-"""The Python API: what callers ask becomes requests, and requests become results; many callers share one
-engine."""

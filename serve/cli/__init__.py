@@ -1,0 +1,1 @@
+"""The command line: a file each subcommand, imported by `main` only."""

@@ -1,0 +1,326 @@
+"""`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster
+than.
+
+A program is called back to back on a batch that is on the device; its time is the median over groups of
+calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
+former; groups of both are interleaved, and the gap is the median of their pairs. Host work is the median of
+an engine's steps over a device that takes no time: what is left is Python.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...checkpoints.huggingface import read_config
+from ...model.config import ModelConfig
+from ...model.transformer import Decoder
+from ...model.tree import init
+from ...model.weights.compress import form_spec
+from ...model.weights.transposed import transposed
+from ...sampling.params import SamplingParams
+from ..engine.startup.dtype import compute_dtype
+from ..engine.startup.folder import read_folder
+from ..engine.startup.mesh import layout_of, places, spread
+from ..engine.startup.origin import Origin
+from ..host import clock
+from ..host.devices import default_device
+from ..host.memory import keep_freed
+from ..host.signals import raise_on_interrupt
+from ..llm.llm import LLM
+from ..options.engine import EngineOptions
+from ..options.flags import numbers, positive
+from ..planner.roofline.floor import demand
+from ..planner.roofline.measured import full_batch, unending
+from ..planner.roofline.presets import PRESETS
+from ..planner.roofline.targets import Peaks, here
+from ..runtime.compiled.compile import Arguments, Programs
+from ..runtime.compiled.jaxcache import keep_compiled
+from ..runtime.compiled.shapes import Shape, Sizes
+from ..runtime.steps.phases import Alone
+from . import hostwork
+from .common import engine_flags, engine_options, model_flags
+
+GROUPS = 5
+HOST_ROWS = (32, 256)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is measured: a model's parameters in memory, and the engine's options."""
+
+    name: str
+    config: ModelConfig
+    params: Decoder
+    options: EngineOptions
+
+    @property
+    def dtype(self) -> Any:
+        return self.params.embed.dtype
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the
+    engine's step."""
+
+    part: str
+    what: str
+    context: int
+    seconds: float
+    tokens_per_second: float
+    floor: float | None = None
+    host_gap: float | None = None
+
+
+def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
+    """Random parameters of a preset, or a folder's. Raises ValueError for a pipeline, and for shards."""
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if getattr(options, name) > 1:
+            raise ValueError(
+                f"{name} {getattr(options, name)} is not allowed: bench runs one program on its own rows"
+            )
+    device = default_device()
+    if not args.shape:
+        origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+        options = origin.settled(options, download_dir=args.download_dir)
+        config = read_config(origin.model)
+        dtype = compute_dtype(args.dtype, device, config, origin.model)
+        where = places(config, layout_of(options)) or device
+        config, params = read_folder(origin.model, dtype, where, options.quantization)
+        return Model(args.model or "demo", config, transposed(params, donate=True), options)
+    options.require_unstored("a shape has no checkpoint")
+    config = PRESETS[args.shape]
+    dtype = compute_dtype(args.dtype, device, config)
+    chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    specs = form_spec(config, options.quantization)
+    params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
+    return Model(args.shape, config, transposed(params, donate=True), options)
+
+
+def group_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds of a call among `repeats` back to back, where only the last is waited for."""
+
+    def group() -> Any:
+        for _ in range(repeats - 1):
+            call()
+        return call()
+
+    return clock.seconds(group, 1)[0] / repeats
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """The median of GROUPS groups of calls, after one call that does not count."""
+    jax.block_until_ready(call())
+    return statistics.median(group_seconds(call, repeats) for _ in range(GROUPS))
+
+
+# ---------------------------------------------------------------- single programs
+
+
+class Bench:
+    """One compiled program, and a state that it is called on again and again."""
+
+    def __init__(self, model: Model, shape: Shape, context: int):
+        W, rows = model.options.page_size, shape.sequences
+        longest = context + shape.area // rows
+        pages = rows * -(-longest // W)
+        counts, kept = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
+        sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=kept)
+        self.programs = Programs(Alone(model.config), model.params, sizes, [shape])
+        self.shape, self.model = shape, model
+        self.state = unending(self.programs.empty(model.params))
+        batch = full_batch(self.programs, shape, context)
+        batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
+        self.batch = jax.device_put(batch, self.state.everywhere)
+
+    def step(self) -> Any:
+        cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
+        self.state = Arguments(self.state.params, cache, slots)
+        return output
+
+
+def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
+    """A row for one program whose every row has `context` tokens in the cache."""
+    seconds = median_seconds(Bench(model, shape, context).step, repeats)
+    kept = model.options.kv_cache_dtype
+    least = demand(shape, model.config, model.dtype, context, model.params, kept)
+    floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
+    return Figure(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """Steps of one token for each width and context, and the engine's time for such steps at the first
+    context."""
+    for width in args.widths:
+        for i, context in enumerate(args.contexts):
+            row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
+            gap = host_gap(model, width, context, args.repeats) if args.host_gap and not i else None
+            yield replace(row, host_gap=gap)
+
+
+def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
+    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the
+    program does not run.
+
+    Where the context is a multiple of attention's block, both read the same number of blocks.
+    """
+    program = Bench(model, Shape("decode", width, 1), context)
+    jax.block_until_ready(program.step())
+    with decoding(model, width, context, repeats) as llm:
+
+        def step() -> Any:
+            llm.step()
+            return llm.engine.cache  # waited for with the step that is still on its way
+
+        jax.block_until_ready(step())
+        pairs = [(group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(GROUPS)]
+    return statistics.median(1 - alone / served for alone, served in pairs)
+
+
+@contextmanager
+def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[LLM]:
+    """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
+    chunks = width * -(-context // model.options.prefill_tokens)
+    length = context + chunks + GROUPS * repeats + 8
+    options = replace(
+        model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
+        serve_while_compiling=False,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
+    with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
+        for row in range(width):
+            llm.add_request([(row + i) % model.config.vocab_size for i in range(context)], params)
+        seen = -1
+        while seen < prefills(llm):  # until a step has none left to dispatch
+            seen = prefills(llm)
+            llm.step()
+        yield llm
+
+
+def prefills(llm: LLM) -> int:
+    """Prefill programs that were dispatched so far."""
+    return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
+
+
+def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """One prompt in one call, for each length."""
+    for length in args.lengths:
+        yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
+
+
+def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """From parameters in memory to a first token, and to a warm engine: with an empty directory of compiled
+    programs, and with what that left."""
+    with tempfile.TemporaryDirectory() as folder:
+        keep_compiled(folder)
+        for what in ("cold", "warm"):
+            jax.clear_caches()
+            begin = time.perf_counter()
+            with LLM.from_params(
+                model.config, model.params, compilation_cache=None, **asdict(model.options)
+            ) as llm:
+                llm.generate([[1]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+                first = time.perf_counter() - begin
+                while llm.engine.warmup is not None:
+                    time.sleep(0.05)
+                seconds, programs = time.perf_counter() - begin, llm.report()["programs"]
+            yield Figure("startup", f"{what}, first token", 0, first, 0.0)
+            yield Figure("startup", f"{what}, {programs} programs", 0, seconds, 0.0)
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def bench_host(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+    """The host's work for a step, on a device that takes no time; its text too, where the model has a
+    tokenizer."""
+    words = (
+        None if args.shape else Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+    )
+    tokenizer = None if words is None else words.words()[0]
+    for rows in HOST_ROWS:
+        seconds = hostwork.step_seconds(model.config, model.params, tokenizer, model.options, rows)
+        yield Figure("host", f"host work, {rows} rows", hostwork.PROMPT, seconds, rows / seconds)
+
+
+MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host, "startup": bench_startup}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    model_flags(parser)
+    group = parser.add_argument_group("what to measure")
+    group.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
+    group.add_argument(
+        "--shape", choices=sorted(PRESETS), help="random weights of a well-known model's sizes"
+    )
+    group.add_argument(
+        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode (default: 1,8,32)"
+    )
+    group.add_argument(
+        "--contexts", type=numbers, default=(128, 512), help="tokens in the cache (default: 128,512)"
+    )
+    group.add_argument(
+        "--lengths", type=numbers, default=(64, 128, 256, 512), help="prompts (default: 64,128,256,512)"
+    )
+    group.add_argument(
+        "--repeats", type=positive, default=16, help="calls in a row, five times over (default: 16)"
+    )
+    group.add_argument(
+        "--host-gap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the engine too, at the first context",
+    )
+    group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    engine_flags(parser, alone=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints each figure as it is measured. Raises ValueError for a model that cannot be loaded."""
+    raise_on_interrupt()
+    options = engine_options(args)
+    if default_device().platform == "cpu":
+        keep_freed()  # as an engine does: programs alone would pay for their temporaries' pages in every call
+    model = load_model(args, options)
+    target = here(measure=True)
+    rows = []
+    peaks = target.peaks
+    assert peaks is not None
+    processor = platform.processor() or platform.machine()
+    about = f"{model.name} in {model.dtype} on {target.name} ({processor}), jax {jax.__version__}"
+    rates = f"{peaks.flops(model.dtype) / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s, measured"
+    print(f"{about}\n{rates}")
+    print(f"{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}")
+    for part in args.parts:
+        for row in MEASURES[part](model, args, peaks):
+            rows.append(row)
+            print(shown(row), flush=True)
+    if args.json:
+        found = [asdict(row) for row in rows]
+        Path(args.json).write_text(
+            json.dumps({"about": about, "peaks": asdict(peaks), "rows": found}, indent=2) + "\n"
+        )
+    return 0
+
+
+def shown(row: Figure) -> str:
+    floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
+    gap = "-" if row.host_gap is None else f"{row.host_gap:.1%}"
+    measured = f"{row.seconds * 1e3:>10.2f}{row.tokens_per_second:>10.1f}"
+    return f"{row.what:<22}{row.context:>8}{measured}{floor:>10}{gap:>10}"

@@ -1,0 +1,117 @@
+"""What the host does for a step: the time of an engine whose device takes none is all Python's."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from ...kvcache.pages import Batch
+from ...model.config import ModelConfig
+from ...model.pair import PairConfig
+from ...sampling.params import SamplingParams
+from ...sampling.sample import Sampled
+from ..engine.core.engine import Engine
+from ..engine.core.plan import Limits
+from ..llm.intake import Intake
+from ..llm.session import Session
+from ..llm.ticket import Ticket
+from ..options.engine import EngineOptions
+from ..runtime.compiled.compile import Arguments, Programs
+from ..runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
+from ..runtime.equal_bits.classes import Classes
+from ..runtime.steps.step import Output, Seat
+from ..text.tokenizer.tokenizer import Tokenizer
+
+PROMPT, ANSWER = 24, 64  # tokens of each request: one row of a prefill, and a seat that is taken anew
+WARM, STEPS = 100, 400  # steps before, and those that are timed
+TOKENS = 256  # of a fixed text that all rows sample
+
+
+class Idle:
+    """The programs of a device that takes no time: rows sample the tokens of a fixed text, nothing is kept.
+
+    What they take and give is what `Programs` takes and gives; a chunk of a prompt is its last.
+    """
+
+    count, seconds, age = 0, 0.0, 0.0
+    ready: ClassVar[dict[Shape, float]] = {}
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        self.config, self.sizes = PairConfig(config), sizes
+        draw = np.random.default_rng(0)
+        self._tokens = draw.integers(3, config.vocab_size, (TOKENS, sizes.max_num_seqs), dtype=np.int32)
+        self._step = 0
+
+    def products(self, shapes: Iterable[Shape]) -> None:
+        """Those of a host."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
+        return Arguments(params, cast(Any, None), cast(Any, None))
+
+    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
+        return Programs.empty_batch(cast(Programs, self), shape, empty_slot)
+
+    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
+        return slots
+
+    def load_history(self, slots: Any, *history: Any) -> Any:
+        return slots
+
+    def load_masks(self, slots: Any, *masks: Any) -> Any:
+        return slots
+
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Output]:
+        self._step = (self._step + 1) % TOKENS
+        rows = self._tokens[self._step, : shape.rows, None]
+        tokens = rows if shape.phase == "prefill" else np.repeat(rows, shape.tokens, axis=1)
+        return arguments.cache, arguments.slots, Output(Sampled(tokens, None, None, None, None), None)
+
+
+def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats: int) -> Engine:
+    """An engine over `Idle` programs, with all of a CPU's shapes and a cache that holds every request."""
+    longest = PROMPT + ANSWER
+    pages = seats * (1 - -longest // options.page_size)
+    sizes = Sizes(longest, seats, (pages,) * len(config.windows), options.page_size)
+    options = EngineOptions(max_num_seqs=seats, page_size=options.page_size)
+    shapes = table(options, sizes, can_share(config.layers), "cpu")
+    prefill, decode = (tuple(s for s in shapes if s.phase == phase) for phase in ("prefill", "decode"))
+    limits = Limits(seats, options.prefill_tokens, least_row(prefill), decode_steps=1)
+    programs = Idle(config, sizes)
+    classes = Classes(prefill, decode, same_bits=True)
+    return Engine(cast(Any, programs), classes, programs.empty(params), limits, prefix_caching=True)
+
+
+def step_seconds(
+    config: ModelConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, seats: int
+) -> float:
+    """The median seconds of a step in which `seats` requests run: planning, prompts that take free seats,
+    tokens taken in, their text."""
+    engine = idle_engine(config, params, options, seats)
+    session = Session(engine)
+    intake = Intake(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
+    asked = asking(intake, config.vocab_size)
+    spent: list[float] = []
+    for step in range(WARM + STEPS):
+        while session.count_queued < 4 * seats:
+            session.queue(session.tickets_of([next(asked)]))
+        begin = time.perf_counter()
+        session.step()
+        spent += [time.perf_counter() - begin] if step >= WARM else []
+    session.close()
+    return statistics.median(spent)
+
+
+def asking(intake: Intake, vocabulary: int) -> Iterator[Callable[[str], Ticket]]:
+    """Makes of tickets, without end: of answers of various lengths, whose first tokens nobody waits for."""
+    draw = np.random.default_rng(1)
+    while True:
+        length = int(draw.integers(2, ANSWER))
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        prompt = draw.integers(3, vocabulary, PROMPT).tolist()
+        yield partial(intake.ticket, prompt=prompt, params=params, awaited=False)

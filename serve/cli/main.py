@@ -1,0 +1,106 @@
+"""The command line: what `duetto` may be asked, how it ends, and nothing else. jax is imported once a command
+is known."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+
+from ..host.streams import tell
+from ..runtime.multihost.supervisor import is_supervised, supervise
+
+INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)`, `run(args)`,
+    and where a lost run may begin again `progress_of(args)`, whose result counts what is kept of it."""
+
+    arguments: str
+    help: str
+
+
+COMMANDS = {
+    "generate": Command("PROMPT", "continue one prompt and show the text as it comes"),
+    "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped"),
+    "serve": Command("[MODEL]", "answer requests of OpenAI's API over HTTP"),
+    "verify": Command("LOG", "prove an audit log: run its requests again, and compare bits"),
+    "route": Command(
+        "--replica URL ...", "one address for several servers: prompts go where their beginnings are cached"
+    ),
+    "plan": Command("", "show shapes, memory and roofline before anything runs"),
+    "bench": Command("", "measure decode, prefill and startup on this machine"),
+    "buckets": Command("INPUT", "find the padding buckets that suit a workload"),
+    "convert": Command("SOURCE TARGET", "write a model's folder as an Orbax or a Hugging Face one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 75
+    (a process of a group was lost), 130 (Ctrl-C), 141 (whoever read standard output has left), or 143
+    (SIGTERM, where a command heeds it)."""
+    try:
+        args = parse(sys.argv[1:] if argv is None else list(argv))
+        code = run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if sys.stdout is not None:  # or Python complains at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        tell("duetto: interrupted")
+        return INTERRUPTED
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is jax's: no such device, no memory
+        tell(f"duetto: {sentence(error)}")
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a command here, or in processes of its own where it is to be served by several."""
+    if getattr(args, "nnodes", 1) == 1 or is_supervised():
+        return args.run(args)
+    from .common import engine_options
+
+    engine_options(args)  # what is wrong is said once
+    rank = getattr(args, "node_rank", None)
+    return supervise(args.argv, args.nnodes, rank, args.progress_of(args))
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Only the command that is called is imported, since most of them need jax."""
+    parser = argparse.ArgumentParser(
+        "duetto", description="Generate text with large language models in JAX.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"duetto {version('duetto')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    called = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            usage=" ".join(filter(None, ("duetto", name, command.arguments, "[flags]"))),
+            help=command.help,
+            description=f"{command.help[:1].upper()}{command.help[1:]}.",
+            allow_abbrev=False,
+        )
+        if name == called:
+            module = import_module(f"{__package__}.{name}")
+            progress_of = getattr(module, "progress_of", lambda args: None)
+            sub.set_defaults(run=module.run, usage_error=sub.error, argv=argv, progress_of=progress_of)
+            module.add_flags(sub)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

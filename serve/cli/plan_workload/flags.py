@@ -1,0 +1,167 @@
+"""What is asked: the flags, and what they say of limits, the workload, the model and the target."""
+
+import argparse
+import math
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....checkpoints.huggingface import read_config
+from ...engine.startup.dtype import dtype_name
+from ...engine.startup.folder import read_shapes
+from ...engine.startup.origin import Origin, stored_form
+from ...options.engine import EngineOptions, round_up
+from ...planner.roofline.presets import PRESETS
+from ...planner.roofline.targets import known_target
+from ...planner.simulation.fitting import Job
+from ...planner.simulation.search import Aim
+from ...planner.simulation.times import STATED, Efficiency
+from ...planner.workloads.tally import Within
+from ...planner.workloads.traces import Entry, drawn, read
+from ...planner.workloads.workload import Workload
+from ..common import checked
+from .picture import check_picture
+
+READ = 4000  # lines of a trace
+DEFAULTS = {
+    "ttft": math.inf, "tpot": math.inf, "share": 0.99, "speed": 1.0, "price_per_hour": None,
+    "acceptance": None, "quantised": False, "efficiency": f"{STATED.compute},{STATED.memory}",
+    "search_seconds": 30.0, "plot": None,
+}  # fmt: skip
+COMPILED = {"context": None, "compile": "main", "measure": False}  # flags of a plan that compiles
+CHOSEN = "kv_role", "kv_address", "prefill_devices", "decode_devices"  # prefill apart is the plan's to try
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "an answer for a workload", "simulated on a --target, from closed formulas: nothing is compiled"
+    )
+    group.add_argument(
+        "--workload", metavar="FILE",
+        help="a trace: Mooncake's lines (.jsonl: timestamp in ms, input_length, output_length, hash_ids), "
+        f"or Azure's table (.csv), the first {READ} of either; or RATE,PROMPT,OUTPUT: requests a second and "
+        "mean tokens, drawn",
+    )  # fmt: skip
+    group.add_argument("--ttft", type=float, help="seconds to the first token, at most")
+    group.add_argument("--tpot", type=float, help="seconds between tokens, at most")
+    group.add_argument("--share", type=float, help="of requests that keep both limits (default: %(default)s)")
+    group.add_argument("--speed", type=float, help="play the trace so many times as fast")
+    group.add_argument("--price-per-hour", type=float, help="of one device: adds the cost of tokens")
+    group.add_argument(
+        "--acceptance", type=float, help="of a guess: considers speculation that guesses right so often"
+    )
+    group.add_argument(
+        "--quantised", action="store_true", help="consider 8 bits for weights and keys too (answers change)"
+    )
+    group.add_argument(
+        "--efficiency", metavar="COMPUTE,MEMORY",
+        help="shares of the target's peaks that programs reach (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--search-seconds", type=float, help="of simulations (default: 30)")
+    group.add_argument(
+        "--plot", metavar="FILE", help="throughput against latency as a picture (.svg, .png, ...; matplotlib)"
+    )
+    parser.set_defaults(**DEFAULTS)
+
+
+def refuse_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that says something of a workload, where there is none."""
+    for name, default in DEFAULTS.items():
+        if vars(args)[name] != default:
+            raise ValueError(f"--{name.replace('_', '-')} is not allowed without --workload")
+
+
+def aim_of(args: argparse.Namespace, options: EngineOptions) -> Aim:
+    """Raises ValueError for limits that nothing keeps, and for what has no meaning here."""
+    if not args.target:
+        raise ValueError("--workload needs a --target, such as h200 or 8xh200")
+    for name, default in COMPILED.items():
+        if vars(args)[name] != default:
+            raise ValueError(f"--{name} is not allowed with --workload: nothing is compiled")
+    for name in CHOSEN:
+        if vars(options)[name] is not None:
+            raise ValueError(
+                f"{name} {vars(options)[name]!r} is not allowed with --workload: it is tried there"
+            )
+    if options.speculation.model is not None:
+        raise ValueError(
+            f"speculative_config: model {options.speculation.model!r} is not allowed with --workload: "
+            "ngram and suffix, whose guesses take no time"
+        )
+    if options.guesses and args.acceptance is None:
+        raise ValueError("speculative_config is not allowed with --workload without --acceptance")
+    for name in ("ttft", "tpot", "speed", "search_seconds"):
+        if not vars(args)[name] > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {vars(args)[name]} is not allowed: above 0")
+    if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
+        raise ValueError(f"--price-per-hour {args.price_per_hour} is not allowed: above 0, not infinite")
+    if args.plot is not None:
+        check_picture(Path(args.plot))
+    if not 0 < args.share <= 1:
+        raise ValueError(f"--share {args.share} is not allowed: above 0, at most 1")
+    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
+        raise ValueError(f"--acceptance {args.acceptance} is not allowed: 0 to 1")
+    return Aim(Within(args.ttft, args.tpot), args.share, args.search_seconds)
+
+
+def efficiency_of(args: argparse.Namespace) -> Efficiency:
+    try:
+        compute, memory = map(float, args.efficiency.split(","))
+    except ValueError:
+        compute = memory = 0.0
+    if not (0 < compute <= 1 and 0 < memory <= 1):
+        raise ValueError(f"--efficiency {args.efficiency} is not allowed: two shares, such as 0.6,0.75")
+    return STATED._replace(compute=compute, memory=memory)
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The first lines of the trace, or a drawn one. Raises ValueError for one without a request."""
+    file = Path(args.workload)
+    words = [] if file.exists() else args.workload.split(",")
+    entries = checked(args, lambda: drawn_of(args.workload)) if len(words) == 3 else islice(read(file), READ)
+    load = Workload.of(entries)
+    if not load.entries:
+        raise ValueError(f"--workload {args.workload} has no request")
+    load = load.faster(args.speed)
+    if not load.rate > 0:
+        raise ValueError(f"--speed {args.speed} is not allowed: requests do not come")
+    return load
+
+
+def drawn_of(text: str) -> list[Entry]:
+    try:
+        rate, prompt, output = map(float, text.split(","))
+    except ValueError:
+        rate = prompt = output = math.nan
+    if not (rate > 1e-9 and 1 <= prompt < 1 << 31 and 1 <= output < 1 << 31):
+        raise ValueError(
+            f"--workload {text} is not allowed: a file that is there, or requests a second above 0 and mean "
+            "tokens of 1 or more, such as 5,1000,250"
+        )
+    return list(drawn(READ, rate, prompt, output))
+
+
+def job_of(args: argparse.Namespace, options: EngineOptions, load: Workload) -> tuple[Job, EngineOptions]:
+    """The model on the target, and the options with a length that holds the workload."""
+    name = "bfloat16" if dtype_name(args.dtype) == "auto" else str(jnp.dtype(dtype_name(args.dtype)))
+    target = known_target(args.target)
+    if args.shape:
+        options.require_unstored("a shape has no checkpoint")
+        own = PRESETS[args.shape]  # sizes: how far its positions reach is no part of them
+        longest = max(own.max_position, round_up(load.longest, 256))
+        job = Job(args.shape, replace(own, max_position=longest), target, name)
+    else:
+        folder = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir).model
+        options = options_with(options, quantization=stored_form(folder, options.quantization))
+        shapes = partial(read_shapes, folder, name)
+        job = Job(args.model or "the demo model", read_config(folder), target, name, shapes)
+    longest = min(round_up(load.longest, 256), job.config.max_position)
+    return job, options_with(options, max_model_len=options.max_model_len or longest)
+
+
+def options_with(options: EngineOptions, **changes: Any) -> EngineOptions:
+    return EngineOptions(**(asdict(options) | changes))

@@ -1,1 +1,0 @@
-"""The subcommands of `duetto`, a file each; nobody but `cli` imports them."""

@@ -1,1 +1,0 @@
-"""Paths of the server: what a request asks for, and its answer."""

@@ -1,1 +1,0 @@
-"""Paths that change what a server serves while it runs: its weights, and adapters beside them."""

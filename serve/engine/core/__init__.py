@@ -1,0 +1,1 @@
+"""Continuous batching: scheduler, requests, steps in flight and their results."""

@@ -1,0 +1,350 @@
+"""The engine: parameters, cache and slots on the device, a scheduler on the host, and a loop of plan,
+dispatch, commit."""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from ....kvcache.pages import KVCache
+from ....model.pair import Params, target_of, with_target
+from ....model.transformer import Decoder
+from ....model.weights.adapted import unadapted
+from ...kv.offload.mover import Mover
+from ...kv.offload.tiering import Tiering, Untiered
+from ...options.checks import round_up
+from ...runtime.compiled.compile import Arguments, Programs
+from ...runtime.compiled.promise import arrived
+from ...runtime.compiled.shapes import Shape, least_row
+from ...runtime.equal_bits.classes import Classes
+from ...runtime.equal_bits.warmup import Warmup
+from ..lora.writer import Writer
+from ..metrics.meter import Compilations, Meter, report_of
+from ..weights.params import exchanged, root_of
+from ..weights.sleep import Sleep
+from .gathering import Gathering
+from .guessing import Speculation
+from .need import Need
+from .plan import Limits, StepPlan, Work
+from .request import Request
+from .results import Flights, Ran, note_passes, take_all
+from .rows import batch_of, calls_of_plan
+from .scheduler import Scheduler
+from .seats import drawn, seated, tables_of, with_masks
+
+MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
+
+
+class Engine:
+    """Serves requests with one model on one device (or one mesh).
+
+    A step of each group of seats is always in flight (there is one group but for a pipeline): the next is
+    planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
+    token. Guesses need those tokens first, and so do draws under a grammar, or whole steps where no draw may
+    be deferred. Not thread-safe; callers take turns. `limits` are such that one of the last `classes` holds
+    every row of decode and verification; prompts are cut to fit. With a `warmup` classes grow, and
+    speculation begins at its end; behind it the first step that waits for a grammar begins another one, made
+    `later`. Times are those of `clock`, and calls are written down for their programs by `told`.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        classes: Classes,
+        state: Arguments,
+        limits: Limits,
+        prefix_caching: bool,
+        speculation: Speculation | None = None,
+        warmup: Warmup | None = None,
+        later: Callable[[Classes], Warmup] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        told: Callable[[Programs, Shape, dict[int, Work]], Any] = batch_of,
+    ):
+        self.programs, self._state, self._limits, self._told = programs, state, limits, told
+        self.config, self.sizes = programs.config, programs.sizes
+        self._adapters = Writer(target_of(state.params))
+        self.meter, self.compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
+        alive = weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = tables_of(self.config.windows, self.sizes, limits)
+        self.gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
+        self.scheduler = Scheduler(
+            limits,
+            self.tables,
+            root_of(self.config, self.everything, self.sizes.kv_cache_dtype) if prefix_caching else None,
+            recompute_outputs=classes.same_bits,
+            boundary=self.config.boundary,
+            gathering=self.gathering,
+        )
+        self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
+        self._failures = self.weights = 0  # the latter is their version: how often others came
+        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
+        self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
+        self.speculation, self.warmup, self._later = speculation, warmup, later
+        self.need = Need(self.sizes, self.meter, classes)
+        self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
+        self._serve_with(classes)
+
+    def attach(self, mover: Mover) -> None:
+        """Keep the pages that the pools lose in tiers, and find them there."""
+        self.scheduler.tiers = Tiering(mover, self.tables, self.meter.token_seconds)
+        weakref.finalize(self, mover.close)
+
+    def close(self) -> None:
+        """Keep the pages that outlive the process, if they can be read."""
+        self.tiers.close(self.cache if hasattr(self, "_state") and not self.is_sleeping else None)
+        self.programs.close()
+
+    @property
+    def tiers(self) -> Untiered:
+        return self.scheduler.tiers
+
+    @cached_property
+    def products(self) -> str | None:
+        """How the products of its shapes were configured, as `Programs.products` has it."""
+        return self.programs.products(s for s in self.classes.shapes if s.phase != "deferred")
+
+    @property
+    def params(self) -> Decoder:
+        return target_of(self.everything)
+
+    @property
+    def everything(self) -> Params:
+        """The parameters of all that its programs run: the model's and a guesser's, without adapters."""
+        return unadapted(self._state.params)
+
+    @property
+    def cache(self) -> KVCache:
+        return arrived(self._state.cache)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.flights) or self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Put a request into the queue; capacity is a place there, never an error."""
+        assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
+        request.made_by(self.weights)
+        request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; what it has generated stays. One that has finished is left alone."""
+        if not request.finished:
+            request.finish("abort")
+            self.scheduler.abort(request)
+            self._ended(request)
+
+    def step(self) -> list[Request]:
+        """Plan and dispatch a step, then take in the one before; gives the requests that got tokens.
+
+        A step that fails on the device, or is interrupted, costs its cache: every running request is put back
+        into the queue, and its pages are computed again. Raises the device's error when that does not help
+        either, and RuntimeError while the engine sleeps.
+        """
+        self.sleeper.check()
+        try:
+            with self.meter.working(self.warmup is not None and self.warmup.is_compiling):
+                touched = self._advance()
+        except BaseException as error:
+            self._recover(error)
+            self._failures += 1
+            if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
+                raise
+            return []
+        self._failures = 0 if touched else self._failures
+        return touched
+
+    def report(self) -> dict[str, Any]:
+        """What it did, as plain numbers."""
+        return report_of(self)
+
+    def update_params(self, params: Decoder, keep: bool = False) -> None:
+        """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten,
+        and unfinished requests that are to be kept go on: their tokens are computed again.
+
+        Raises RuntimeError for those that are not, ValueError where a shape, dtype or place differs.
+        """
+        if self.scheduler.has_work and not keep:
+            raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
+        params = exchanged(target_of(self._state.params), params)
+        if self.scheduler.has_work:
+            self.vacate()
+        if self.warmup is not None:
+            self.warmup.replaced(self.tables)
+        self.scheduler.forget()
+        self._state = replace(self._state, params=with_target(self._state.params, params))
+        self.sleeper.replaced(params)
+        self.tiers.replaced(self.everything)
+        self.weights += 1
+        for _, request in self.scheduler.waiting:
+            request.made_by(self.weights)
+
+    def vacate(self) -> None:
+        """Put every running request back into the queue, and forget the cache: it is computed again."""
+        self.flights.clear()
+        self.meter.lost()
+        if self.warmup is not None:
+            self.warmup.interrupt(self.tables)
+        for request in list(self.scheduler.running.values()):
+            if request.finished:
+                self.conclude(Work(request, len(request.tokens) - 1, 1))
+            else:
+                self.scheduler.preempt(request)
+        self.tables.forget()
+        self.scheduler.drop_tickets()
+        self.tiers.lose()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeper.missing)
+
+    def sleep(self, level: int) -> None:
+        """Take no steps until `wake_up`; from level 1 on, give back the cache's memory and the parameters'.
+
+        Level 1 keeps the parameters on the host, level 2 discards them: `update_params` has to bring others.
+        """
+        if level == 0:
+            return self.sleeper.pause()
+        self.vacate()
+        self.scheduler.places.forget()
+        self._state = self.sleeper.begin(self._state, self.programs.like, discard=level == 2)
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
+        self._state = self.sleeper.end(self._state, tags, self.programs.empty)
+        self.tiers.woke(self.everything)
+
+    def warm(self) -> bool:
+        """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
+        if self.warmup is None or self.scheduler.has_work or self.is_sleeping:
+            return False
+        if not self.warmup.busy:
+            self.warmup.idle = self.need.is_over
+            return False
+        try:
+            self._settle()
+        except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
+            self._recover(error)
+        self._warm()
+        return True
+
+    def _warm(self) -> None:
+        if (warmup := self.warmup) is None or not warmup.busy:
+            return
+        if (cache := warmup.advance(self._state, self.tables, self.scheduler.growth)) is None:
+            self._recover()
+        else:
+            self._state = replace(self._state, cache=cache)
+        self.tiers.lose()  # what was lent has been written over
+        if warmup.classes != self.classes:
+            self._serve_with(warmup.classes)
+        if warmup.done:
+            self.warmup, self.speculation = None, warmup.speculation
+
+    def _warm_later(self) -> None:
+        if self._later is None or self.on_warmup is None:
+            return
+        if self.warmup is not None:
+            return self.warmup.hurry()
+        self.warmup, self._later = self._later(self.classes), None
+        self.on_warmup(self.warmup)
+
+    def _serve_with(self, classes: Classes) -> None:
+        self.classes, age = classes, self.programs.age
+        self.need.forget()
+        self.since = dict.fromkeys(classes.shapes, age) | self.since
+        steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
+        self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
+        self.scheduler.limits = self._limits._replace(decode_steps=steps)
+        self.scheduler.recompute_outputs = classes.same_bits
+
+    def _advance(self) -> list[Request]:
+        self._warm()
+        self.scheduler.next_turn()
+        touched, guess = [], None
+        if self.speculation is not None:
+            guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
+        if guess or self.flights.are_awaited(self.classes.may_defer):
+            self._warm_later()
+            touched = self._settle(self.scheduler.group)
+        plan = self.scheduler.plan(not self.flights, guess)
+        if plan is None:
+            touched += self._settle()
+            plan = self.scheduler.plan(settled=True)
+            assert plan is not None
+        if not (plan or self.flights):
+            self.tiers.pause()
+        self.flights.add(self.dispatch(plan))
+        due = self.flights.beyond(self.scheduler.most_flights if plan else len(self.flights) - 1)
+        touched += [request for flight in due for request in self._commit(flight)]
+        self._state = drawn(self.programs, self._state, self.flights.undrawn)
+        return touched
+
+    def _settle(self, group: int | None = None) -> list[Request]:
+        """Take in all steps in flight, or those up to the last with rows of a group."""
+        return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
+
+    def dispatch(self, plan: StepPlan) -> list[Ran]:
+        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
+        slots = with_masks(self.programs, self._state.slots, plan.works)
+        self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
+        for request in plan.seats:
+            request.ticket = None
+            self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
+            self.meter.admitted(request)
+        ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
+        self.need.tell(self.warmup, self.classes, plan, self.scheduler)
+        self.scheduler.dispatched(plan)
+        self.meter.planned(self.tables)
+        return ran
+
+    def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
+        count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
+        batch = self._told(self.programs, shape, works)
+        self.meter.ran(shape, count, cached, self.sizes.shards)
+        cache, slots, output = self.programs.run(shape, self._state, batch)
+        self._state = replace(self._state, cache=cache, slots=slots)
+        return Ran(shape, works, output)
+
+    def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
+        """Take in what a dispatched step sampled, the finished requests released; gives those that got
+        tokens. `waited` says that the next step is not on its way yet."""
+        taken = take_all(flight, self.scheduler.scores, self.meter)
+        if self._limits.guesses:
+            note_passes(taken)
+        if self.speculation is not None and taken:
+            self.speculation.took(taken, self.meter.arrived - self.meter.prefill_seconds, waited)
+        for row in taken:
+            if row.work.request.slot is not None and row.has_news:
+                self.conclude(row.work)
+        return [row.work.request for row in taken if row.tokens]
+
+    def conclude(self, work: Work) -> None:
+        """A step has computed a request's tokens: full pages of them are named, and it gives up its seat
+        where it has finished, or reached what its keys are good for."""
+        request, tokens = work.request, len(work.request.tokens)
+        if tokens <= request.reach:
+            self.scheduler.name_pages(request, work.start, min(work.end, request.computed, tokens - 1))
+        if request.finished:
+            self.scheduler.release(request)
+            self._ended(request)
+        elif tokens >= request.reach:
+            self.scheduler.preempt(request)
+
+    def _ended(self, request: Request) -> None:
+        self.meter.finished(request)
+        if self.speculation is not None:
+            self.speculation.ended(request)
+        if self.on_end is not None:
+            self.on_end(request)
+
+    def _recover(self, error: BaseException | None = None) -> None:
+        """Start again from the host's tokens: what a failed step consumed cannot be read any more."""
+        self.vacate()
+        params = self._state.params
+        del self._state  # its cache goes first: two may not fit
+        self._state = self.programs.empty(params, error)

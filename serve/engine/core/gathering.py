@@ -1,0 +1,200 @@
+"""When prompts that wait get the free seats: at once, or later, with others whose prefill they share.
+
+Requests end one by one, and so do seats become free: a prompt that is seated at once is computed nearly
+alone, in a shape that was made for more. Where nobody waits for its first token a seat may stay empty for
+some steps, as long as what that wastes of them is less than what the shared prefill saves.
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ...options.checks import round_up
+from ...runtime.compiled.shapes import Shape, row_tokens, smallest
+from ...runtime.equal_bits.classes import Classes
+from .request import Request
+
+STEPS = 32  # over which the rate of seats that become free is averaged
+Seconds = Callable[[Shape], float | None]  # that a shape takes, None where it has never run
+
+
+class Outlook(NamedTuple):
+    """What a choice is made from. `together[n - 1]` are the seconds of one prefill of the first n prompts in
+    line, `best` those of each in a prefill that is full; `free` seats, and how many more a step; `seat` is
+    the seconds of a step that one empty seat wastes."""
+
+    together: Sequence[float]
+    best: Sequence[float]
+    free: int
+    rate: float
+    seat: float
+
+    def empty(self, n: int) -> float:
+        """Seconds that are wasted until n seats are free."""
+        if self.rate <= 0:
+            return math.inf
+        steps = math.ceil((n - self.free) / self.rate)
+        return self.seat * steps * (self.free + self.rate * (steps - 1) / 2)
+
+
+def choose(look: Outlook) -> int:
+    """How many of the first prompts in line are seated now; 0 is none before there are more seats.
+
+    Two ways to compute the same n prompts are compared: some now and the others later, at their best; or all
+    together, once there are seats for them. The second must pay for the seats that are empty until then.
+    """
+    before = list(itertools.accumulate(look.best, initial=0.0))
+    most = min(look.free, len(look.together))
+
+    def apart(now: int, n: int) -> float:
+        return look.together[now - 1] + before[n] - before[now]
+
+    now = min(range(1, most + 1), key=lambda n: (apart(n, most) + (most - n) * look.seat, -n))
+    more = range(look.free + 1, len(look.together) + 1)
+    return 0 if any(look.together[n - 1] + look.empty(n) < apart(now, n) for n in more) else now
+
+
+class Costs:
+    """Seconds of prefill and decode by what is computed, from those of the shapes that have run; of others in
+    proportion to their areas."""
+
+    def __init__(self, classes: Classes, seconds: Seconds):
+        self.classes, self._seconds = classes, seconds
+        self.row = row_tokens(classes.prefill, prompts=2)
+        most = max(s.rows for s in classes.prefill if s.tokens >= self.row)
+        self._shared = [smallest(classes.prefill, n, self.row) for n in range(1, most + 1)]
+        self._alone = [s for s in classes.prefill if s.rows == 1]
+
+    def prefill(self, tokens: Sequence[int]) -> tuple[list[float], list[float]] | None:
+        """`together` and `best` of prompts with so many tokens to compute; None where prompts cannot share
+        a prefill, and where none has run."""
+        shared = [self._of(shape, self.classes.prefill) for shape in self._shared]
+        lone = {shape: self._of(shape, self.classes.prefill) for shape in self._alone}
+        if len(shared) == 1 or shared[0] is None:
+            return None
+        alone = [lone[smallest(self._alone, 1, min(n, self._alone[-1].tokens))] or 0.0 for n in tokens]
+        rows = [-(-n // self.row) for n in tokens]
+        full = min((t or 0.0) / n for n, t in enumerate(shared, 1))
+        best = [min(one, n * full) for one, n in zip(alone, rows, strict=True)]
+        return [*alone[:1], *(rowed(shared, n) for n in list(itertools.accumulate(rows))[1:])], best
+
+    def seat(self, rows: int, steps: int) -> float | None:
+        """Seconds of a row of decode, in the shape that so many rows take; None where no decode has run."""
+        fitting = [s for s in self.classes.decode if s.tokens == steps]
+        if not fitting:
+            return None
+        shape = smallest(fitting, min(rows, max(s.rows for s in fitting)), steps)
+        found = self._of(shape, self.classes.decode)
+        return None if found is None else found / shape.rows
+
+    def _of(self, shape: Shape, among: Iterable[Shape]) -> float | None:
+        own = self._seconds(shape)
+        if own is not None:
+            return own
+        known = [(abs(s.area - shape.area), t / s.area) for s in among if (t := self._seconds(s)) is not None]
+        return min(known)[1] * shape.area if known else None
+
+
+def rowed(shared: Sequence[float | None], rows: int) -> float:
+    """Seconds of so many rows in calls of which `shared` has the seconds by their rows."""
+    full, rest = divmod(rows, len(shared))
+    return full * (shared[-1] or 0.0) + ((shared[rest - 1] or 0.0) if rest else 0.0)
+
+
+class Gathering:
+    """Holds prompts back while it pays, and never one whose time has come: `Request.patience` seconds after
+    its arrival nobody in line is held back any more.
+
+    `classes` gives the shapes as they are at the moment.
+    """
+
+    def __init__(
+        self,
+        classes: Callable[[], Classes],
+        seconds: Seconds,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._classes, self._seconds, self._clock = classes, seconds, clock
+        self._costs: Costs | None = None
+        self._hurried: list[tuple[float, int, Request]] = []  # by the moment until which they may be held
+        self._order = itertools.count()
+        self._rate, self._running = 0.0, 0
+        self._holding, self._since = False, 0.0
+        self.groups, self.prompts, self.steps, self.held = 0, 0, 0, 0.0
+
+    def joined(self, request: Request, waiting: int) -> None:
+        """A request is in line, as one of so many."""
+        if waiting == 1:  # whoever was held back before is gone
+            self._since = 0.0
+        if request.patience < math.inf:
+            entry = request.clock.arrival + request.patience, next(self._order), request
+            heapq.heappush(self._hurried, entry)
+        if len(self._hurried) > 2 * waiting:
+            self._hurried = [entry for entry in self._hurried if is_waiting(entry[2])]
+            heapq.heapify(self._hurried)
+
+    def seats(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
+        """How many of the first in line are seated now, while `decoding` rows take `steps` steps of decode:
+        those prompts have so many tokens to compute, which fit one step."""
+        now = free if self._is_hurried() or not decoding else self._choose(free, decoding, steps, tokens)
+        self._holding = now == 0
+        return now
+
+    def stepped(self, seated: int, running: int) -> None:
+        """A step is on its way, for which so many requests were seated; so many run."""
+        ended = max(0, self._running + seated - running)
+        self._rate += (ended - self._rate) / STEPS
+        self._running = running
+        self._forget_seated()
+        if self._holding:
+            self.steps += 1
+            self._since = self._since or self._clock()
+        elif self._since:
+            self.groups, self.prompts = self.groups + 1, self.prompts + seated
+            self.held += self._clock() - self._since
+            self._since = 0.0
+        self._holding = False
+
+    def report(self) -> dict[str, Any]:
+        """How often prompts were held back and how many then came together, and the seconds and steps that
+        it took."""
+        return {"groups": self.groups, "prompts": self.prompts, "steps": self.steps, "seconds": self.held}
+
+    def _forget_seated(self) -> None:
+        while self._hurried and not is_waiting(self._hurried[0][2]):
+            heapq.heappop(self._hurried)
+
+    def _is_hurried(self) -> bool:
+        self._forget_seated()
+        return bool(self._hurried) and self._hurried[0][0] <= self._clock()
+
+    def _choose(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
+        costs = self._known()
+        prefill, seat = costs.prefill(tokens), costs.seat(decoding, steps)
+        if not tokens or prefill is None or seat is None:
+            return free
+        return choose(Outlook(*prefill, free, self._rate, seat))
+
+    def _known(self) -> Costs:
+        if self._costs is None or self._costs.classes is not self._classes():
+            self._costs = Costs(self._classes(), self._seconds)
+        return self._costs
+
+
+def fitting(tokens: Iterable[int], budget: int, row: int) -> list[int]:
+    """The first prompts, by their tokens, as many as fit a budget in which rows that are not full count as
+    full."""
+    found = []
+    for count in tokens:
+        budget -= round_up(count, row)
+        if budget < 0:
+            break
+        found.append(count)
+    return found
+
+
+def is_waiting(request: Request) -> bool:
+    return request.slot is None and not request.finished

@@ -1,0 +1,224 @@
+"""A request on its way through the engine: one sequence of tokens, its pages, and when it has to stop."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ....checkpoints.adapters.adapter import Adapter
+from ....model.pooling import Pool
+from ....model.weights.adapted import NO_ADAPTER
+from ....sampling.params import NO_TOKEN, SamplingParams
+from ...kv.offload.mover import Ticket
+from ...text.grammar.constraint import Constraint
+from ...text.outputs import Pass, RequestMetrics
+from ...text.tokenizer.stops import Detokenizer
+
+
+@dataclass
+class ScoreLog:
+    """Log-probabilities as the device returned them: one entry a token."""
+
+    logprob: list[float] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+    top_ids: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
+
+    def append(
+        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        self.logprob.append(float(logprob))
+        self.rank.append(int(rank))
+        self.top_ids.append(top_ids)
+        self.top_logprobs.append(top_logprobs)
+
+    def extend(
+        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+    ) -> None:
+        """Those of several tokens, the arrays' first axis."""
+        self.logprob += np.asarray(logprob).tolist()
+        self.rank += np.asarray(rank).tolist()
+        self.top_ids += list(top_ids)
+        self.top_logprobs += list(top_logprobs)
+
+
+def unknown_score(top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """In the place of a token's score: without alternatives."""
+    return np.float32(0), np.int32(0), np.full(max(top, 0), NO_TOKEN), np.zeros(max(top, 0))  # type: ignore
+
+
+@dataclass
+class Clock:
+    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
+    clock, `seen` the latest token's time when a meter last looked. `now` tells the time."""
+
+    arrival: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    seen: float = 0.0
+    finish: float = 0.0
+    now: Callable[[], float] = time.monotonic
+
+
+@dataclass(eq=False)
+class Request:
+    """Host bookkeeping of one sequence. `computed` counts tokens whose keys are in the pages or on their way
+    there."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end: int  # tokens it may have at most, prompt included
+    stop_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    text: Detokenizer | None = None
+    priority: int = 0
+    arrival: int = 0
+    score_from: int = 1  # the prompt's position from which on it is scored, where it is
+    pool: Pool | None = None  # of the prompt, where an embedding is wanted
+    patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
+    source: str | None = None  # address of the engine that computes its prompt, of several
+    constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
+    adapter: Adapter | None = None
+
+    tokens: list[int] = field(default_factory=list)
+    known: int = 0  # generated tokens that were given with it
+    weights: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # from which generated token on, which version
+    computed: int = 0
+    pages: list[list[int]] = field(default_factory=list)  # for each window
+    names: list[bytes] = field(default_factory=list)
+    marks: tuple[int, ...] = ()  # pages behind which states are kept
+    slot: int | None = None
+    place: int = NO_ADAPTER  # of its adapter, while it has a slot
+    ticket: Ticket | None = None  # for pages that come from a tier
+    reach: int = 0  # tokens up to which it can stay in its slot
+    cached: int = 0
+    preemptions: int = 0
+    scores: ScoreLog = field(default_factory=ScoreLog)
+    prompt_scores: ScoreLog = field(default_factory=ScoreLog)  # of its tokens from `score_from` on
+    passes: list[Pass] = field(default_factory=list)  # kept with speculation only
+    clock: Clock = field(default_factory=Clock)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in every queue: lower priority values first, then first come, first served."""
+        return self.priority, self.arrival
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are computed, and none is found in the cache."""
+        return self.pool is not None and self.pool.is_whole
+
+    @property
+    def salt(self) -> bytes:
+        """What the names of its pages have in them besides their tokens: its adapter's content."""
+        return b"" if self.adapter is None else self.adapter.digest
+
+    @property
+    def scored(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def unscored(self) -> int:
+        """The first position of a scored prompt whose score is not here yet."""
+        return self.score_from + len(self.prompt_scores.logprob)
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def in_turn(self, steps: int) -> int:
+        """How many of so many steps of decode one dispatch may take: a grammar reads each sampled token
+        before the next is sampled."""
+        return steps if self.constraint is None else min(steps, max(1, len(self.tokens) - self.computed))
+
+    def obey(self) -> None:
+        """Let the grammar read what is new; a request that it cannot bring to an end is aborted."""
+        if self.constraint is not None and not self.finished:
+            self.constraint.follow(self.tokens)
+            if self.constraint.failure is not None:
+                self.finish("abort", f"structured_outputs: {self.constraint.failure}")
+
+    def append(self, token: int) -> None:
+        """Take one sampled token, and finish if it or the text so far says so."""
+        self.tokens.append(token)
+        self.clock.last_token = self.clock.now()
+        self.clock.first_token = self.clock.first_token or self.clock.last_token
+        self._stop_at(token)
+        if not self.finished and len(self.tokens) >= self.end:
+            self.finish("length")
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Take tokens that another engine has sampled, whose scores are not known here. Raises ValueError for
+        tokens behind the request's end."""
+        for token in tokens:
+            if self.finished:
+                raise ValueError(
+                    f"{len(tokens)} tokens are known, but the request ends after {self.generated}"
+                )
+            self.append(token)
+            if self.params.logprobs is not None:
+                self.scores.append(*unknown_score(self.params.logprobs))
+        self.known, self.clock = self.generated, Clock()
+
+    def made_by(self, version: int) -> None:
+        """Tokens are of this version of the weights from now on; before the first one so is all else."""
+        if self.weights and self.weights[-1][0] == self.generated:
+            self.weights.pop()
+        self.weights.append((self.generated, version))
+        if self.generated == self.known:
+            self.prompt_scores = ScoreLog()
+
+    def _stop_at(self, token: int) -> None:
+        below_min = self.generated <= self.params.min_tokens
+        is_stop = token in self.stop_ids
+        if self.text is not None and (not is_stop or self.params.include_stop_str_in_output):
+            self.text.push([token], below_min=int(below_min))
+            if self.text.stop_hit is not None:
+                self.finish("stop", self.text.stop_hit)
+        if is_stop and not self.finished:
+            self.finish("stop", None if token in self.eos_ids else token)
+
+    def finish(self, reason: str, stop: int | str | None = None) -> None:
+        assert not self.finished, f"request {self.id} finishes twice"
+        self.finish_reason, self.stop_reason = reason, stop
+        if len(self.weights) > 1 and self.weights[-1][0] == self.generated:  # which have made none
+            self.weights.pop()
+        self.clock.finish = self.clock.now()
+        if self.text is not None:
+            self.text.finish()
+
+    def metrics(self) -> RequestMetrics:
+        c, generated = self.clock, self.generated
+        admitted, first, finish = c.admitted or c.finish, c.first_token or c.finish, c.finish
+        return RequestMetrics(
+            arrival=c.arrival,
+            queued=admitted - c.arrival,
+            ttft=first - c.arrival,
+            tpot=(finish - first) / (generated - 1) if generated > 1 else 0.0,
+            e2e=finish - c.arrival,
+            preemptions=self.preemptions,
+            num_generation_tokens=generated,
+            arrival_time=c.wall,
+            last_token_ts=c.last_token,
+        )

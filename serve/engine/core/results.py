@@ -1,0 +1,122 @@
+"""What dispatched steps bring: rows of sampled tokens and scores, for the requests that they belong to."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....sampling.params import NO_TOKEN
+from ...runtime.compiled.promise import Undrawn, arrived
+from ...runtime.compiled.shapes import Shape
+from ...text.outputs import Pass
+from ..metrics.meter import Meter
+from .guessing import Taken
+from .plan import Work
+from .request import Request
+from .scores import PageScores, score_fields, take_prompt_scores
+
+
+class Ran(NamedTuple):
+    """A dispatched step: its shape, the work of its rows by their numbers, and its results, which may still
+    be on their way."""
+
+    shape: Shape
+    rows: Mapping[int, Work]
+    output: Any  # Output
+
+
+class Flights:
+    """Dispatched steps that have not been taken in, of each the calls; `group_of` a request's seat says whose
+    rows are whose."""
+
+    def __init__(self, group_of: Callable[[Request], int | None]):
+        self._group_of = group_of
+        self._steps: deque[list[Ran]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def are_awaited(self, may_defer: bool) -> bool:
+        """Whether the next step of their rows follows from what they bring: one of them verifies guesses, or
+        samples under a grammar where no draw may be deferred."""
+        verify = any(ran.shape.phase == "verify" for ran in self.calls)
+        return verify or not may_defer and any(work.is_constrained for work in self.rows)
+
+    @property
+    def calls(self) -> Iterator[Ran]:
+        return (ran for step in self._steps for ran in step)
+
+    @property
+    def rows(self) -> Iterator[Work]:
+        return (work for ran in self.calls for work in ran.rows.values())
+
+    @property
+    def undrawn(self) -> Iterator[tuple[Undrawn, Iterable[Work]]]:
+        """Calls whose tokens are to be drawn, and their rows."""
+        outputs = ((ran.output, ran.rows.values()) for ran in self.calls)
+        return ((out, works) for out, works in outputs if isinstance(out, Undrawn) and out.output is None)
+
+    def add(self, step: list[Ran]) -> None:
+        if step:
+            self._steps.append(step)
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def oldest(self) -> list[Ran]:
+        return self._steps.popleft()
+
+    def beyond(self, most: int) -> Iterator[list[Ran]]:
+        """The oldest, until there are no more than `most`."""
+        while len(self._steps) > max(most, 0):
+            yield self.oldest()
+
+    def until(self, group: int | None) -> Iterator[list[Ran]]:
+        """Those up to the last with rows of a group, or of a request without a seat; all where it is None."""
+        while self._steps and (group is None or self._has(group)):
+            yield self.oldest()
+
+    def _has(self, group: int) -> bool:
+        return any(self._group_of(work.request) in (None, group) for work in self.rows)
+
+
+def take_all(step: list[Ran], kept: PageScores, meter: Meter) -> list[Taken]:
+    """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
+    of what all have brought."""
+    taken = []
+    for ran in step:
+        ran = ran._replace(output=arrived(ran.output))
+        tokens = np.asarray(ran.output.sampled.token).tolist()
+        meter.took()
+        taken += [take(work, ran, row, tokens[row], kept) for row, work in ran.rows.items()]
+    meter.brought(taken)
+    return taken
+
+
+def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) -> Taken:
+    """Append a row's sampled tokens to its request; scores of whole pages are `kept`."""
+    request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
+    if request.finished:  # aborted, or stopped by its text, while this step was on its way
+        return Taken(work, 0, [], prompt)
+    take_prompt_scores(request, ran.output, row, work, kept)
+    if request.pool is not None and ran.output.pooled is not None:
+        request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
+    emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
+    if ran.shape.phase == "verify":
+        request.computed = work.start + max(1, len(emitted))
+    for i in emitted:
+        if request.params.logprobs is not None:
+            request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
+        request.append(tokens[i])
+        if request.finished:
+            break
+    request.obey()
+    return Taken(work, len(emitted), request.tokens[known:], prompt)
+
+
+def note_passes(taken: list[Taken]) -> None:
+    """Let requests know what each step verified for them, and gave."""
+    for row in taken:
+        if row.tokens:
+            row.work.request.passes.append(Pass(row.work.guesses, len(row.tokens)))

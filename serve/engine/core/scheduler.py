@@ -1,0 +1,350 @@
+"""Which tokens the next step computes. Plain Python over requests and pages; it never touches the device.
+
+Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et
+al., arXiv 2308.16369).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ....kvcache.dealing import DealtTables, shard_of
+from ....kvcache.names import extend
+from ....kvcache.tables import PageTables, Tables
+from ...kv.offload.tiering import Untiered
+from ...options.checks import round_up
+from ..lora.places import Places
+from .gathering import Gathering, fitting
+from .plan import Guess, Limits, StepPlan, Work
+from .request import Request
+from .scores import PageScores
+
+
+class Scheduler:
+    """First come, first served within a priority. A request holds a slot and its pages from admission to its
+    end.
+
+    Admission takes all pages that a request's known tokens need. When decode needs a page and none is free,
+    the request that is last in line gives up its pages and waits again; the first in line always goes on, so
+    everything finishes. A sequence that grows beyond `boundary` tokens waits again too: all of its keys
+    become others (longrope). `recompute_outputs` says that pages written by prefill and by decode have the
+    same bits; otherwise those that decode writes have other names, and what a preempted request had generated
+    and is not found is fed through decode again, which writes the same bits as the first time. With `tiers`
+    pages are found there too, and a prompt waits in line until they have come.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        tables: PageTables,
+        root: bytes | None,
+        recompute_outputs: bool,
+        boundary: int | None = None,
+        gathering: Gathering | None = None,
+    ):
+        self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
+        self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
+        self.waiting: list[tuple[tuple[int, int], Request]] = []
+        self.running: dict[int, Request] = {}
+        self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
+        self.free_slots = list(range(limits.max_num_seqs))
+        self.scores, self.tiers, self.places = PageScores(self.page_size), Untiered(tables), Places(0)
+        self.group = 0  # of seats, whose turn it is
+        self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
+
+    def add(self, request: Request) -> None:
+        heapq.heappush(self.waiting, (request.rank, request))
+        if self.gathering is not None:
+            self.gathering.joined(request, len(self.waiting))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def decoding(self) -> int:
+        """Requests of the group whose turn it is, whose prompts are computed, or on their way."""
+        return self._decoding[self.group]
+
+    @property
+    def most_flights(self) -> int:
+        """Steps that may be in flight: one of each group that decodes, of all while prompts are read."""
+        groups = self.limits.groups
+        return groups if groups == 1 or self.reading else max(1, len(self._decoding))
+
+    @property
+    def _decoding(self) -> Counter[int]:
+        """Of each group that decodes, how many do."""
+        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.reading)
+
+    def group_of(self, request: Request) -> int | None:
+        """The group of a request's seat: decode of one group is in flight while another's is planned."""
+        return None if request.slot is None else request.slot % self.limits.groups
+
+    def next_turn(self) -> None:
+        """After a group comes the next one that decodes."""
+        if self.limits.groups > 1:
+            self.group = self.limits.turn_after(self.group, self._decoding)
+
+    def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
+        """The next step, with decode of the group whose turn it is, or None where that lacks a page: then the
+        steps in flight must be `settled` before others give way.
+
+        The group's must be settled too where `guess` is given.
+        """
+        seats = self.open_seats()
+        steps = 1 if self.reading or seats else self.limits.decode_steps
+        rows = self._decode(steps, settled)
+        if rows is None:
+            return None
+        seated = self.admit(seats)
+        chunks = list(self.chunks())
+        if guess is not None:
+            rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
+        verify = any(work.guesses for work in rows)
+        return StepPlan(seated, chunks, verify=rows) if verify else StepPlan(seated, chunks, decode=rows)
+
+    def dispatched(self, plan: StepPlan) -> None:
+        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
+        now on.
+
+        How many of its tokens a verified row has computed is known when it is committed.
+        """
+        for work in (*plan.prefill, *plan.decode):
+            work.request.computed = work.start + work.count
+        for work in plan.prefill:
+            if work.request.slot is not None and not self._prompt_left(work.request):
+                self.reading.pop(work.request.slot, None)
+            self.name_pages(work.request, work.start, work.request.computed)
+        if self.gathering is not None:
+            self.gathering.stepped(len(plan.seats), len(self.running))
+
+    def name_pages(self, request: Request, since: int, tokens: int) -> None:
+        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known
+        and computed."""
+        full = tokens // self.page_size
+        if self.root is None or since // self.page_size == full:
+            return
+        names = self._extend_names(request, full)
+        self.tables.name(request.pages, names, since // self.page_size, request.tokens, request.marks)
+
+    def _extend_names(self, request: Request, pages: int) -> Sequence[bytes]:
+        assert self.root is not None
+        start = self.root + request.salt + (b"long" if self._is_long(request) else b"")
+        prompt = None if self.recompute_outputs else len(request.prompt)
+        extend(request.names, request.tokens, pages, self.page_size, start, prompt)
+        return request.names[:pages]
+
+    def _is_long(self, request: Request) -> bool:
+        return self.boundary is not None and len(request.tokens) > self.boundary
+
+    def release(self, request: Request) -> None:
+        """A running request ends or is preempted: its slot and pages are free: steps run in order."""
+        assert request.slot is not None
+        self.tables.release(request.pages, request.end)
+        self.places.release(request.adapter)
+        del self.running[request.slot]
+        self.reading.pop(request.slot, None)
+        heapq.heappush(self.free_slots, request.slot)
+        request.pages, request.names, request.slot, request.computed = [], [], None, 0
+        self._drop_ticket(request)
+
+    def drop_tickets(self) -> None:
+        """Nobody waits for pages any more; those who do will ask again."""
+        for _, request in self.waiting:
+            self._drop_ticket(request)
+
+    def _drop_ticket(self, request: Request) -> None:
+        self.tiers.drop(request.ticket)
+        request.ticket = None
+
+    def abort(self, request: Request) -> None:
+        """Forget a finished request; those that wait leave the queue together when they are half of it:
+        aborting many is cheap."""
+        if request.slot is not None:
+            self.release(request)
+        else:
+            self._drop_ticket(request)
+            self.aborted += 1
+        if 2 * self.aborted > len(self.waiting):
+            self.waiting, self.aborted = [entry for entry in self.waiting if not entry[1].finished], 0
+            heapq.heapify(self.waiting)
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        while self.waiting and self.waiting[0][1].finished:
+            heapq.heappop(self.waiting)
+
+    def forget(self) -> None:
+        """The pages belong to other weights, and so do their scores."""
+        self.tables.forget()
+        self.scores.forget()
+
+    def preempt(self, request: Request) -> None:
+        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
+        name."""
+        self.release(request)
+        request.preemptions += 1
+        self.preemptions += 1
+        self.add(request)
+
+    def _prefill_end(self, request: Request) -> int:
+        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps
+        the bits."""
+        if self.recompute_outputs and len(request.tokens) > len(request.prompt):
+            return max(len(request.prompt), len(request.tokens) - 1)
+        return len(request.prompt)
+
+    def _prompt_left(self, request: Request) -> int:
+        return max(0, self._prefill_end(request) - request.computed)
+
+    def _reach(self, request: Request) -> int:
+        if self.boundary is None or self._is_long(request):
+            return request.end
+        return min(request.end, self.boundary + 1)
+
+    def open_seats(self) -> int:
+        """How many requests may be seated in this step, where there is room for the first in line. None is
+        held back where all have seats, and while prompts are read, whose prefills it can share."""
+        free = 0 if self._room() is None else len(self.free_slots)
+        if not free or self.gathering is None or self.reading or len(self.waiting) <= free:
+            return free
+        return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
+
+    def _in_line(self) -> list[int]:
+        """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
+        budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
+        line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
+        tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
+        return fitting(tokens, budget, row)
+
+    def admit(self, most: int) -> list[Request]:
+        seated = []
+        while len(seated) < most and (found := self._room()) is not None:
+            _, request = heapq.heappop(self.waiting)
+            self._drop_finished()
+            request.marks = self.tables.marks(request.names, found)
+            request.pages = self.tables.admit(found, len(request.tokens), request.end)
+            request.computed = len(found[0]) * self.page_size
+            self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
+            self.scores.take(request)
+            if not request.preemptions:
+                request.cached = request.computed
+            request.place = self.places.take(request.adapter)
+            request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
+            request.reach = self._reach(request)
+            self.running[request.slot] = request
+            if self._prompt_left(request):  # what was preempted may be found whole
+                self.reading[request.slot] = request
+            seated.append(request)
+        return seated
+
+    def _room(self) -> Tables | None:
+        """The pages found for the request that is next in line, in the best shard with room; None: it waits.
+
+        It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
+        each running request; while pages are lent, those of all its tokens beside what running requests may
+        take. It waits for a page of its prompt, or the scores of one, that a running request is about to
+        make, rather than compute the same again; and for pages that come from a tier.
+        """
+        if not (self.waiting and self.free_slots and self.places.fits(self.waiting[0][1].adapter)):
+            return None
+        request, loads = self.waiting[0][1], self.limits.loads(self.running)
+        for found in self._places(request, loads):
+            if self._is_coming(request, found):
+                return None
+            tokens, spare = len(request.tokens), loads[shard_of(found)]
+            if self.tables.is_lending:
+                tokens, spare = request.end, self.growth
+            if self.tables.fits(found, tokens, request.end, spare):
+                return found
+        return None
+
+    def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
+        """The pages found for a request where it may be seated, the best place first."""
+        names = self.usable(request)
+        if isinstance(self.tables, DealtTables):
+            return self.tables.in_order(names, loads, self.limits.shard_seats)
+        found, request.ticket = self.tiers.look(names, request.ticket)
+        return [] if found is None else [found]
+
+    @property
+    def growth(self) -> int:
+        """Pages that running requests may still take."""
+        return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
+
+    def _is_coming(self, request: Request, found: Tables) -> bool:
+        """Whether a request's page, the first that was not found, has yet to be written by a prefill of a
+        running request of the same shard, or to be scored where its scores are wanted too."""
+        page = len(found[0])
+        running, reading = (self.limits.of(shard_of(found), own) for own in (self.running, self.reading))
+        if page >= len(request.names):
+            return False
+        if self.scores.are_wanted(request, page):
+            return any(self.scores.are_coming(request, page, r) for r in running)
+        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in reading)
+
+    def _find(self, request: Request) -> Tables:
+        """Pages of the request's known tokens that are written; at least one token is left to compute."""
+        return self.tiers.find(self.usable(request), request.ticket)
+
+    def usable(self, request: Request) -> Sequence[bytes]:
+        """Names of the pages that a request that waits can use, if they are found."""
+        if self.root is None or request.is_whole:
+            return []
+        full = (len(request.tokens) - 1) // self.page_size
+        return self._extend_names(request, full)[: self.scores.known(request, full)]
+
+    def chunks(self) -> Iterable[Work]:
+        """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
+        count as full."""
+        budget = [self.limits.max_prefill_tokens] * self.limits.shards
+        for request in sorted(self.reading.values(), key=lambda r: r.rank):
+            shard = shard_of(request.pages)
+            new = min(self._prompt_left(request), budget[shard])
+            if new > 0:
+                work = Work(request, request.computed, new)
+                self.tables.advance(request.pages, work.start, work.start + work.count, request.marks)
+                yield work
+                budget[shard] -= round_up(new, self.limits.row)
+
+    def _decode(self, steps: int, settled: bool) -> list[Work] | None:
+        """A row for every request of the group whose prompt is computed; None where one lacks a page and
+        nobody may be preempted yet."""
+        rows = []
+        for request in sorted(self.running.values(), key=lambda r: r.rank):
+            if request.slot in self.reading or self.group_of(request) != self.group:
+                continue
+            count = min(request.in_turn(steps), request.reach - 1 - request.computed)
+            if count <= 0:
+                continue
+            if not self._grow(request, request.computed + count, settled):
+                if not settled:
+                    return None
+                continue
+            self.tables.advance(request.pages, request.computed, request.computed + count)
+            rows.append(Work(request, request.computed, count))
+        return rows
+
+    def _ahead(self, work: Work, guesses: Sequence[int]) -> Work:
+        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
+        way to a guess."""
+        request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
+        while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
+            count -= 1
+        if count <= 0:
+            return work
+        self.tables.advance(request.pages, work.start, work.start + 1 + count)
+        return Work(request, work.start, 1 + count, tuple(guesses[:count]))
+
+    def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
+        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need
+        be."""
+        while not self.tables.grow(request.pages, tokens):
+            if not settled:
+                return False
+            victim = max(self.limits.of(shard_of(request.pages), self.running), key=lambda r: r.rank)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True

@@ -1,0 +1,89 @@
+"""Requests take their seats on the device, with the masks of grammars, and pages beside them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ....kvcache.dealing import DealtTables
+from ....kvcache.tables import PageTables
+from ....sampling.params import knobs_row
+from ....sampling.state import dense_bias, needs_history, words_of
+from ...runtime.compiled.compile import MASKED_AT_ONCE, Arguments, Programs
+from ...runtime.compiled.promise import Undrawn
+from ...runtime.compiled.shapes import Sizes
+from ...runtime.steps.step import Seat
+from .plan import Limits, Work
+from .request import Request
+from .scores import scored_from
+
+
+def seated(programs: Programs, slots: Any, request: Request) -> Any:
+    """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
+    look back on."""
+    assert request.slot is not None
+    prompt_len, slot = len(request.prompt), np.int32(request.slot)
+    knobs = knobs_row(
+        request.params,
+        seed=request.seed,
+        stop_ids=request.stop_ids,
+        prompt_len=prompt_len,
+        bad_words=request.bad_words,
+    )
+    known, end, place = np.int32(len(request.tokens)), np.int32(request.reach), np.int32(request.place)
+    new = Seat(known, end, scored_from(request), knobs, place)
+    slots = programs.seat(slots, slot, new)
+    if not needs_history(request.params):
+        return slots
+    tokens = np.zeros(programs.sizes.max_model_len, np.int32)
+    tokens[: len(request.tokens)] = request.tokens
+    bias = dense_bias(request.params, programs.config.target.vocab_size, request.bad_words)
+    return programs.load_history(
+        slots, slot, tokens, np.int32(prompt_len), np.int32(len(request.tokens)), bias
+    )
+
+
+def with_masks(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
+    """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
+    one that has to read a token first, or that has given its seat up."""
+    works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
+    for i in range(0, len(works), MASKED_AT_ONCE):
+        slots = programs.load_masks(slots, *masks_of(programs, works[i : i + MASKED_AT_ONCE]))
+    return slots
+
+
+def drawn(
+    programs: Programs, state: Arguments, undrawn: Iterable[tuple[Undrawn, Iterable[Work]]]
+) -> Arguments:
+    """The state behind draws that were deferred until grammars had read the step before."""
+    for output, works in undrawn:
+        assert not any(work.is_awaiting and work.request.slot is not None for work in works)
+        slots = with_masks(programs, state.slots, works)
+        state = replace(state, slots=output.draw(state.params, slots))
+    return state
+
+
+def masks_of(programs: Programs, works: Sequence[Work]) -> tuple[np.ndarray, ...]:
+    """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
+    the rows."""
+    shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)
+    seats, first = np.full(shape[0], programs.sizes.seats, np.int32), np.zeros(shape[0], np.int32)
+    masks = np.zeros(shape, np.uint32)
+    for row, work in enumerate(works):
+        assert work.request.slot is not None and work.request.constraint is not None
+        found = work.request.constraint.masks(work.guesses)
+        seats[row], first[row], masks[row, : len(found)] = (
+            work.request.slot,
+            len(work.request.tokens),
+            found[:, : shape[2]],
+        )
+    return seats, first, masks
+
+
+def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: Limits) -> PageTables:
+    """The host's bookkeeping of an engine's pages."""
+    work, in_turn = limits.most_tokens, limits.most_in_turn
+    make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
+    return make() if sizes.shards == 1 else DealtTables(make, sizes.shards)

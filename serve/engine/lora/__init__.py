@@ -1,0 +1,1 @@
+"""LoRA adapters by name, their places on the device, and their loading."""

@@ -1,0 +1,113 @@
+"""The adapters that an engine serves, by name: read from their folders, and kept in the host's memory."""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....checkpoints.adapters.adapter import Adapter, Reader
+from ....checkpoints.families.family import Family
+from ....lora.request import LoRARequest
+from ....model.config import ModelConfig
+from ....refusals import RepeatedKey, shown, unique, unknown
+from ...options.engine import EngineOptions
+
+
+@dataclass
+class Registry:
+    """Adapters that requests may name. Every method may be called from any thread.
+
+    Whoever runs keeps its own adapter: another one under the same name, or none, is for those who come later.
+    """
+
+    reader: Reader
+    _known: dict[str, tuple[LoRARequest, Adapter]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, wanted: LoRARequest | None) -> Adapter | None:
+        """The adapter that a request wants, read where its name has none yet, or another path's. Raises
+        CheckpointError."""
+        if wanted is None:
+            return None
+        known = self._known.get(wanted.lora_name)
+        if known is not None and known[0].lora_path == wanted.lora_path and not wanted.load_inplace:
+            return known[1]
+        return self.load(wanted)
+
+    def load(self, wanted: LoRARequest) -> Adapter:
+        """Read an adapter and serve it under its name from now on. Raises CheckpointError."""
+        adapter = self.reader.read(Path(wanted.lora_path), wanted.lora_name)
+        with self._lock:
+            self._known[wanted.lora_name] = wanted, adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Raises ValueError for a name that is not known."""
+        with self._lock:
+            self.named(name)
+            del self._known[name]
+
+    def named(self, name: str) -> LoRARequest:
+        """What is served under a name. Raises ValueError, with those that are known."""
+        known = self._known.get(name)
+        if known is None:
+            raise ValueError(unknown("adapter", name, self._known) if self._known else f"no adapter {name!r}")
+        return known[0]
+
+    def equal_to(self, digest: str) -> Adapter | None:
+        """One whose terms have a hash, given in hexadecimal digits."""
+        served = (adapter for _, adapter in list(self._known.values()))
+        return next((adapter for adapter in served if adapter.digest.hex() == digest), None)
+
+    def next_id(self) -> int:
+        return 1 + max((request.lora_int_id for request, _ in self._known.values()), default=0)
+
+    @property
+    def requests(self) -> list[LoRARequest]:
+        """Of all that are served, in the order of their loading."""
+        return [request for request, _ in list(self._known.values())]
+
+
+def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dtype: Any) -> Registry | None:
+    """The adapters of an engine's option `lora_modules`, and room for others; None where it serves none.
+    Raises CheckpointError."""
+    if not options.enable_lora:
+        return None
+    registry = Registry(Reader(family, config, dtype, options.max_lora_rank))
+    for request in modules_of(options.lora_modules):
+        registry.load(request)
+    return registry
+
+
+def modules_of(given: Sequence[str] | None) -> list[LoRARequest]:
+    """The adapters of the option `lora_modules`: each NAME=PATH, or a JSON object with name, path and perhaps
+    base_model_name. Raises ValueError for others, and for one name twice."""
+    found: list[LoRARequest] = []
+    for number, text in enumerate(given or (), 1):
+        name, path, base = parsed(text)
+        if any(name == other.lora_name for other in found):
+            raise ValueError(f"lora_modules {shown(text)} is not allowed: {name!r} has a path already")
+        found.append(LoRARequest(name, number, path, base))
+    return found
+
+
+def parsed(text: str) -> tuple[str, str, str | None]:
+    if not text.lstrip().startswith("{"):
+        name, _, path = text.partition("=")
+        if name and path:
+            return name, path, None
+        raise ValueError(f"lora_modules {shown(text)} is not allowed: NAME=PATH, or a JSON object")
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except RepeatedKey as error:
+        raise ValueError(f"lora_modules {shown(text)} is not allowed: {error}") from None
+    except ValueError:
+        found = {}
+    strings = all(isinstance(value, str) for value in found.values() if value is not None)
+    if not {"name", "path"} <= set(found) <= {"name", "path", "base_model_name"} or not strings:
+        raise ValueError(
+            f"lora_modules {shown(text)} is not allowed: an object with name, path and base_model_name"
+        )
+    return found["name"], found["path"], found.get("base_model_name")

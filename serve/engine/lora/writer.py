@@ -1,0 +1,117 @@
+"""Adapters on their way to the device: into their places beside the weights, in place and without a
+compilation."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from ....model.config import ModelConfig
+from ....model.pair import Params, target_of, with_target
+from ....model.sharding import listed, rules_for, sharding
+from ....model.transformer import Decoder
+from ....model.tree import Spec
+from ....model.weights.adapted import AdapterSizes, adaptable, adapted, places_in, stacks_of
+from ...options.engine import EngineOptions
+from .places import Places
+
+
+def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Decoder:
+    """Parameters that are on their device, or ShapeDtypeStructs, with places for adapters beside them.
+
+    The places hold the same random numbers, so that shapes, which are compared before they serve, are
+    compared with adapters too. Raises ValueError for a model without a weight that may have one.
+    """
+    found = adaptable(config)
+    if not found:
+        raise ValueError(
+            "enable_lora is not allowed: the model has no weight that may have an adapter; projections of "
+            "attention over heads and of dense feed-forward layers may"
+        )
+    rng, dtype, own = np.random.default_rng(0), params.embed.dtype, params.embed.sharding
+
+    def where(spec: Spec) -> Any:
+        if not isinstance(own, NamedSharding):
+            return own
+        rules = rules_for(own.mesh)
+        split = {name for axes in rules.values() for name in listed(axes)} <= set(own.mesh.axis_names)
+        return sharding(spec, own.mesh, rules) if split else NamedSharding(own.mesh, PartitionSpec())
+
+    def drawn(spec: Spec, axis: int) -> Any:
+        if isinstance(params.embed, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where(spec))
+        one = spec.scale * rng.standard_normal([*spec.shape[:axis], 1, *spec.shape[axis + 1 :]])
+        alike = np.broadcast_to(one.astype(np.float32), spec.shape).astype(dtype)
+        return jax.device_put(alike, where(spec))
+
+    stacks = {}
+    for path, weight in found.items():
+        a, b = sizes.specs(weight, path)
+        stacks[path] = drawn(a, len(a.shape) - 2), drawn(b, 0)
+    return adapted(params, stacks)
+
+
+def roomy(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decoder:
+    """The same as options say, or the parameters alone."""
+    if not options.enable_lora:
+        return params
+    return with_room(params, config, AdapterSizes(options.max_loras, options.max_lora_rank))
+
+
+def put_at(
+    axis: int, stack: Float[Array, "..."], new: Float[Array, "..."], place: Int[Array, ""]
+) -> Float[Array, "..."]:
+    return jax.lax.dynamic_update_index_in_dim(stack, new, place, axis)
+
+
+class Writer:
+    """Writes adapters into the places of parameters like these, by programs compiled when it is made."""
+
+    def __init__(self, params: Decoder):
+        self.places = Places(places_in(params))
+        self._programs: dict[Any, Any] = {}
+        for stack, axis in (one for pair in stacks_of(params).values() for one in with_axes(pair)):
+            if kind(stack, axis) not in self._programs:
+                self._programs[kind(stack, axis)] = compiled(stack, axis)
+
+    def write(self, params: Params) -> Params:
+        """The parameters with the adapters that are due in their places, whose arrays are consumed."""
+        due = self.places.due()
+        if not due:
+            return params
+        stacks = stacks_of(target_of(params))
+        for place, adapter in due.items():
+            for path, pair in stacks.items():
+                terms = adapter.terms.get(path, (None, None))
+                (a, own), (b, first) = with_axes(pair)
+                stacks[path] = self._put(a, own, terms[0], place), self._put(b, first, terms[1], place)
+        return with_target(params, adapted(target_of(params), stacks))
+
+    def _put(self, stack: jax.Array, axis: int, term: np.ndarray | None, place: int) -> jax.Array:
+        """A stack with a term in a place, which fills it up with zeros."""
+        new = np.zeros((*stack.shape[:axis], *stack.shape[axis + 1 :]), stack.dtype)
+        if term is not None:
+            new[tuple(map(slice, term.shape))] = term
+        return self._programs[kind(stack, axis)](stack, new, np.int32(place))
+
+
+def with_axes(pair: tuple[Any, Any]) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """`a` and `b` of a weight, each with the axis of its places."""
+    a, b = pair
+    return (a, a.ndim - 2), (b, 0)
+
+
+def kind(stack: Any, axis: int) -> Any:
+    return axis, stack.shape, str(stack.dtype), stack.sharding
+
+
+def compiled(stack: Any, axis: int) -> Any:
+    """The program that writes into one place of a stack, which is donated, and stays where it is."""
+    new = jax.ShapeDtypeStruct((*stack.shape[:axis], *stack.shape[axis + 1 :]), stack.dtype)
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+    put = jax.jit(partial(put_at, axis), donate_argnums=0, out_shardings=stack.sharding)
+    return put.lower(stack, new, place).compile()

@@ -1,0 +1,247 @@
+"""What an engine did: counts and times, as a report for people and for machines."""
+
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ....kvcache.tables import PageTables
+from ...runtime.compiled.shapes import PHASES, Shape
+from ...runtime.equal_bits.warmup import THREADS
+from ..core.guessing import Taken
+from ..core.request import Request
+from .distributions import Distributions
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
+
+SPANS = 256  # kept of each shape, the latest
+FRESH = 16  # steps of a shape after which its median is taken anew
+REQUESTS = 10_000  # whose spans are kept: up to this number the percentiles are exact
+
+
+@dataclass
+class Sample:
+    """Numbers for percentiles in bounded memory: all of them up to `size`, then a uniform sample (Vitter's
+    algorithm R)."""
+
+    size: int = REQUESTS
+    count: int = 0
+    kept: list[float] = field(default_factory=list)
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        if len(self.kept) < self.size:
+            self.kept.append(number)
+        elif (place := self.random.randrange(self.count)) < self.size:
+            self.kept[place] = number
+
+    def percentiles(self) -> dict[str, float]:
+        """p50, p90 and p99; empty without any number."""
+        return {f"p{p}": float(np.percentile(self.kept, p)) for p in (50, 90, 99) if self.kept}
+
+
+@dataclass
+class Meter:
+    """Counts since the engine's start, called at each turning point of a step or a request, by a clock that
+    says what time it is `now`; `seconds` are those in steps.
+
+    Its memory is bounded, however many requests there are.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    seconds: float = 0.0
+    computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    padded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    steps: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
+    spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
+    medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
+    flight: deque[tuple[Shape, int, float]] = field(default_factory=deque)  # what is dispatched, and when
+    heard: Callable[[Shape, int, float], None] | None = None  # told of each step's cached tokens and seconds
+    arrived: float = 0.0  # when the last results did
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    beside_compiling: float = 0.0  # of `seconds`
+    ttft: Sample = field(default_factory=Sample)
+    tpot: Sample = field(default_factory=Sample)
+    e2e: Sample = field(default_factory=Sample)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    occupancy: float = 0.0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    distributions: Distributions = field(default_factory=Distributions)
+
+    @contextmanager
+    def working(self, compiling: bool = False) -> Iterator[None]:
+        """Time spent inside counts as seconds of work, beside a compilation or not."""
+        begin = self.now()
+        try:
+            yield
+        finally:
+            span = self.now() - begin
+            self.seconds += span
+            self.beside_compiling += span if compiling else 0.0
+
+    def ran(self, shape: Shape, tokens: int, cached: int, shards: int = 1) -> None:
+        """A step of so many shards is being dispatched, with `tokens` real tokens, whose rows have `cached`
+        tokens in the cache."""
+        name = str(shape)
+        self.computed[shape.phase] += tokens
+        self.padded[shape.phase] += shards * shape.area - tokens
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.cached[name] = self.cached.get(name, 0) + cached
+        self.flight.append((shape, cached, self.now()))
+
+    def took(self) -> None:
+        """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
+        the results before, whichever is later."""
+        (shape, cached, begun), now = self.flight.popleft(), self.now()
+        span = now - max(begun, self.arrived)
+        self.spans.setdefault(str(shape), deque(maxlen=SPANS)).append(span)
+        self.phase_seconds[shape.phase] += span
+        self.arrived = now
+        if self.heard is not None:
+            self.heard(shape, cached, span)
+
+    def seconds_of(self, shape: Shape) -> float:
+        """The median of a shape's last spans."""
+        return statistics.median(self.spans[str(shape)])
+
+    def brought(self, taken: Sequence[Taken]) -> None:
+        """A step's rows are taken in."""
+        self.distributions.step(sum(row.work.count * row.prompt + len(row.tokens) for row in taken))
+        for row in taken:
+            self.generated_tokens += len(row.tokens)
+            if row.tokens:
+                self.distributions.arrival(row.work.request.clock)
+
+    def typical(self, shape: Shape) -> float | None:
+        """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
+        where there is none. Of a decode and its deferred twin that counts which ran more often."""
+        name = max(str(shape), str(shape.deferred), key=lambda name: self.steps.get(name, 0))
+        spans = self.spans.get(name)
+        if not spans:
+            return None
+        turn = self.steps[name] // FRESH
+        if self.medians.get(name, (-1, 0.0))[0] != turn:
+            self.medians[name] = turn, statistics.median(spans)
+        return self.medians[name][1]
+
+    def token_seconds(self) -> float | None:
+        """What a prompt's token has taken on average; None before any."""
+        seconds = self.phase_seconds["prefill"]
+        return seconds / self.computed["prefill"] if seconds else None
+
+    def lost(self) -> None:
+        """Results of the steps in flight will not arrive."""
+        self.flight.clear()
+
+    def planned(self, tables: PageTables) -> None:
+        self.occupancy = max(self.occupancy, tables.occupancy)
+
+    def admitted(self, request: Request) -> None:
+        """Only the first time counts: a preempted request is admitted again."""
+        if not request.clock.admitted:
+            request.clock.admitted = request.clock.now()
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.cached
+
+    def finished(self, request: Request) -> None:
+        metrics = request.metrics()
+        self.distributions.finished(len(request.prompt), metrics)
+        self.ttft.add(metrics.ttft)
+        self.e2e.add(metrics.e2e)
+        if metrics.tpot > 0:
+            self.tpot.add(metrics.tpot)
+        reason = request.finish_reason or "unfinished"
+        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+
+    def report(self) -> dict[str, Any]:
+        """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
+        seconds = max(self.seconds, 1e-9)
+        return {
+            "requests": self.e2e.count,
+            "seconds": self.seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "cached_tokens": self.cached_tokens,
+            "prefill_tokens_per_second": self.computed["prefill"] / seconds,
+            "decode_tokens_per_second": self.generated_tokens / seconds,
+            "ttft": self.ttft.percentiles(),
+            "tpot": self.tpot.percentiles(),
+            "e2e": self.e2e.percentiles(),
+            **paddings([self]),
+            "peak_cache_occupancy": self.occupancy,
+            "prefix_hit_rate": self.cached_tokens / max(self.prompt_tokens, 1),
+            "steps": dict(sorted(self.steps.items())),
+            "step_seconds": {name: statistics.median(spans) for name, spans in sorted(self.spans.items())},
+            "finish_reasons": self.finish_reasons,
+        }
+
+
+def paddings(meters: Sequence[Meter]) -> dict[str, float]:
+    """The share of padding in what all have computed, and in their prefill and decode."""
+
+    def share(*phases: str) -> float:
+        padded = sum(meter.padded[phase] for meter in meters for phase in phases)
+        return padded / max(padded + sum(meter.computed[phase] for meter in meters for phase in phases), 1)
+
+    return {
+        "padding": share(*PHASES),
+        "padding_prefill": share("prefill"),
+        "padding_decode": share("decode", "deferred"),
+    }
+
+
+def report_of(engine: "Engine") -> dict[str, Any]:
+    """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
+    guesses, programs, sizes = engine.speculation, engine.programs, engine.sizes
+    speculation = {} if guesses is None else {"speculation": guesses.report()}
+    products = {} if engine.warmup or engine.products is None else {"products": engine.products}
+    own = {
+        **speculation,
+        **products,
+        "gathering": engine.gathering.report(),
+        "dtype": str(engine.params.embed.dtype),
+        "steps_beside_compiling_seconds": engine.meter.beside_compiling,
+        "serving_since": {str(s): round(t, 3) for s, t in sorted(engine.since.items())},
+        "compilations": engine.compilations.count,
+        "preemptions": engine.scheduler.preemptions,
+        "cache_pages": sizes.shards * sum(sizes.pages),
+        "page_size": sizes.page_size,
+    }
+    return engine.meter.report() | engine.tiers.report() | programs.report() | own
+
+
+class Compilations:
+    """Counts what XLA compiles in this process from now on, by jax's own monitoring events; not what a
+    warm-up compiles, which nobody waits for."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(listener(weakref.ref(self)))
+
+
+def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
+    """A listener that does not keep its counter alive, since jax never lets go of listeners."""
+
+    def heard(event: str, duration: float, **_: Any) -> None:
+        alive = counter()
+        waited = not threading.current_thread().name.startswith(THREADS)
+        if alive is not None and event == Compilations.EVENT and waited:
+            alive.count += 1
+
+    return heard

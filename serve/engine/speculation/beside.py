@@ -1,0 +1,93 @@
+"""What stands beside a model to guess for it: read from its folder, checked against the model, and joined
+with its steps."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ....checkpoints import heads, huggingface
+from ....checkpoints.hub import resolve
+from ....kvcache.placement import everywhere
+from ....model.config import ModelConfig
+from ....model.heads import Head
+from ....model.pair import Pair, PairConfig, Params
+from ....model.recurrent.kinds import STATE
+from ....model.sharding import place_at
+from ....model.transformer import Decoder
+from ...options.speculation import SpeculativeConfig
+from ...runtime.steps.phases import Alone, Phases
+from .chain import ChainPhases
+from .guessers import DraftModel, HeadGuesser
+from .tree import TreePhases
+
+SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
+
+
+def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> None:
+    """Raise ValueError where guesses would need a state of a recurrent layer that nobody keeps."""
+    if not chosen.guesses or STATE not in config.windows:
+        return
+    why = None
+    if config.draft is not None and STATE in config.draft.windows:
+        why = f"a draft model with recurrent layers ({chosen.model!r}): it cannot take guesses back"
+    elif chosen.tree is not None:
+        why = "a tree of guesses: recurrent layers take one chain at a time"
+    elif stages > 1:
+        why = f"recurrent layers in {stages} pipeline stages"
+    if why:
+        raise ValueError(f"speculative_config is not allowed with {why}")
+
+
+class Beside(NamedTuple):
+    """A head's parameters (then there is no config), or a draft model's; neither where the host guesses."""
+
+    params: Decoder | Head | None = None
+    config: ModelConfig | None = None
+
+    @property
+    def is_head(self) -> bool:
+        return self.params is not None and self.config is None
+
+    def join(self, params: Decoder) -> Params:
+        return params if self.params is None else Pair(params, self.params)
+
+    def phases(self, config: PairConfig, chosen: SpeculativeConfig) -> Phases:
+        """What an engine's shapes run."""
+        if self.params is None:
+            return Alone(config.target, chosen.acceptance)
+        draft = config.draft
+        guesser = DraftModel(draft, chosen.acceptance) if draft else HeadGuesser(config.target)
+        if chosen.tree is None:
+            return ChainPhases(config, guesser, chosen.acceptance)
+        return TreePhases(config, guesser, chosen.acceptance, chosen.tree)
+
+
+def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> Beside:
+    """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where
+    it does not fit."""
+    if chosen.model is None:
+        return Beside()
+    folder, where = find(chosen.model), everywhere(params)
+    if chosen.method == "heads" or (chosen.tree is not None and (folder / heads.FILE).exists()):
+        head = heads.load_head(folder, config.hidden_size, params.embed.dtype)
+        return Beside(jax.tree.map(lambda x: place_at(x, where), head))
+    if chosen.tree is not None and not chosen.tree.is_comb:
+        raise ValueError(
+            f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed "
+            "with a draft model: only the first child of a node has children"
+        )
+    draft, own = huggingface.load(folder, params.embed.dtype, where)
+    if draft.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"speculative_config: model {chosen.model!r} has a vocabulary of {draft.vocab_size}, "
+            f"the model that it drafts for one of {config.vocab_size}: they must be equal"
+        )
+    return Beside(own, draft)
+
+
+def find(name: str, **where: Any) -> Path:
+    """A folder, one of those that ship, or a model's on the hub; `where` are options of `hub.resolve`."""
+    if not Path(name).exists() and (SHIPPED / name).is_dir():
+        return SHIPPED / name
+    return resolve(name, **where)

@@ -1,0 +1,74 @@
+"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot
+change a result."""
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol, runtime_checkable
+
+from ....kvcache.pages import ON_DEVICE
+from ...options.speculation import SpeculativeConfig
+from .ngram import NgramDrafter
+from .suffix import SuffixDrafter
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what
+    they are."""
+
+    def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
+        """A request enters with its prompt."""
+        ...
+
+    def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
+        """It generated these tokens."""
+        ...
+
+    def guess(self, request: Hashable, k: int) -> list[int]:
+        """At most k tokens that may follow; none where nothing is known."""
+        ...
+
+    def end(self, request: Hashable) -> None:
+        """It finished or was aborted: what was kept for it goes, and other requests may learn from its
+        output."""
+        ...
+
+
+class NoDrafter:
+    """Never guesses."""
+
+    def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
+
+    def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
+
+    def guess(self, request: Hashable, k: int) -> list[int]:
+        return []
+
+    def end(self, request: Hashable) -> None: ...
+
+
+class DeviceDrafter:
+    """Says that the device will guess: k tokens that only it knows."""
+
+    def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
+
+    def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
+
+    def guess(self, request: Hashable, k: int) -> list[int]:
+        return [ON_DEVICE] * k
+
+    def end(self, request: Hashable) -> None: ...
+
+
+def host_drafter(config: SpeculativeConfig) -> Drafter:
+    """The drafter of a method that guesses on the host; `none` for those that guess on the device."""
+    if config.method == "ngram":
+        assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
+        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        return SuffixDrafter(
+            depth=config.suffix_decoding_max_tree_depth,
+            capacity=config.suffix_decoding_max_cached_tokens,
+            factor=config.suffix_decoding_max_spec_factor,
+            least=config.suffix_decoding_min_token_prob,
+        )
+    return NoDrafter() if config.method == "none" else DeviceDrafter()

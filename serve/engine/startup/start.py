@@ -1,0 +1,262 @@
+"""From parameters at hand to a warm engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from ....kvcache.stages import attending, devices, feeding, is_apart, params_of, stages, stations
+from ....model.config import ModelConfig
+from ....model.pair import PairConfig, Params, target_of
+from ....model.transformer import Decoder
+from ....model.tree import not_finite, paths
+from ....model.weights.compress import in_form
+from ....model.weights.prepared import prepared
+from ...host import progress
+from ...host.devices import memory_limit
+from ...host.memory import keep_freed
+from ...host.store import warn
+from ...kv.offload.opening import Told, check, mover_of
+from ...kv.offload.peer import Peer
+from ...options.checks import round_up
+from ...options.engine import EngineOptions
+from ...runtime.compiled import jaxcache, kept
+from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table
+from ...runtime.compiled.sizing import choose_sizes
+from ...runtime.equal_bits.classes import Classes, choose_classes, record, step_seconds
+from ...runtime.equal_bits.warmup import Aim, Warmup, first_shapes
+from ...runtime.multihost.meeting import group
+from ...runtime.multihost.programs import SharedPrograms
+from ...runtime.pipeline.programs import StagedPrograms
+from ..core.engine import Engine
+from ..core.guessing import Speculation
+from ..core.plan import Limits
+from ..lora.writer import roomy
+from ..speculation.beside import check_states, read_beside
+from ..speculation.controller import Controller
+from ..speculation.drafter import host_drafter
+from .mesh import check_experts, layout_of, spread
+from .stages import with_head
+
+
+def start_engine(
+    config: ModelConfig,
+    params: Decoder,
+    options: EngineOptions,
+    peer: Peer | None = None,
+    told: Told | None = None,
+) -> Engine:
+    """Size, compile and warm up an engine for parameters that are on their device. A `peer` computes prompts
+    for it; who hands over its pages is `told` whose they are. Raises TypeError for other parameters."""
+    if options.has_tiers:
+        check(options)
+    with progress.telling(options.use_tqdm_on_load):
+        engine = warm_engine(config, params, options)
+        if options.has_tiers or peer is not None:
+            engine.attach(mover_of(options, engine.programs, engine.everything, peer, told))
+    jaxcache.seal()
+    return engine
+
+
+def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
+    params = on_devices(params)
+    device = next(iter(params.embed.sharding.addressable_devices))
+    options = options.on(memory_limit(device))
+    options.require_unstored("these are parameters")
+    params = spread(config, params, layout_of(options))
+    params = in_form(params, options.quantization, params.embed.dtype)
+    check_experts(params)
+    params = prepared(params, options.fixed_products)
+    if device.platform == "cpu":
+        keep_freed()
+    count = stations(params)
+    options.check_stages(count)
+    params = roomy(params, config, options)
+    beside = read_beside(options.speculation, config, params)
+    pair, everything = PairConfig(config, beside.config), beside.join(params)
+    check_states(pair, options.speculation, count)
+    sizes = choose_sizes(pair, options, everything, memory_limit(device))
+    sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
+    shapes = table(options, sizes, can_share(pair.layers), device.platform)
+    canonical = Canonical.on(device.platform, options, sizes)
+    phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
+    early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
+    programs = kind_of(everything)(phases, everything, sizes, shapes, early)
+    state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
+    limits = limits_of(options, sizes, shapes, pair.block, count)
+    prefixes, later = options.enable_prefix_caching, deferral(options, programs, everything, canonical)
+    make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later)
+    if set(early) < set(shapes) and not are_known(programs, everything, aim):
+        classes = Classes.of(early, same_bits=not options.reproducible)
+        found = record(programs, everything, canonical) if aim.reproducible else None
+        warmup = Warmup(programs, shapes, classes, aim, partial(late_speculation, options), found)
+        return make(classes, state, warmup=warmup)
+    classes, state = choose_classes(programs, state, canonical, options.reproducible)
+    seconds = None
+    if aim.depths and classes.verify:
+        seconds, state = step_seconds(programs, state, canonical, classes, aim.depths)
+    speculation = speculation_of(options, classes, seconds)
+    programs.begin(state)
+    return make(classes, state, speculation=speculation)
+
+
+def limits_of(
+    options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], block: int, stages: int
+) -> Limits:
+    """What the scheduler of an engine with these shapes may hand out; prefills begin at multiples of
+    `block`."""
+    return Limits(
+        max_num_seqs=sizes.seats,
+        max_prefill_tokens=round_up(options.prefill_tokens, block),
+        row=least_row(shapes),
+        decode_steps=options.decode_steps,
+        guesses=options.guesses,
+        groups=options.micro_batches or min(stages, sizes.max_num_seqs),
+        shards=sizes.shards,
+    )
+
+
+def kind_of(params: Params) -> type[Programs]:
+    """Programs for where parameters lie."""
+    if stations(params) > 1:
+        return StagedPrograms
+    return Programs if target_of(params).embed.is_fully_addressable else SharedPrograms
+
+
+def may_serve_early(options: EngineOptions, params: Params) -> bool:
+    """Whether an engine may serve before all of its programs are there: on one device, without adapters, in
+    whose places programs are compared, and where the threads that lower the others see jax's settings as they
+    are here, and not only in a block of code."""
+    if not options.serve_while_compiling or options.enable_lora or len(devices(params)) > 1:
+        return False
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: jax.config.values).result() == jax.config.values
+
+
+def deferral(
+    options: EngineOptions, programs: Programs, params: Params, canonical: Canonical
+) -> Callable[[Classes], Warmup] | None:
+    """What brings programs that draw once the masks of grammars are there, so that other rows need not wait:
+    where programs may come late, and only decode takes each token."""
+    if options.guesses or options.decode_steps > 1 or not may_serve_early(options, params):
+        return None
+    aim = Aim(canonical, options.reproducible, depths=())
+
+    def later(classes: Classes) -> Warmup:
+        return Warmup(programs, [s.deferred for s in classes.decode], classes, aim, lambda *_: None)
+
+    return later
+
+
+def timed_depths(options: EngineOptions) -> tuple[int, ...]:
+    """The most guesses of a row in steps that are timed, where their number follows from the times: several
+    where a model drafts them in turn."""
+    k, speculation = options.guesses, options.speculation
+    if not k or not speculation.adaptive:
+        return ()
+    in_turn = speculation.model is not None and not options.nodes
+    return tuple(sorted({min(n, k) for n in (1, 3, k)})) if in_turn else (k,)
+
+
+def are_known(programs: Programs, params: Params, aim: Aim) -> bool:
+    """Whether all programs were kept, and their classes with them."""
+    if not programs.loaded or not aim.reproducible:
+        return programs.loaded
+    return kept.read(record(programs, params, aim.canonical), Classes) is not None
+
+
+def speculation_of(
+    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+) -> Speculation | None:
+    """The drafter and, where the number of guesses adapts, the time of every step; None without guesses.
+
+    Raises ValueError where verification cannot keep the reproducibility contract.
+    """
+    if not options.guesses:
+        return None
+    if not classes.verify:
+        raise ValueError(
+            "speculative_config: on this device no verification gives the bits of decode: "
+            "set reproducible=False"
+        )
+    k = min(options.guesses, max(s.tokens for s in classes.verify) - 1)
+    if seconds is not None:  # a step computes as many tokens in each shard
+        seconds = {(size * options.data_parallel_size, n): t for (size, n), t in seconds.items()}
+    controller = None if seconds is None else Controller(seconds, unit=0 if options.nodes else 1)
+    return Speculation(host_drafter(options.speculation), k, controller)
+
+
+def late_speculation(
+    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+) -> Speculation | None:
+    """The same in an engine that serves already, which goes on without guesses where there can be none."""
+    try:
+        return speculation_of(options, classes, seconds)
+    except ValueError as error:
+        warn(str(error))
+        return None
+
+
+def on_devices(params: Decoder) -> Decoder:
+    """The parameters, a pipeline's with a head. Raises TypeError unless each is on a device: others would be
+    copied there in every step.
+
+    Raises ValueError for one that lies on other devices than the embedding, and on several without saying
+    how.
+    """
+    require_arrays(params)
+    if is_apart(params):
+        require_together(attending(params))
+        require_together(feeding(params))
+        return params
+    params = with_head(params)
+    found = stages(params) if params.layers else []
+    for span in found if len(found) > 1 else [range(len(params.layers))]:
+        require_together(params_of(params, span) if len(found) > 1 else params)
+    return params
+
+
+def require_arrays(params: Decoder) -> None:
+    """Raise TypeError for a parameter that is no array."""
+    if not isinstance(params, Decoder) or params.embed is None:
+        raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")
+    for path, leaf in paths(params).items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
+            )
+
+
+def require_finite(params: Decoder) -> None:
+    """Raise ValueError, naming a parameter, where one of this process holds NaN or infinity."""
+    own = {path: leaf for path, leaf in paths(params).items() if leaf.is_fully_addressable}
+    if (path := not_finite(own)) is not None:
+        raise ValueError(f"parameter {path} holds NaN or infinity, expected finite numbers")
+
+
+def require_together(params: Any) -> None:
+    """The same within the parameters of a stage or of a half, or of all of them."""
+    path, first = next(iter(paths(params).items()))
+    expected = first.sharding.device_set
+    for other, leaf in paths(params).items():
+        own, found = leaf.sharding, leaf.sharding.device_set
+        if found != expected:
+            raise ValueError(
+                f"parameter {other} lies on {named(found)}, {path} on {named(expected)}: "
+                "all must lie on the same devices"
+            )
+        if len(found) > 1 and not isinstance(own, NamedSharding):
+            raise ValueError(f"parameter {other} has a {type(own).__name__}, expected a NamedSharding")
+        if not leaf.is_fully_addressable and group() is None:
+            raise ValueError(
+                f"parameter {other} lies on other processes' devices too, expected this one's: set nnodes"
+            )
+
+
+def named(devices: set[Any]) -> str:
+    return " and ".join(sorted(map(str, devices)))

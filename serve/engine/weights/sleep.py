@@ -1,0 +1,101 @@
+"""An engine's sleep: which of the device's memory it has released, and where the parameters are."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ....model.pair import Params, target_of, with_target
+from ...runtime.compiled.compile import Arguments
+from .params import require_own
+
+TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
+
+
+@dataclass
+class Sleep:
+    """`missing` are the tags that an engine has to get back before it steps again.
+
+    `params` are its parameters while they are off the device: arrays on the host, shapes of discarded ones.
+    """
+
+    missing: set[str] = field(default_factory=set)
+    params: Any = None
+    discarded: bool = False
+
+    def check(self) -> None:
+        """Raise RuntimeError unless steps can be taken."""
+        if self.missing:
+            what = " and ".join(sorted(self.missing))
+            remedy = "resume_generation" if what == "scheduling" else "wake_up"
+            raise RuntimeError(f"the engine sleeps, without {what}: call {remedy} first")
+        if self.discarded:
+            raise RuntimeError("sleep(level=2) has discarded the parameters: give others with update_params")
+
+    def pause(self) -> None:
+        self.missing.add("scheduling")
+
+    def begin(self, state: Arguments, like: Arguments, discard: bool) -> Arguments:
+        """Take a state's arrays off the device, the target's parameters nowhere if they are to be discarded;
+        gives their shapes: those of the cache and the slots, which may be promised, are `like` others.
+
+        Raises ValueError in a group of processes.
+        """
+        require_own(state.params, "sleep")
+        params = state.params if self.params is None else self.params
+        if discard:
+            params = with_target(params, shapes_of(target_of(state.params)))
+        self.missing, self.params = set(TAGS), on_host(params)
+        self.discarded = self.discarded or discard
+        return replace(like, params=shapes_of(state.params))
+
+    def end(self, state: Arguments, tags: Iterable[str], empty: Callable[[Params], Arguments]) -> Arguments:
+        """The state with what `tags` name; `empty` makes one that nobody has used."""
+        for tag in self.asked(tags):
+            if tag == "weights":
+                state = replace(state, params=on_device(self.params, state.params))
+            elif tag == "kv_cache":
+                state = empty(state.params)
+            self.woke(tag)
+        return state
+
+    def asked(self, tags: Iterable[str]) -> list[str]:
+        """Those of the tags that are missing. Raises ValueError for one that is none."""
+        tags = {tags} if isinstance(tags, str) else set(tags)
+        if not tags <= set(TAGS):
+            raise ValueError(
+                f"wake_up: tags {sorted(tags)} are not allowed: of {', '.join(TAGS)}, or None for all"
+            )
+        return sorted(self.missing & tags)
+
+    def woke(self, tag: str) -> None:
+        """What a tag names is back; once nothing else is missing, steps are allowed."""
+        if tag == "weights":
+            self.params = None
+        self.missing -= {tag} if self.missing - {tag, "scheduling"} else {tag, "scheduling"}
+
+    def replaced(self, target: Any) -> None:
+        """Other parameters decide on tokens from now on."""
+        self.params = None if self.params is None else with_target(self.params, target)
+        self.discarded = False
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def on_host(params: Any) -> Any:
+    """A copy on the host; shapes stay shapes."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x), params)
+
+
+def on_device(params: Any, shapes: Any) -> Any:
+    """The parameters where their shapes say; those that are shapes themselves stay so."""
+
+    def placed(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+        return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)
+
+    return jax.block_until_ready(jax.tree.map(placed, params, shapes))

@@ -1,0 +1,1 @@
+"""Framed and authenticated messages over TCP."""

@@ -1,0 +1,1 @@
+"""Work that is not served: batch jobs, worker processes, verification of audit logs."""

@@ -1,0 +1,1 @@
+"""Batch jobs: JSON lines in, answers out, a journal that survives kills."""

@@ -1,0 +1,100 @@
+"""Answers of a batch: one line of JSON for each line asked, in its format.
+
+Nothing in an answer depends on when, how fast or beside whom it was computed: no clock (`created` is 0), no
+latencies, and no count of cached tokens, which is 0 where OpenAI's format has one. So a job that was
+interrupted ends with the same bytes as one that was not. Errors are in the answer's body, as OpenAI's servers
+send them, and in `error`, where vLLM has them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from ...text.openai.refusing import RequestError, encodable
+from ...text.openai.replies import Replies, alternatives, usage
+from ...text.openai.tasks import Task
+from ...text.outputs import CompletionOutput, RequestOutput
+from ...text.tokenizer.tokenizer import Tokenizer
+from .lines import INTERNAL, Address
+
+# Characters that end a line for some readers, though not for JSON: inside strings they may be escapes.
+LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in ("\u0085", "\u2028", "\u2029")}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Writes the answers of one job: `salt` (the input's hash) and a line's number name an answer, `model`
+    the model for lines that do not, `parser` the notation of calls."""
+
+    salt: str
+    model: str
+    tokenizer: Tokenizer | None = None
+    parser: str | None = None
+
+    @cached_property
+    def replies(self) -> Replies:
+        return Replies(self.model, self.tokenizer, self.parser)
+
+    def result(self, number: int, task: Task, output: RequestOutput) -> bytes:
+        """The answer to a task that was run."""
+        if task.form == "plain":
+            return encoded(self._plain(number, task, output))
+        body = self.replies.body(self._name("", number), task, output)
+        response = {"status_code": 200, "request_id": self._name("req_", number), "body": body}
+        return encoded(self._envelope(number, task.id, response, None))
+
+    def error(self, number: int, address: Address, error: RequestError) -> bytes:
+        """The answer to a line that cannot be run."""
+        told = {"code": error.code, "message": encodable(str(error))}
+        if not address.openai:
+            name = {} if address.id is None else {"id": address.id}
+            return encoded({**name, "line": number, "error": told})
+        internal = error.code == INTERNAL
+        kind = "server_error" if internal else "invalid_request_error"
+        body = {"error": {**told, "type": kind, "param": None}}
+        response = {
+            "status_code": 500 if internal else 400,
+            "request_id": self._name("req_", number),
+            "body": body,
+        }
+        return encoded(self._envelope(number, address.id, response, {**told, "line": number}))
+
+    def _envelope(self, number: int, custom_id: Any, response: dict, error: dict | None) -> dict[str, Any]:
+        name = self._name("batch_req_", number)
+        return {"id": name, "custom_id": custom_id, "response": response, "error": error}
+
+    def _name(self, prefix: str, number: int) -> str:
+        return prefix + hashlib.sha256(f"{self.salt} {number}".encode()).hexdigest()[:24]
+
+    def _plain(self, number: int, task: Task, output: RequestOutput) -> dict[str, Any]:
+        name = {} if task.id is None else {"id": task.id}
+        choices = [self._plain_choice(o, task) for o in output.outputs]
+        said = choices[0] if len(choices) == 1 else {"choices": choices}
+        prompt = output.prompt_logprobs
+        scores = {} if prompt is None else {"prompt_logprobs": [p and alternatives(p) for p in prompt]}
+        return {**name, "line": number, **without(said, "index"), "usage": usage(output), **scores}
+
+    def _plain_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+        choice = {"index": output.index, "text": output.text, **self.replies.ending(output, task)}
+        if output.logprobs is None:
+            return choice
+        return {
+            **choice,
+            "token_ids": output.token_ids,
+            "logprobs": [alternatives(p) for p in output.logprobs],
+        }
+
+
+def without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k != name}
+
+
+def encoded(record: dict[str, Any]) -> bytes:
+    """Compact JSON without anything that could be taken for the end of the line."""
+    data = msgspec.json.encode(record)
+    for character, escape in LINE_ENDS.items():
+        data = data.replace(character, escape)
+    return data

@@ -1,0 +1,72 @@
+"""What decides a batch's answers beside its input and its own flags: a job with another fingerprint is
+another job."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+from ....checkpoints import orbax
+from ...engine.lora.registry import modules_of
+from ...engine.speculation.beside import find
+from ...host.devices import default_device
+from ...options.engine import EngineOptions
+from ...runtime.provenance import device, settings, versions
+from .source import file_hash
+
+MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
+
+# Options that decide no answer, or are known by more than their values.
+ELSEWHERE = (
+    "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling",
+    "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
+    "kv_transport", "kv_patience", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds",
+    "cluster_key_file",
+)  # fmt: skip
+
+
+def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:
+    """The content of the folders, the engine's flags, the device, versions and settings. Raises OSError."""
+    words = {} if tokenizer is None else {"tokenizer": contents(tokenizer)}
+    flags = {k: str(v) for k, v in asdict(options).items() if k not in ELSEWHERE}
+    return {
+        "model": contents(model),
+        **words,
+        **device(default_device()),
+        **versions(),
+        **settings(),
+        "--dtype": dtype,
+        **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
+        **speculation(options),
+        **adapters(options),
+    }
+
+
+def contents(folder: Path) -> str:
+    """A hash of the files that make a model or a tokenizer. Raises OSError."""
+    files = [f for f in folder.iterdir() if f.suffix in MODEL_FILES]
+    if orbax.is_orbax(folder):
+        files += [f for f in (folder / orbax.PARAMS).rglob("*") if f.is_file()]
+    files.sort()
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(file_hash, files)
+        listed = [f"{f.relative_to(folder)} {found}" for f, found in zip(files, hashes, strict=True)]
+    return sha256(" ".join(listed).encode()).hexdigest()
+
+
+def adapters(options: EngineOptions) -> dict[str, str]:
+    """The content of the adapters that lines may name, by their names."""
+    return {
+        f"adapter {request.lora_name}": contents(Path(request.lora_path))
+        for request in modules_of(options.lora_modules)
+    }
+
+
+def speculation(options: EngineOptions) -> dict[str, str]:
+    """How tokens are guessed, and the content of the draft model's or the heads' folder instead of its
+    name."""
+    given = dict(options.speculative_config or {})
+    folder = given.pop("model", None)
+    flags = {"--speculative-config": json.dumps(given, sort_keys=True, default=str)}
+    return flags if folder is None else {**flags, "draft": contents(find(folder))}

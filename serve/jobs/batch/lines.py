@@ -1,0 +1,135 @@
+"""Lines of a batch: bytes become tasks, or errors that say what is wrong with the line.
+
+Two formats: OpenAI's batch API (`custom_id`, `method`, `url`, `body`) and plain objects with `prompt` or
+`messages`, an optional `id`, and sampling parameters beside them under vLLM's names.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from ...text.openai.reading import object_of
+from ...text.openai.refusing import RequestError, require
+from ...text.openai.tasks import SAMPLING, Form, Task, asking, chat_of, prompt_of, sampling_of, task_of_body
+
+URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+BOM = b"\xef\xbb\xbf"
+INTERNAL = "internal_error"  # the code of what nobody foresaw
+
+ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+PLAIN = frozenset({"id", "model", "prompt", "prompt_token_ids", "messages", "chat_template_kwargs"})
+
+
+@dataclass(frozen=True)
+class RawLine:
+    """A line that is not blank: its number in the file (from 1) and its index among such lines (from 0).
+
+    `text` is None for a line above the limit, of which only `size` and `digest` (64 bits of BLAKE2b) are
+    known.
+    """
+
+    number: int
+    index: int
+    text: bytes | None
+    size: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """To whom a line's answer goes: the format it was asked in, and its id."""
+
+    openai: bool
+    id: str | int | None = None
+
+
+class LineReader:
+    """The first `size` bytes of a file by lines, hashed on the way; memory is bounded by `limit`, whatever a
+    line's length."""
+
+    def __init__(self, file: BinaryIO, size: int, limit: int):
+        self._file, self._left, self._limit = file, size, limit
+        self.sha256 = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[RawLine]:
+        number = index = 0
+        while piece := self._read(self._limit + 1):
+            number += 1
+            text, size, digest = self._line(piece)
+            if number == 1 and text is not None:
+                text = text.removeprefix(BOM)
+            if text is None or text.strip():
+                yield RawLine(number, index, text, size, digest)
+                index += 1
+
+    def _read(self, most: int) -> bytes:
+        piece = self._file.readline(min(most, self._left))
+        self._left -= len(piece)
+        self.sha256.update(piece)
+        return piece
+
+    def _line(self, piece: bytes) -> tuple[bytes | None, int, int]:
+        """A line's text, if it is short enough, its size and its digest; reads on to its end."""
+        text, size = piece.removesuffix(b"\n"), len(piece)
+        digest = hashlib.blake2b(piece, digest_size=8)
+        while not piece.endswith(b"\n") and (piece := self._read(1 << 20)):
+            digest.update(piece)
+            size += len(piece)
+        return text if len(text) <= self._limit else None, size, int.from_bytes(digest.digest(), "big")
+
+
+def decode(line: RawLine, limit: int) -> dict[str, Any]:
+    """A line's JSON object. Raises RequestError."""
+    if line.text is None:
+        raise RequestError("line_too_long", f"the line has {line.size} bytes, at most {limit} are allowed")
+    return object_of(line.text, "line")
+
+
+def address_of(value: dict[str, Any]) -> Address:
+    """To whom to answer, if only that anything is wrong."""
+    openai = not ENVELOPE.isdisjoint(value)
+    name = value.get("custom_id" if openai else "id")
+    return Address(openai, name if type(name) in (str, int) else None)
+
+
+def task_of(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
+    """What a line asks for. `defaults` are sampling parameters of lines that do not give them, `seed` theirs
+    likewise.
+
+    Raises RequestError naming the field, its value and what is allowed.
+    """
+    if address_of(value).openai:
+        return _openai(value, defaults, seed)
+    return _plain(value, defaults, seed)
+
+
+def _plain(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
+    name = value.get("id")
+    require(name is None or type(name) in (str, int), "id", name, "a string or an integer")
+    asked = [k for k in ("prompt", "prompt_token_ids", "messages") if value.get(k) is not None]
+    if len(asked) != 1:
+        given = " and ".join(asked) or "none"
+        raise RequestError(
+            "invalid_line", f"a line needs one of prompt, prompt_token_ids and messages; it has {given}"
+        )
+    params, model = sampling_of(asking(value, SAMPLING, PLAIN), defaults, seed), value.get("model")
+    require(model is None or isinstance(model, str), "model", model, "a string")
+    if asked == ["messages"]:
+        return replace(chat_of("plain", name, params, value), model=model)
+    require("chat_template_kwargs" not in value, "chat_template_kwargs", {}, "only beside messages")
+    prompt = value[asked[0]]
+    ids = asked[0] == "prompt_token_ids"
+    require(not (ids and isinstance(prompt, str)), "prompt_token_ids", prompt, "a list of token ids")
+    return Task("plain", name, params, prompt=prompt_of(asked[0], prompt), model=model)
+
+
+def _openai(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
+    for name in sorted(value.keys() - ENVELOPE):
+        raise RequestError("invalid_request", f"{name[:60]} is unknown beside {', '.join(sorted(ENVELOPE))}")
+    for name in ("custom_id", "method", "url"):
+        require(isinstance(value.get(name), str), name, value.get(name), "a string")
+    require(value["method"] == "POST", "method", value["method"], '"POST"')
+    require(value["url"] in URLS, "url", value["url"], " or ".join(URLS))
+    require(isinstance(value.get("body"), dict), "body", value.get("body"), "an object")
+    return task_of_body(URLS[value["url"]], value["custom_id"], value["body"], defaults, seed)

@@ -1,0 +1,1 @@
+"""`duetto verify`: runs an audit log's requests again and compares bits."""

@@ -1,0 +1,154 @@
+"""What an audit log claims: of every request its tokens, its scores, and what made them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...llm.audit.chain import START, Line, read
+from ...llm.audit.facts import NEEDED
+
+
+class Named(msgspec.Struct, frozen=True):
+    """An adapter's name, and the hash of its terms."""
+
+    name: str
+    digest: str
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A request's line (`audit.entry` says what its fields are)."""
+
+    id: str
+    index: int
+    prompt: list[int]
+    tokens: list[int]
+    known: int
+    params: dict[str, Any]
+    seed: int
+    end: int
+    stop_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+    score_from: int
+    weights: list[tuple[int, int]]
+    finish_reason: str
+    stop_reason: int | str | None
+    scores: dict[str, list[Any]] | None
+    prompt_scores: dict[str, list[Any]] | None
+    adapter: Named | None = None
+
+    def impossible(self) -> Iterator[str]:
+        """What no engine of any model can have written."""
+        if not 0 < len(self.prompt) < self.end or not 0 <= self.score_from <= len(self.prompt):
+            yield f"lengths: {len(self.prompt)} prompt tokens of {self.end}, scored from {self.score_from} on"
+        if not 0 <= self.known <= len(self.tokens) <= self.end - len(self.prompt):
+            yield f"lengths: {len(self.tokens)} tokens after {len(self.prompt)} of {self.end}"
+        if not self.tokens and self.finish_reason != "abort":
+            yield f"no tokens before {self.finish_reason!r}"
+        if not 0 <= self.seed < 1 << 32:
+            yield f"seed {self.seed}, which is not of 32 bits"
+        starts = [first for first, _ in self.weights]
+        is_ascending = starts == sorted(set(starts)) and max(starts, default=0) <= len(self.tokens)
+        if not is_ascending or (starts[:1] != [self.known] and self.known < len(self.tokens)):
+            yield f"weights from tokens {starts} on, of tokens {self.known} to {len(self.tokens)}"
+
+
+class Start(msgspec.Struct):
+    """The line of a process's start; `versions` are the hashes of its weights, those that came later too."""
+
+    model: str | None
+    options: dict[str, Any]
+    facts: dict[str, str]
+    tokenizer: str | None
+    outside_contract: list[str]
+    weights: str | None
+    versions: dict[int, str | None] = {}
+
+    def __post_init__(self):
+        self.versions = {0: self.weights}
+        if others := sorted(self.options.keys() - set(NEEDED)):
+            raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(NEEDED)}")
+
+
+class Span(NamedTuple):
+    """Generated tokens [first, end) of a request, made by one version of the weights."""
+
+    first: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A request's line by its number, and the start that it refers to, if that is in the log."""
+
+    line: int
+    entry: Entry
+    start: Start | None
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its tokens by who made them, without those that were given."""
+        made, count = self.entry.weights, len(self.entry.tokens)
+        ends = [*(first for first, _ in made[1:]), count]
+        return [Span(a, end, version) for (a, version), end in zip(made, ends, strict=False) if a < end]
+
+
+@dataclass
+class Claims:
+    """All of a log; `broken` are lines by their numbers and what is wrong with them, `cut_off` those that a
+    killed process has left, `head` is the last line's hash."""
+
+    requests: list[Claim] = field(default_factory=list)
+    broken: dict[int, str] = field(default_factory=dict)
+    cut_off: list[int] = field(default_factory=list)
+    starts: dict[str, Start] = field(default_factory=dict)
+    hashes: set[str] = field(default_factory=set)
+    head: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> "Claims":
+        """Raises OSError, and ValueError for a file that has no line of a log."""
+        found = cls()
+        for line in read(path):
+            found._take(line)
+        if not found.starts and not found.requests and not found.broken:
+            raise ValueError(f"{path} is no audit log: it has no start of an engine")
+        return found
+
+    def _take(self, line: Line) -> None:
+        if not line.record:
+            self.cut_off.append(line.number)
+            return
+        self.head = line.hash
+        self.hashes.add(line.hash)
+        if line.wrong:
+            self.broken[line.number] = line.wrong
+        try:
+            self._note(line)
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            self.broken.setdefault(line.number, f"it is no line of a log: {error}")
+
+    def _note(self, line: Line) -> None:
+        record: Mapping[str, Any] = line.record
+        if record["kind"] == START:
+            self.starts[line.hash] = msgspec.convert(record, Start)
+        elif record["kind"] == "weights":
+            self.starts[record["start"]].versions[record["version"]] = record["weights"]
+        elif record["kind"] == "request":
+            entry = msgspec.convert(record, Entry)
+            self.requests.append(Claim(line.number, entry, self.starts.get(record["start"])))
+        else:
+            raise KeyError(f"kind {record['kind']!r}")
+
+    @property
+    def last_start(self) -> Start | None:
+        """The latest, whose options an engine can be started with."""
+        return next(reversed(self.starts.values()), None)
+
+    def unread(self) -> Iterator[str]:
+        """What is wrong with the log itself."""
+        yield from (f"line {number}: {wrong}" for number, wrong in self.broken.items())

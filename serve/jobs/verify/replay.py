@@ -1,0 +1,179 @@
+"""Requests of a log run again in another order and other company: neighbours decide nothing, so bits must be
+the same."""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from ....checkpoints.adapters.adapter import Adapter
+from ....sampling.params import SamplingParams, knobs_row
+from ....sampling.state import check_choice
+from ...engine.core.request import Request
+from ...llm.audit.facts import facts_of, weights_hash, words_hash
+from ...llm.llm import LLM
+from ...llm.ticket import Ticket
+from .claims import Claim, Claims, Entry, Span
+from .compare import difference, is_last
+from .verdict import Proof, Verdict
+
+TOGETHER = 512  # requests that are run at the same time
+SEED = 20240817  # of the order in which they are
+
+
+class Job(NamedTuple):
+    """A span of a claim, to be made again."""
+
+    claim: Claim
+    span: Span
+
+
+class Prover:
+    """Says of claims what can be proved with an engine: those of its facts and its weights."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.facts = facts_of(llm.engine, llm.options)
+        self.weights, self.words = weights_hash(llm.engine.params), words_hash(llm.tokenizer)
+
+    def prove(
+        self,
+        claims: Claims,
+        sample: int | None = None,
+        anyway: bool = False,
+        told: Callable[[int], None] = lambda n: None,
+    ) -> Proof:
+        """A verdict on each request, or on a random `sample` of them; `anyway` tries those too that other
+        facts have made. `told` hears how many more are done."""
+        chosen = claims.requests
+        if sample is not None and sample < len(chosen):
+            picked = set(random.SystemRandom().sample(range(len(chosen)), sample))
+            chosen = [claim for i, claim in enumerate(chosen) if i in picked]
+        verdicts = {claim.line: self._before(claim, anyway) for claim in chosen}
+        jobs = [Job(c, s) for c in chosen if not (v := verdicts[c.line]).differences for s in v.spans]
+        random.Random(SEED).shuffle(jobs)
+        for i in range(0, len(jobs), TOGETHER):
+            found = self._run(jobs[i : i + TOGETHER])
+            for line, wrongs in found.items():
+                verdicts[line].differences.extend(wrongs)
+            told(len(found))
+        return Proof(list(verdicts.values()), claims)
+
+    def _before(self, claim: Claim, anyway: bool) -> Verdict:
+        """What is known of a claim before anything is run, and which of its spans are to be."""
+        foreign = self._foreign(claim)
+        reasons = list(self._against(claim)) + ([foreign] if foreign and not anyway else [])
+        spans = [] if reasons else self._spans(claim)
+        others = sum(s.end - s.first for s in claim.spans if s not in self._spans(claim))
+        if others:
+            reasons.append(f"{others} of {len(claim.entry.tokens)} tokens were made by other weights")
+        entry = claim.entry
+        verdict = Verdict(claim.line, entry.id, entry.index, reasons, spans, foreign, entry.known)
+        if spans or not claim.spans:
+            verdict.differences.extend(self._impossible(entry))
+        return verdict
+
+    def _against(self, claim: Claim) -> Iterator[str]:
+        """Why nobody can prove a claim."""
+        if claim.start is None:
+            yield "the line of its start is missing"
+            return
+        yield from claim.start.outside_contract
+        named = claim.entry.adapter
+        if named is not None and self._adapter(claim.entry) is None:
+            yield f"adapter {named.name!r} ({named.digest[:8]}) is not here: give it with --lora-modules"
+        if claim.entry.end > (most := self.llm.engine.sizes.max_model_len):
+            yield f"it may have {claim.entry.end} tokens, the engine here has max_model_len {most}"
+        textual = claim.entry.params.get("stop") or claim.entry.params.get("structured_outputs")
+        if textual and claim.start.tokenizer != self.words:
+            yield "the tokenizer, in whose text stop strings and grammars are read, is another"
+
+    def _foreign(self, claim: Claim) -> str:
+        """The facts in which the start of a claim differs from this engine."""
+        if claim.start is None:
+            return ""
+        theirs = claim.start.facts
+        names = [n for n in {**theirs, **self.facts} if theirs.get(n) != self.facts.get(n)]
+        return f"made with other {', '.join(names)}" if names else ""
+
+    def _spans(self, claim: Claim) -> list[Span]:
+        """Those that the weights have made which are here."""
+        made_by = {} if claim.start is None else claim.start.versions
+        return [span for span in claim.spans if made_by.get(span.version) == self.weights]
+
+    def _impossible(self, entry: Entry) -> Iterator[str]:
+        """What no engine can have written."""
+        words = range(self.llm.config.vocab_size)
+        if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in words]:
+            yield f"token id {wrong[0]}, which the vocabulary lacks"
+        yield from entry.impossible()
+
+    def _adapter(self, entry: Entry) -> Adapter | None:
+        """The one whose terms a request had, whatever its name is here."""
+        served = self.llm._intake.adapters
+        return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
+
+    # ------------------------------------------------------------ run again
+
+    def _run(self, jobs: Sequence[Job]) -> dict[int, list[str]]:
+        """What differs, by the lines of claims."""
+        found: dict[int, list[str]] = defaultdict(list)
+        made: list[tuple[Job, Request]] = []
+        for i, job in enumerate(jobs):
+            try:
+                made.append((job, self._request(job, i)))
+            except (ValueError, TypeError) as error:
+                found[job.claim.line].append(f"what was asked: {error}")
+        session = self.llm._session
+        makes = [partial(ticket_of, request) for _, request in made]
+        session.finish(session.tickets_of(makes), lambda done: None)
+        for job, request in made:
+            wrong = difference(job.claim.entry, job.span, request)
+            found[job.claim.line].extend([wrong] if wrong else [])
+        return found
+
+    def _request(self, job: Job, place: int) -> Request:
+        """A span's request: what came before is given, and one that is not the last ends with it."""
+        entry, span = job.claim.entry, job.span
+        params = SamplingParams.from_dict(entry.params)
+        if span.first > entry.known:
+            params = replace(params, prompt_logprobs=None)
+        self._check(params, entry)
+        whole = is_last(entry, span) and entry.finish_reason != "abort"
+        request = Request(
+            id="",
+            prompt=list(entry.prompt),
+            params=params,
+            seed=entry.seed,
+            end=entry.end if whole else len(entry.prompt) + span.end,
+            stop_ids=entry.stop_ids,
+            eos_ids=entry.eos_ids,
+            bad_words=entry.bad_words,
+            text=self.llm._intake.detokenizer(params, entry.prompt),
+            arrival=place,
+            score_from=entry.score_from,
+            patience=math.inf,
+            constraint=self.llm._intake.constraint(params, len(entry.prompt)),
+            adapter=self._adapter(entry),
+        )
+        request.resume(entry.tokens[: span.first])
+        request.obey()
+        if request.finished:
+            raise ValueError(f"it ends after {request.generated} tokens")
+        return request
+
+    def _check(self, params: SamplingParams, entry: Entry) -> None:
+        """Raises ValueError for what no row of the engine can have."""
+        V = self.llm.config.vocab_size
+        params.check_vocabulary(V)
+        stops, words = entry.stop_ids, entry.bad_words
+        knobs_row(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), bad_words=words)
+        check_choice(params, V, stops, words)
+
+
+def ticket_of(request: Request, id: str) -> Ticket:
+    request.id = id
+    return Ticket(id, None, [request])

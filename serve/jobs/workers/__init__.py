@@ -1,0 +1,1 @@
+"""Engines in worker processes (Ray) behind one batch job."""

@@ -1,0 +1,71 @@
+"""An engine in a process of its own, and what it is told and tells."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ....lora.request import LoRARequest
+from ....sampling.params import SamplingParams
+from ...llm.llm import LLM
+from ...llm.weights import realms_of
+from ...text.outputs import RequestOutput
+
+# Seconds of steps after which a worker tells what has ended, if anything has, and in any case.
+ENOUGH, MOST = 0.05, 1.0
+
+
+class Asked(NamedTuple):
+    """A request as a worker is given it."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    lora_request: LoRARequest | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is to be known of a worker's engine before it is given requests."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    products: str | None
+    process: int = 0  # its number, where it runs
+    realm: str = ""  # of its answers
+
+
+class Gone(Exception):
+    """A worker's process has been lost."""
+
+
+class Worker:
+    """An engine that is told in a process of its own what to run, and asked what came of it."""
+
+    def __init__(self, **arguments: Any):
+        self._llm = LLM(**arguments)
+
+    def facts(self) -> Facts:
+        llm = self._llm
+        ends, products = llm._intake.eos_ids, self.report()["products"]
+        longest, realm = llm.engine.sizes.max_model_len, realms_of(llm).name
+        return Facts(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
+
+    def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
+        """Begin some requests, and go on with all; what has ended."""
+        for id, prompt, params, adapter in new:
+            self._llm.add_request(prompt, params, id, lora_request=adapter)
+        begin, ended = time.monotonic(), []
+        while self._llm.has_unfinished_requests():
+            ended += self._llm.step()
+            if time.monotonic() - begin > (ENOUGH if ended else MOST):
+                break
+        return ended
+
+    def report(self, explained: bool = False) -> dict[str, Any]:
+        """That of the engine. On a host, where compilers choose nothing, the dtype that was chosen there
+        stands for its products."""
+        found = self._llm.report(explained)
+        return found | {"products": found.get("products") or found["dtype"]}

@@ -1,0 +1,1 @@
+"""KV cache beyond one pool: offload, disaggregated prefill, cache events, prefix routing."""

@@ -1,0 +1,137 @@
+"""The tier of pages that another engine computes for this one."""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..offload.peer import Ask, Peer
+from ..offload.tier import Content, Counts, Key, window_of
+from .source import Source
+
+MOST_KEYS = 1 << 16  # of pages that are remembered to be there
+
+
+class PeerTier(Peer):
+    """Pages of prompts that a source computes. It takes none, and has those that the source has told of.
+
+    Prompts are asked for as long as their pages have room at the source until they are fetched, the others
+    wait here. The first in line waits for `patience` seconds. Where that was not enough nobody waits, and
+    nothing is asked, until the source has answered something: prompts are computed here.
+    """
+
+    def __init__(self, source: Source, patience: float):
+        self.source, self.patience, self.counts = source, patience, Counts()
+        self.page_bytes: Sequence[int] = ()
+        self.asked = self.answered = self.late = self.nbytes = 0
+        self._is_silent = False
+        self._line: deque[Ask] = deque()  # asks that are still to be sent
+        self._known: OrderedDict[Key, None] = OrderedDict()
+        self._lock = threading.RLock()  # a source may answer at once
+
+    # ------------------------------------------------------------ prompts
+
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+        """There is one source, whichever is wanted."""
+        with self._lock:
+            if self._is_silent or not self.source.is_here:
+                return None
+            ask = Ask(list(prompt), pages)
+            self._line.append(ask)
+            self._send()
+            return ask
+
+    def awaits(self, ask: Ask) -> bool:
+        with self._lock:
+            if ask.done.is_set() or self._is_silent or ask.released:
+                return False
+            if ask.number is None:  # it has gone before others in line
+                self._line.remove(ask)
+                self._begin(ask)
+            now = time.monotonic()
+            ask.until = now + self.patience if ask.until is None else ask.until
+            if now < ask.until or ask.done.is_set():
+                return not ask.done.is_set()
+            self._is_silent = True
+            self.late += 1
+            return False
+
+    def release(self, ask: Ask) -> None:
+        with self._lock:
+            if ask.released:
+                return
+            ask.released = True
+            if ask.number is None:
+                self._line.remove(ask)
+            else:
+                self.nbytes -= self._size(ask)
+                is_late = ask.until is not None and time.monotonic() > ask.until
+                if (
+                    not ask.done.is_set() and not is_late
+                ):  # of a late one the answer says that the source lives
+                    self.source.leave(ask.number)
+            self._send()
+
+    def _send(self) -> None:
+        while self._line and (not self.nbytes or self.nbytes + self._size(self._line[0]) <= self.source.room):
+            self._begin(self._line.popleft())
+
+    def _begin(self, ask: Ask) -> None:
+        self.nbytes += self._size(ask)
+        self.asked += 1
+        ask.number = self.source.begin(ask.prompt, partial(self._ready, ask))
+
+    def _size(self, ask: Ask) -> int:
+        return ask.pages * sum(self.page_bytes)
+
+    def _ready(self, ask: Ask, keys: Sequence[Key]) -> None:
+        with self._lock:
+            self._is_silent = False
+            self.answered += bool(keys)
+            for key in keys:
+                self._known[key] = None
+                self._known.move_to_end(key)
+            while len(self._known) > MOST_KEYS:
+                self._known.popitem(last=False)
+            ask.done.set()
+
+    # ------------------------------------------------------------ pages
+
+    def has(self, key: Key) -> bool:
+        return key in self._known
+
+    def fetch(self, key: Key) -> Content | None:
+        with self.counts.fetching():
+            content = self.source.fetch(key)
+        if content is not None and len(content) != self._bytes_of(key):
+            self.counts.damaged += 1
+            content = None
+        if content is None:
+            with self._lock:
+                self._known.pop(key, None)
+        else:
+            self.counts.hit(content)
+        return content
+
+    def _bytes_of(self, key: Key) -> int:
+        window = window_of(key)
+        return self.page_bytes[window] if window < len(self.page_bytes) else 0
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        with self._lock:
+            self._known.clear()
+            self.page_bytes = page_bytes
+        self.source.renew(realm, page_bytes)
+
+    def report(self) -> dict[str, Any]:
+        own = {
+            "is_here": self.source.is_here,
+            "asked": self.asked,
+            "answered": self.answered,
+            "late": self.late,
+        }
+        with self._lock:
+            there = {"pages": len(self._known), "bytes": sum(map(self._bytes_of, self._known))}
+        return own | there | self.counts.report()

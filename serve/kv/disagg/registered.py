@@ -1,0 +1,177 @@
+"""Memory that engines on other hosts read through NIXL (github.com/ai-dynamo/nixl), of the extra `nixl`.
+
+NIXL's own thread would keep a core busy, so there is none: the end that reads asks until its read is done,
+and the end that is read from makes progress for as long as a page is on its way.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ..offload.tier import Content
+from .messages import Region
+
+PAUSE = 2e-5  # seconds between two looks
+
+
+def nixl() -> Any:
+    """Raises ValueError, saying what to install, without its package."""
+    raises = logging.raiseExceptions
+    try:
+        found = import_module("nixl")
+    except ImportError as error:
+        raise ValueError(f"kv_transport nixl is not allowed: {error}; pip install 'duetto[nixl]'") from None
+    logging.raiseExceptions = raises  # the package turns it off for everybody
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # and tells the rest on standard output
+    return found
+
+
+class Lent:
+    """Bytes that are registered."""
+
+    def __init__(self, own: Any, size: int):
+        self.bytes = np.empty(size, np.uint8)
+        self.address = self.bytes.ctypes.data
+        self.registered = own.register_memory([(self.address, size, 0, "")], "DRAM", ["UCX"])
+
+
+class Agent:
+    """This process to NIXL, over UCX: one for all whom it meets.
+
+    Memory is lent, and registered until the process ends: a read that was given up may still touch it.
+    """
+
+    def __init__(self):
+        package = nixl()
+        strict = package.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = package.nixl_agent_config(enable_prog_thread=False, sync_mode=strict)
+        self.own = package.nixl_agent(f"duetto-{secrets.token_hex(8)}", config)
+        if "UCX" not in self.own.backends:
+            raise ValueError("kv_transport nixl is not allowed: its package has no UCX")
+        self._free: dict[int, list[Lent]] = {}
+        self._notes: set[bytes] = set()
+        self._met: Counter[str] = Counter()  # connections to each other agent
+        self._lock = threading.Lock()
+
+    def lend(self, size: int) -> Lent:
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            return free.pop() if free else Lent(self.own, size)
+
+    def take_back(self, lent: Lent) -> None:
+        with self._lock:
+            self._free[lent.bytes.size].append(lent)
+
+    def words(self, lent: Lent) -> bytes:
+        """What another agent has to know to read it."""
+        return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
+
+    def meet(self, words: bytes) -> str:
+        """The name of another agent, which can be read from now on, until all have parted from it."""
+        with self._lock:
+            other = self.own.add_remote_agent(words)
+            self._met[other] += 1
+            return other
+
+    def part(self, other: str) -> None:
+        with self._lock:
+            self._met[other] -= 1
+            if not self._met[other]:
+                del self._met[other]
+                with suppress(Exception):  # it may be gone
+                    self.own.remove_remote_agent(other)
+
+    def has_come(self, note: bytes) -> bool:
+        """Whether a reader has sent this since it was asked for; moves on whatever is on its way."""
+        with self._lock:
+            for notes in self.own.get_new_notifs().values():
+                self._notes.update(notes)
+            found = note in self._notes
+            self._notes.discard(note)
+            return found
+
+
+class Registered:
+    """The owner's end, of so many bytes."""
+
+    def __init__(self, agent: Agent, size: int):
+        self._agent, self._lent, self._closed = agent, agent.lend(size), False
+        self.region = Region(agent.words(self._lent), self._lent.address, secrets.token_bytes(16))
+
+    def write(self, content: Content) -> None:
+        self._lent.bytes[: len(content)] = np.frombuffer(content, np.uint8)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until it is read. Raises TimeoutError where that takes longer, and ConnectionError."""
+        until = time.monotonic() + seconds
+        while not self._closed and not self._has_come():
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(PAUSE)
+
+    def _has_come(self) -> bool:
+        try:
+            return self._agent.has_come(self.region.note)
+        except Exception as error:  # NIXL's own have no name in common
+            raise ConnectionError(f"NIXL: {type(error).__name__}") from error
+
+    def close(self) -> None:
+        self._closed = True
+        self._agent.take_back(self._lent)
+
+
+class Reached:
+    """The other end. Raises what NIXL does where the owner cannot be known."""
+
+    def __init__(self, agent: Agent, region: Region, size: int):
+        self._agent, self._region, self._closed = agent, region, False
+        self._owner = agent.meet(region.agent)
+        self._lent, self._reading = agent.lend(size), threading.Lock()
+
+    def read(self, size: int, until: float) -> Content:
+        """Raises TimeoutError where it is not read by a time of the monotonic clock, and ValueError where it
+        is closed or cannot be read."""
+        with self._reading:
+            if self._closed or size > self._lent.bytes.size:
+                raise ValueError("closed, or too large")
+            try:
+                self._fill(size, until)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                raise ValueError(f"not read: {type(error).__name__}") from error
+            return self._lent.bytes[:size].tobytes()
+
+    def _fill(self, size: int, until: float) -> None:
+        own, region = self._agent.own, self._region
+        here, there = (
+            own.get_xfer_descs([(address, size, 0)], "DRAM")
+            for address in (self._lent.address, region.address)
+        )
+        handle = own.initialize_xfer("READ", here, there, self._owner, region.note, ["UCX"])
+        try:
+            state = own.transfer(handle)
+            while state == "PROC":
+                if self._closed:
+                    raise ConnectionError
+                if time.monotonic() > until:
+                    raise TimeoutError
+                time.sleep(PAUSE)
+                state = own.check_xfer_state(handle)
+            if state != "DONE":
+                raise ConnectionError(state)
+        finally:
+            own.release_xfer_handle(handle)
+
+    def close(self) -> None:
+        self._closed = True
+        with self._reading:
+            self._agent.part(self._owner)
+            self._agent.take_back(self._lent)

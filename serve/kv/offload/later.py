@@ -1,0 +1,88 @@
+"""A tier whose pages are kept by a thread of its own: a disk that is slow delays nobody."""
+
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+from ...host.store import warn
+from .tier import Content, Key, Tier
+
+MOST = 1 << 28  # bytes that wait to be kept
+LINGER = 1.0  # seconds that the thread waits for more
+
+
+class Later:
+    """Another tier, to which pages are passed on one after the other; until then they are found here. Beyond
+    `most_bytes` of them no more are taken, since a page that is nowhere is computed again."""
+
+    def __init__(self, tier: Tier, most_bytes: int = MOST):
+        self.tier, self.most_bytes = tier, most_bytes
+        self.name, self.lasts = tier.name, tier.lasts
+        self.nbytes = self.left_out = 0
+        self._waiting: OrderedDict[Key, Content] = OrderedDict()
+        self._changed = threading.Condition()
+        self._working = False
+
+    @property
+    def keeps(self) -> bool:
+        return self.tier.keeps
+
+    def has(self, key: Key) -> bool:
+        return key in self._waiting or self.tier.has(key)
+
+    def offer(self, key: Key, content: Content) -> None:
+        with self._changed:
+            if self.has(key):
+                return
+            if self.nbytes and self.nbytes + len(content) > self.most_bytes:
+                self.left_out += 1
+                return
+            self._waiting[key] = content
+            self.nbytes += len(content)
+            self._changed.notify_all()
+            if not self._working:
+                threading.Thread(target=self._pass_on, name=f"duetto-{self.name}", daemon=True).start()
+                self._working = True  # a thread that cannot begin is waited for by nobody
+
+    def fetch(self, key: Key) -> Content | None:
+        content = self._waiting.get(key)
+        return self.tier.fetch(key) if content is None else content
+
+    def refresh(self) -> None:
+        self.tier.refresh()
+
+    def settle(self, until: float, most: int = 0) -> int:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._working or self.nbytes <= most, max(0.0, until - time.monotonic())
+            )
+            return len(self._waiting)
+
+    def own(self) -> list[tuple[Key, Content]]:
+        return self.tier.own()
+
+    def report(self) -> dict[str, Any]:
+        return self.tier.report() | {"waiting": len(self._waiting), "left_out": self.left_out}
+
+    def _pass_on(self) -> None:
+        """While something comes; a page leaves once it is where it stays."""
+        while (entry := self._next()) is not None:
+            key, content = entry
+            try:
+                self.tier.offer(key, content)
+            except Exception as error:  # noqa: BLE001 - a page that is not kept is computed again
+                warn(f"pages are not kept: {type(error).__name__}: {error}")
+            with self._changed:
+                del self._waiting[key]
+                self.nbytes -= len(content)
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[Key, Content] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, LINGER)
+            if self._waiting:
+                return next(iter(self._waiting.items()))
+            self._working = False
+            self._changed.notify_all()
+            return None

@@ -1,0 +1,85 @@
+"""The tiers that an engine's options ask for."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ...host.store import cache_home
+from ...options.checks import GIB
+from ...options.engine import EngineOptions
+from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.sizing import host_memory
+from ...runtime.compiled.transfers import Transfers
+from .disk import DiskTier, place_at
+from .host import HostTier
+from .later import Later
+from .mover import Mover
+from .peer import Peer
+from .realm import realm
+from .tier import Chain, Tier
+
+Told = Callable[[bytes | None, Sequence[int]], None]  # of a realm, and the bytes of a page of each window
+
+
+def check(options: EngineOptions) -> None:
+    """Raise ValueError for more memory than the host has, and for a folder that cannot be used."""
+    if options.host_space * GIB > host_memory():
+        raise ValueError(
+            f"swap_space {options.host_space:g} GiB is more than the host's memory, "
+            f"{host_memory() / GIB:.1f} GiB: lower it"
+        )
+    if options.kv_disk_space:
+        place_at(folder(options), "kv_disk_path")
+
+
+def folder(options: EngineOptions) -> Path:
+    """Where pages are kept in files. Raises ValueError where the user has no home for them."""
+    try:
+        return Path(options.kv_disk_path or cache_home("pages")).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"kv_disk_space is not allowed without kv_disk_path: {error}") from error
+
+
+def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> Chain:
+    """The tiers for pages of these parameters, the quickest first; without files while parameters are not
+    there to be named. Raises what `check` does."""
+    tiers: list[Tier] = []
+    if options.host_space:
+        tiers.append(HostTier(int(options.host_space * GIB)))
+    there = are_there(params)
+    if options.kv_disk_space and there:
+        named = realm(programs, params, options)
+        tiers.append(Later(DiskTier(folder(options), named, options.kv_disk_space * GIB)))
+    return Chain(tiers, there)
+
+
+def are_there(params: Any) -> bool:
+    return all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+
+
+def mover_of(
+    options: EngineOptions,
+    programs: Programs,
+    params: Any,
+    peer: Peer | None = None,
+    told: Told | None = None,
+) -> Mover:
+    """A mover at work between the pools of programs and the tiers, a `peer` the last of them. Whoever hands
+    pages over is `told` whose they are, at once and where parameters are replaced."""
+    transfers = Transfers(programs.config, programs.like)
+    hearers = [told, peer.renew if peer else None]
+
+    def reopen(params: Any) -> Chain:
+        chain = tiers_of(options, programs, params)
+        if any(hearers):
+            named = realm(programs, params, options, options.reproducible) if are_there(params) else None
+            for hear in hearers:
+                if hear is not None:
+                    hear(named, transfers.page_bytes)
+        return Chain([*chain.tiers, *([peer] if peer else [])], chain.whole)
+
+    mover = Mover(reopen(params), transfers, reopen, peer)
+    mover.begin()
+    return mover

@@ -1,0 +1,109 @@
+"""The servers behind a router: what each has to do, and which one is the best for a prompt."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...server.router.http import Connection, Target
+from ...server.router.prompts import Prompt
+from .memory import Memory
+
+ROW = 32  # tokens of prefill that a request which generates is reckoned as
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way: its prompt, and of the replica that has it how many tokens of the prompt that has
+    to compute, until its answer has begun. `left` are replicas that could not serve it, `others` those of
+    them whose realm is not the one of the answer so far, `realm`."""
+
+    prompt: Prompt
+    work: int = 0
+    has_begun: bool = False
+    left: set["Replica"] = field(default_factory=set)
+    others: set["Replica"] = field(default_factory=set)
+    realm: str = ""
+
+    def refused_by(self, replica: "Replica") -> None:
+        """A replica has other weights, or other versions, than the answer began with."""
+        self.left.add(replica)
+        self.others.add(replica)
+
+    def begin_anew(self) -> None:
+        """Nothing of its answer is left that a replica would have to go on with."""
+        self.left -= self.others
+        self.others.clear()
+        self.realm = ""
+
+
+class Replica:
+    """A server: whether it is there and takes requests, and those that it has."""
+
+    def __init__(self, target: Target, memory: Memory, row: int = ROW):
+        self.target, self.memory, self._row = target, memory, row
+        self.is_up = self.is_ready = False  # before the first look
+        self.realm = ""  # of its answers, as far as it is known
+        self.jobs: set[Job] = set()
+        self.connections: set[Connection] = set()
+        self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
+        self._work = 0  # of jobs that have not begun
+
+    def __str__(self) -> str:
+        return str(self.target)
+
+    @property
+    def load(self) -> int:
+        """What it has to do, in tokens of prefill."""
+        return self._work + self._row * len(self.jobs)
+
+    def hits(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that it need not compute: at least one is left."""
+        return max(0, min(prompt.page * self.memory.hits(prompt.names), prompt.tokens - 1))
+
+    def cost(self, prompt: Prompt) -> int:
+        """Tokens of prefill until a prompt would be computed here."""
+        return self.load + prompt.tokens - self.hits(prompt)
+
+    def take(self, job: Job) -> None:
+        hits = self.hits(job.prompt)
+        job.work, job.has_begun = job.prompt.tokens - hits, False
+        self._work += job.work
+        self.jobs.add(job)
+        self.memory.sent(job.prompt.names)
+        self.chosen += 1
+        self.prompt_tokens += job.prompt.tokens
+        self.hit_tokens += hits
+
+    def begun(self, job: Job) -> None:
+        """The first of a job's answer has come: its prompt is computed."""
+        if job in self.jobs and not job.has_begun:
+            job.has_begun = True
+            self._work -= job.work
+
+    def leave(self, job: Job) -> None:
+        if job in self.jobs:
+            self.begun(job)
+            self.jobs.remove(job)
+            self.memory.ended(job.prompt.names)
+
+    def lose(self) -> None:
+        """It does not answer: whatever it had goes on elsewhere."""
+        self.lost += self.is_up
+        self.is_up = self.is_ready = False
+        self.memory.forget()
+        for connection in list(self.connections):
+            connection.abort()
+
+
+def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
+    """The replica that would have computed a prompt first, of those with fewer than `most` requests: the one
+    with the longest prefix of it, unless that is busier by more than the prefix saves."""
+    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
+    return min(open, key=lambda one: (one.cost(prompt), len(one.jobs), one.chosen), default=None)
+
+
+def in_turn(
+    replicas: Sequence[Replica], prompt: Prompt, most: int, but: Collection[Replica]
+) -> Replica | None:
+    """One after the other, whatever they have: what others are measured against."""
+    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
+    return min(open, key=lambda one: one.chosen, default=None)

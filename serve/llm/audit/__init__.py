@@ -1,0 +1,1 @@
+"""The audit log: each answer, and all that its bits depend on."""

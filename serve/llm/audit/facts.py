@@ -1,0 +1,86 @@
+"""What the bits of an engine's answers follow from besides what is asked of it, and where they do not follow
+from it alone."""
+
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+
+from ....kvcache.stages import devices
+from ....model.tree import paths
+from ....model.weights.prepared import unprepared
+from ...engine.core.engine import Engine
+from ...host.devices import memory_limit
+from ...options.engine import EngineOptions
+from ...runtime import provenance
+from ...runtime.compiled import kept
+from ...runtime.compiled.shapes import Canonical
+from ...text.tokenizer.tokenizer import Tokenizer
+
+# Options that an engine needs to run the same requests with the same bits.
+NEEDED = (
+    "max_model_len", "kv_cache_dtype", "quantization", "fixed_products", "max_logprobs", "reproducible",
+    "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size", "max_batched_token_mem",
+    "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
+)  # fmt: skip
+
+
+def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
+    """Versions, device, settings, and how numbers are kept and multiplied: another engine with the same facts
+    and the same weights gives the same bits."""
+    device = min(devices(engine.params), key=lambda d: d.id)
+    canonical = Canonical.on(device.platform, options.on(memory_limit(device)), engine.sizes)
+    products = engine.programs.products([s for s in canonical if s in engine.programs.steps])
+    return {
+        "duetto": version("duetto"),
+        "source": kept.source(),
+        "platform": device.platform,
+        **provenance.device(device),
+        **provenance.versions(),
+        **provenance.settings(),
+        "config": sha256(repr(engine.config.target).encode()).hexdigest(),
+        "dtype": str(engine.params.embed.dtype),
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "quantization": str(options.quantization),
+        "fixed_products": str(options.fixed_products),
+        "shapes": ", ".join(map(str, canonical)),
+        **({} if products is None else {"products": products}),
+    }
+
+
+def outside_contract(engine: Engine, options: EngineOptions) -> list[str]:
+    """Why answers need not be the same again: what the reproducibility contract does not cover."""
+    found = []
+    if not options.reproducible:
+        found.append("reproducible is False")
+    if options.guesses and options.speculation.acceptance == "rejection":
+        found.append("speculation by rejection: what is drawn depends on the guesses")
+    if len(devices(engine.params)) > 1:
+        found.append("several devices")
+    return found
+
+
+def needed_options(options: EngineOptions) -> dict[str, Any]:
+    return {name: vars(options)[name] for name in NEEDED}
+
+
+def words_hash(tokenizer: Tokenizer | None) -> str | None:
+    """A hash of which text stands for which token."""
+    if tokenizer is None:
+        return None
+    return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def weights_hash(params: Any) -> str | None:
+    """SHA-256 of every parameter's name, shape, dtype and numbers, in the forms that they came in; None where
+    other processes hold a part of them."""
+    found = hashed = sha256()
+    for path, leaf in sorted(paths(unprepared(params)).items()):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return None
+        numbers = np.ascontiguousarray(jax.device_get(leaf))
+        hashed.update(f"{path} {numbers.dtype} {numbers.shape} ".encode())
+        hashed.update(numbers.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -1,0 +1,343 @@
+"""A caller's prompts become requests that the engine can run, and its results become outputs."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...checkpoints.adapters.adapter import Adapter
+from ...lora.request import LoRARequest, checked
+from ...model.pooling import Pool, PoolingParams
+from ...refusals import shown
+from ...sampling.checks import ALL
+from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
+from ...sampling.state import check_choice
+from ..engine.core.request import Request, ScoreLog
+from ..engine.lora.registry import Registry
+from ..options.engine import EngineOptions
+from ..text.grammar.constraint import Constraint
+from ..text.grammar.gauge import Bounds
+from ..text.grammar.grammars import Grammars
+from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from ..text.tokenizer.chat import Message, rendered_ids
+from ..text.tokenizer.stops import Detokenizer
+from ..text.tokenizer.tokenizer import Tokenizer
+from .ticket import Ticket
+
+TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
+# vLLM's keys that only ask for something where they have a value
+BESIDE = (
+    "multi_modal_data",
+    "mm_processor_kwargs",
+    "multi_modal_uuids",
+    "prompt_embeds",
+    "cache_salt",
+    "data_parallel_rank",
+)
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class Intake:
+    """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end
+    tokens."""
+
+    vocab_size: int
+    max_model_len: int
+    options: EngineOptions
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    lacking: str = "the model has no tokenizer"  # said where text needs one
+    adapters: Registry | None = None
+
+    def __post_init__(self):
+        self._arrivals = itertools.count()
+        self._unseeded = itertools.count()
+        if self.tokenizer is not None:
+            self.tokenizer.split_special_tokens |= self.options.split_special_tokens
+        bounds = Bounds(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
+        tokenizer = self.lacking if self.tokenizer is None else self.tokenizer
+        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a prompt may have."""
+        return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
+
+    def ticket(
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        written: int = 0,
+        score_from: int = 1,
+        pooling: PoolingParams | None = None,
+        awaited: bool = True,
+        known: Sequence[Sequence[int]] = (),
+        lora_request: LoRARequest | None = None,
+    ) -> Ticket:
+        """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+
+        The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
+        from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
+        for the first token; `known` are tokens that completions have from elsewhere. The parameters are
+        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
+        if type(priority) is not int:
+            raise TypeError(f"priority is an integer, not {shown(priority)}")
+        params = params.clone()
+        text, tokens = self.tokens(prompt)
+        self.check(tokens, params, written)
+        end = self.end(tokens, params)
+        words = self.bad_words(params)
+        self._check_sampling(params, words)
+        adapter, seed = self._adapter(lora_request), self._seed(params)
+        requests = [
+            Request(
+                id=id,
+                prompt=tokens,
+                params=params,
+                seed=fold_seed(seed, i),
+                end=end,
+                stop_ids=self.stop_ids(params),
+                eos_ids=() if params.ignore_eos else self._silent_ids(),
+                bad_words=words,
+                text=self.detokenizer(params, tokens),
+                priority=priority,
+                arrival=next(self._arrivals),
+                score_from=score_from,
+                pool=None if pooling is None else Pool(pooling, len(tokens)),
+                patience=self.options.patience(awaited),
+                constraint=self.constraint(params, len(tokens)),
+                adapter=adapter,
+            )
+            for i in range(params.n)
+        ]
+        for request, ids in zip(requests, known, strict=False):
+            self._check_ids(ids)
+            request.resume(ids)
+            request.obey()
+            if request.finish_reason == "abort":
+                raise ValueError(request.stop_reason)
+        return Ticket(id, text, requests, lora_request)
+
+    def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
+        if self.adapters is None and checked(wanted) is not None:
+            raise ValueError("lora_request is not allowed: set enable_lora")
+        return None if self.adapters is None else self.adapters.of(checked(wanted))
+
+    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, Mapping):
+            return self._mapping(prompt)
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        return None, token_ids(prompt)
+
+    def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        """Ids count where both are given, and the text is only repeated in the result."""
+        others = [
+            name for name in prompt if name not in TEXTUAL and not (name in BESIDE and not prompt[name])
+        ]
+        if not prompt or others:
+            raise TypeError(
+                f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, others))}"
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"prompt must be a string, not {shown(text)}")
+        if ids is None and text is not None:
+            return text, self._encode(text)
+        return text, token_ids(ids)
+
+    def conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
+        """One conversation or several as prompts; options are those of `chat.render_for`."""
+        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        return [self.conversation(one, **options) for one in (messages if several else [messages])]
+
+    def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.lacking}: chat needs one")
+        rendered = rendered_ids(self.tokenizer, messages, self.longest, **options)
+        return dict(zip(TEXTUAL, rendered, strict=True))
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.lacking}: give the prompt as token ids")
+        return self.tokenizer.encode(text, most=self.longest)
+
+    def check(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        self._check_ids(tokens)
+        longest = min(self.longest + written, self.max_model_len - 1)
+        if len(tokens) > longest:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.lacking}")
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
+
+    def end(self, tokens: list[int], params: SamplingParams) -> int:
+        """Tokens that the request may have in all."""
+        room = self.max_model_len - len(tokens)
+        return len(tokens) + min(params.max_tokens or room, self.options.max_output_length or room, room)
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ends = () if params.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
+
+    def _silent_ids(self) -> tuple[int, ...]:
+        """End tokens that are no stop reason: the tokenizer's, as in vLLM, or all where it has none."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return (own,) if own in self.eos_ids else self.eos_ids
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise ValueError(f"bad_words={list(params.bad_words)!r} needs a tokenizer: {self.lacking}")
+        encode = self.tokenizer.encode
+        sequences = tokenize_bad_words(params.bad_words, lambda text: encode(text, add_special_tokens=False))
+        return tuple(tuple(sequence) for sequence in sequences)
+
+    def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
+        """Whatever the device's rows would refuse is refused here, before the request is queued."""
+        params.check_vocabulary(self.vocab_size)
+        params.check_logprobs(self.options.max_logprobs, self.vocab_size)
+        knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
+        check_choice(params, self.vocab_size, self.stop_ids(params), words)
+
+    def _seed(self, params: SamplingParams) -> int:
+        """The request's own seed, or one that the engine's seed and the number of such requests before it
+        decide."""
+        if params.seed is not None:
+            return params.seed
+        drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
+        return int(drawn[0])
+
+    def detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            prompt_ids=prompt,
+        )
+
+    def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
+        asked = params.structured_outputs
+        return None if asked is None else self.grammars.constraint(asked, start)
+
+    def output(self, ticket: Ticket) -> RequestOutput:
+        """The output of a ticket as it stands."""
+        first = ticket.requests[0]
+        finished = ticket.finished
+        return RequestOutput(
+            request_id=ticket.id,
+            prompt=ticket.prompt,
+            prompt_token_ids=first.prompt,
+            outputs=[self.completion(i, request) for i, request in enumerate(ticket.requests)],
+            prompt_logprobs=self._prompt_logprobs(first),
+            finished=finished,
+            metrics=first.metrics() if finished else None,
+            num_cached_tokens=first.cached,
+            lora_request=ticket.lora_request,
+        )
+
+    def completion(self, index: int, request: Request) -> CompletionOutput:
+        wants, top = request.params.logprobs is not None, request.params.logprobs or 0
+        return CompletionOutput(
+            index=index,
+            text=request.text.text if request.text else "",
+            token_ids=request.outputs,
+            cumulative_logprob=sum(request.scores.logprob) if wants else None,
+            logprobs=self._logprobs(request.outputs, request.scores, top) if wants else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            passes=list(request.passes) or None,
+            weights=list(request.weights),
+        )
+
+    def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
+        """What a stream adds to a completion, of which `start` tokens were given out."""
+        scores, top = None, request.params.logprobs
+        if top is not None:
+            places = enumerate(delta.token_ids, start)
+            scores = [self._alternatives(token, request.scores, i, top) for i, token in places]
+        return CompletionOutput(
+            index=delta.index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=scores,
+            finish_reason=delta.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """As in vLLM: nothing is known of the first token, hence None; None too where nobody asked."""
+        if request.params.prompt_logprobs is None:
+            return None
+        scores = request.prompt_scores
+        tokens = request.prompt[request.score_from : request.unscored]
+        unasked = [None] * request.score_from
+        return [*unasked, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
+
+    def _logprobs(self, tokens: list[int], scores: ScoreLog, top: int) -> list[dict[int, Logprob]]:
+        return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
+
+    def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
+        """The token itself, then the `top` likeliest, or ALL that were reported."""
+        found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
+        for rank in range(len(scores.top_ids[i]) if top == ALL else top):
+            other = int(scores.top_ids[i][rank])
+            if other != NO_TOKEN:
+                found.setdefault(
+                    other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decoded(other))
+                )
+        return found
+
+    def _decoded(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode_token(token)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a single prompt rather than several: text, a mapping, or a flat list of token ids."""
+    if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or several as a list."""
+    return [prompts] if is_one_prompt(prompts) else list(prompts)
+
+
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """What is given for all prompts, or in a list for each. Raises ValueError for a wrong length."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{count} prompts have {len(given)} {name}; there must be one for each")
+    return list(given)
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Token ids as Python's integers. Raises TypeError for anything else."""
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    sequence = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
+    if not sequence or any(type(t) is not int and not isinstance(t, np.integer) for t in ids):
+        raise TypeError(
+            f"a prompt is a string, token ids, or a mapping with one of them, not {shown(prompt)}"
+        )
+    return [int(t) for t in ids]

@@ -1,0 +1,105 @@
+"""What an engine counts, as the metric objects that vLLM's `get_metrics` returns, under vLLM's names."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..engine.core.engine import Engine
+from ..engine.core.request import Request
+
+LABELS = {"engine": "0"}
+
+
+@dataclass
+class Metric:
+    """A measured quantity; `labels` tell apart those of one name."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A current value."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """A counter for each place in an order."""
+
+    values: list[int]
+
+
+@dataclass
+class Histogram(Metric):
+    """The number of observations, their sum, and by upper limit, the last "+Inf", how many are within."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def adapters_of(requests: Iterable[Request]) -> str:
+    """The names of the adapters that unfinished requests have, with commas between them."""
+    return ",".join(sorted({r.adapter.name for r in requests if r.adapter and not r.finished}))
+
+
+def snapshot(engine: Engine) -> list[Metric]:
+    """All metrics of an engine now."""
+    return [*gauges(engine), *counters(engine), *guesses(engine), *histograms(engine)]
+
+
+def gauges(engine: Engine) -> Iterator[Gauge]:
+    scheduler = engine.scheduler
+    waiting = sum(not request.finished for _, request in scheduler.waiting)
+    yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(scheduler.running)))
+    yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(waiting))
+    yield Gauge("vllm:kv_cache_usage_perc", dict(LABELS), engine.tables.occupancy)
+    if most := scheduler.places.count:
+        named = {
+            "max_lora": str(most),
+            "running_lora_adapters": adapters_of(scheduler.running.values()),
+            "waiting_lora_adapters": adapters_of(request for _, request in scheduler.waiting),
+        }
+        yield Gauge("vllm:lora_requests_info", LABELS | named, time.time())
+
+
+def counters(engine: Engine) -> Iterator[Counter]:
+    meter = engine.meter
+    values = {
+        "vllm:num_preemptions": engine.scheduler.preemptions,
+        "vllm:prompt_tokens": meter.prompt_tokens,
+        "vllm:generation_tokens": meter.generated_tokens,
+        "vllm:prefix_cache_queries": meter.prompt_tokens,
+        "vllm:prefix_cache_hits": meter.cached_tokens,
+    }
+    yield from (Counter(name, dict(LABELS), value) for name, value in values.items())
+    for reason in ("stop", "length", "abort"):
+        count = meter.finish_reasons.get(reason, 0)
+        yield Counter("vllm:request_success", {**LABELS, "finished_reason": reason}, count)
+
+
+def guesses(engine: Engine) -> Iterator[Metric]:
+    if (found := engine.speculation) is None:
+        return
+    values = {"drafts": found.passes, "draft_tokens": found.drafted, "accepted_tokens": sum(found.right)}
+    for name, value in values.items():
+        yield Counter(f"vllm:spec_decode_num_{name}", dict(LABELS), value)
+    yield Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(LABELS), list(found.right))
+
+
+def histograms(engine: Engine) -> Iterator[Histogram]:
+    for name, found in engine.meter.distributions.found.items():
+        limits, within = [*map(str, found.limits), "+Inf"], accumulate(found.counts)
+        buckets = dict(zip(limits, within, strict=True))
+        yield Histogram(f"vllm:{name}", dict(LABELS), sum(found.counts), found.total, buckets)

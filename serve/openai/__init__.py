@@ -1,1 +1,0 @@
-"""Bodies of requests in OpenAI's API and replies to them, for batches and the server."""

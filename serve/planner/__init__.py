@@ -1,0 +1,1 @@
+"""Plans without running: memory, roofline, and simulated workloads on devices that need not be here."""

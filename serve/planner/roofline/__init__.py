@@ -1,0 +1,1 @@
+"""The least a program must cost, and what XLA's module does cost, on a target device."""

@@ -1,0 +1,234 @@
+"""Accelerators that are not there: XLA compiles for a description of a device, and its memory plan and copies
+are exact.
+
+What it cannot say is how long a program takes; the peaks are the vendors' (dense products, no sparsity).
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from ...host import clock
+from ...host.devices import (
+    MEMORY_FRACTION,
+    default_device,
+    has_accelerator,
+    memory_limit,
+    set_gpu_flags,
+)
+
+
+class TargetError(ValueError):
+    """A target that is unknown, or cannot be compiled for."""
+
+
+class MissingCompiler(TargetError):
+    """The packages that compile for a target are not installed."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What one device can do at most: FLOP/s in 16 and in 32 bits, bytes/s of memory and of its links, bytes
+    of memory, and bytes/s between it and the host's memory, 0 where that is not known."""
+
+    flops16: float
+    flops32: float
+    bandwidth: float
+    link: float
+    memory: int
+    host: float = 0.0
+
+    def flops(self, dtype: Any) -> float:
+        """FLOP/s of matrix products of a dtype; 32 bits are exact ones, without tensor cores or in six passes
+        of bfloat16."""
+        return self.flops32 if jax.numpy.dtype(dtype).itemsize >= 4 else self.flops16
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that programs are compiled for, and what is known of each: its peaks, and its bytes of memory
+    (not a host's)."""
+
+    name: str
+    devices: tuple[Any, ...]
+    peaks: Peaks | None
+    memory: int | None
+
+
+PCIE = 64e9  # bytes/s of 16 lanes of PCIe 5.0, one way
+NVME = 7e9  # bytes/s read from a drive on four lanes of PCIe 4.0
+GPUS = {
+    "h100": Peaks(989e12, 67e12, 3.35e12, 450e9, 85_000_000_000, PCIE),
+    "h200": Peaks(989e12, 67e12, 4.8e12, 450e9, 150_000_000_000, PCIE),
+}
+TPUS = {
+    "v5e": Peaks(197e12, 197e12 / 6, 0.82e12, 200e9, 16 << 30),
+    "v5p": Peaks(459e12, 459e12 / 6, 2.77e12, 600e9, 95 << 30),
+    "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
+}
+SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4"}  # for example; 1x1 is one chip
+# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for
+# one that cannot capture conditionals, loops and library calls in command buffers.
+HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
+"""
+# What libtpu would ask the cloud, and complain of on a machine without a TPU; there, processes have none to
+# fight for.
+ABSENT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+KINDS = {"H100": "h100", "H200": "h200", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+L2 = {"h100": 52_428_800, "h200": 62_914_560}
+
+
+def find_target(name: str) -> Target:
+    """The devices of `h200`, `8xh200` (so many GPUs of one host) or `v6e:2x4` (a TPU slice).
+
+    Raises TargetError for a name that is none of these, and where the compiler for it is not installed.
+    """
+    gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
+    if gpu and gpu[2] in GPUS:
+        set_gpu_flags()
+    # jax looks for devices before it describes others, and must not look for those that are absent
+    default_device()
+    if gpu and gpu[2] in GPUS:
+        return gpu_target(name, gpu[2], int(gpu[1] or 1))
+    kind = name.partition(":")[0]
+    if kind in TPUS and re.fullmatch(r"\w+:\d+(x\d+)+", name):
+        return tpu_target(name, kind)
+    tpus = ", ".join(f"{kind}:{slice}" for kind, slice in SLICES.items())
+    raise TargetError(
+        f"target {name!r} is unknown: {', '.join(GPUS)}, 8xh200 and the like, or a slice such as {tpus}"
+    )
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a target without asking its compiler: its platform, number of devices, and their
+    peaks; and the bytes of memory that jax takes of each."""
+
+    name: str
+    platform: str
+    count: int
+    peaks: Peaks
+    memory: int
+
+
+def known_target(name: str) -> Known:
+    """What is known of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for another name."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
+    kind = found[2] if found else ""
+    count = prod(map(int, (found[1] or found[3] or "1").split("x"))) if found else 0
+    if found and count and kind in GPUS and not found[3]:
+        peaks = GPUS[kind]
+        return Known(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
+    if found and count and kind in TPUS and not (found[1] and found[3]):
+        return Known(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
+    kinds = ", ".join((*GPUS, *TPUS))
+    raise TargetError(f"target {name!r} is unknown: one of {kinds}, 8xh200 and the like, or v6e:2x4")
+
+
+def here(measure: bool = False) -> Target:
+    """The device that programs run on by default; its peaks are known for the kinds above, or measured."""
+    device = default_device()
+    kind = next((ours for theirs, ours in KINDS.items() if theirs in device.device_kind), None)
+    peaks = measured_peaks() if measure else {**GPUS, **TPUS}.get(kind or "")
+    return Target(device.device_kind, (device,), peaks, memory_limit(device))
+
+
+def is_gpu(target: Target) -> bool:
+    return target.devices[0].platform == "gpu"
+
+
+@contextmanager
+def described(target: Target) -> Iterator[None]:
+    """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
+    what it is, and nothing warns of what compiling for an absent device brings along."""
+    with warnings.catch_warnings(), kernels_for(target):
+        # jax stores what it compiled for an absent device, and cannot read it back.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        yield
+
+
+def kernels_for(target: Target) -> AbstractContextManager[Any]:
+    device = target.devices[0]
+    if not is_gpu(target) or device.device_kind:
+        return nullcontext()
+    hopper = AbstractDevice("NVIDIA H200", device.core_count, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=hopper))
+
+
+def gpu_target(name: str, kind: str, count: int) -> Target:
+    need("jax-cuda13-plugin", "jax-cuda13-pjrt", "absl-py")
+    peaks = GPUS[kind]
+    config = HOPPER.format(bandwidth=int(peaks.bandwidth), cache=L2[kind], memory=peaks.memory)
+    described = topologies.get_topology_desc(kind, "cuda", target_config=config, topology=f"1x1x{count}")
+    return Target(name, tuple(described.devices), peaks, int(peaks.memory * MEMORY_FRACTION))
+
+
+def tpu_target(name: str, kind: str) -> Target:
+    need("libtpu")
+    if not has_accelerator():
+        for variable, value in ABSENT_TPU.items():
+            os.environ.setdefault(variable, value)
+    chip = {"chips_per_host_bounds": [1, 1, 1]} if set(name.partition(":")[2].split("x")) == {"1"} else {}
+    try:
+        devices = topologies.get_topology_desc(name, "tpu", **chip).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise TargetError(f"target {name!r} cannot be described: {str(error).splitlines()[0]}") from error
+    return Target(name, tuple(devices), TPUS[kind], TPUS[kind].memory)
+
+
+def need(*packages: str) -> None:
+    """Raises MissingCompiler, with the command that installs them, unless all packages are there."""
+    for package in packages:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            raise MissingCompiler(
+                f"compiling for this target needs {package}: "
+                f"pip install 'duetto[targets]' 'jax=={version('jax')}'"
+            ) from None
+
+
+def measured_peaks() -> Peaks:
+    """This device's rates: a large product in bfloat16 and in float32, and one that reads weights for a
+    single row."""
+    n, wide = 1024, 8192
+    square, row, weights = jax.numpy.ones((n, n)), jax.numpy.ones((1, wide)), jax.numpy.ones((wide, wide))
+    narrow = square.astype(jax.numpy.bfloat16)
+    flops = {x.dtype.itemsize: 2 * n**3 / fastest(x, x) for x in (narrow, square)}
+    return Peaks(flops[2], flops[4], weights.nbytes / fastest(row, weights), 0.0, 0)
+
+
+def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
+    """Seconds of a product at its best."""
+    matmul = partial(jax.numpy.matmul, preferred_element_type=jax.numpy.float32)
+    product = jax.jit(matmul).lower(a, b).compile()
+    return min(clock.seconds(lambda: product(a, b), times))

@@ -1,0 +1,130 @@
+"""The programs of a device that computes nothing: a call takes the time that a model of time says, and rows
+sample tokens that mean nothing."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from ....model.pair import PairConfig
+from ....sampling.params import NO_TOKEN
+from ....sampling.sample import Sampled
+from ...engine.core.plan import Work
+from ...runtime.compiled.compile import Arguments
+from ...runtime.compiled.shapes import Shape, Sizes
+from ...runtime.steps.step import Output, Seat
+from .clock import SimulatedClock, Stages
+from .times import Call, StepTimes
+
+TOKEN = 0  # that every row samples
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What a call will bring, once somebody waits for it."""
+
+    output: Output
+    at: float
+    clock: SimulatedClock
+
+    def arrived(self) -> Output:
+        self.clock.wait_until(self.at)
+        return self.output
+
+
+class SimulatedPrograms:
+    """What an engine asks of `Programs`, on `Stages`. Guesses are right with the probability `acceptance`,
+    each after those before it. `inline` is a host's own processor: whoever asks for a call runs it. A request
+    that takes a seat takes `seating` seconds of the host."""
+
+    count, seconds, age = 0, 0.0, 0.0
+    ready: ClassVar[dict[Shape, float]] = {}
+
+    def __init__(
+        self,
+        config: PairConfig,
+        sizes: Sizes,
+        times: StepTimes,
+        clock: SimulatedClock,
+        acceptance: float = 0.0,
+        inline: bool = False,
+        seating: float = 0.0,
+    ):
+        self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
+        self.stages = Stages(times.stages)
+        self._acceptance, self._random, self._inline = acceptance, Random(0), inline
+        self._seating = seating
+        self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
+        self._left: dict[int, float] = {}  # by seats, when their last step has left the last stage
+
+    def products(self, shapes: Iterable[Shape]) -> None:
+        """Those of a host."""
+
+    def report(self) -> dict[str, Any]:
+        return {"bubbles": self.stages.bubbles}
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
+        return Arguments(params, cast(Any, None), cast(Any, None))
+
+    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
+        self._known[int(slot)] = int(new.known)
+        self.clock.spend(self._seating)
+        return slots
+
+    def load_history(self, slots: Any, *history: Any) -> Any:
+        return slots
+
+    def load_masks(self, slots: Any, *masks: Any) -> Any:
+        return slots
+
+    def run(self, shape: Shape, arguments: Arguments, works: Mapping[int, Work]) -> tuple[Any, Any, Coming]:
+        """A call begins once it is asked for, its rows' steps before have left the last stage, and those
+        before it the first."""
+        tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
+        call, seats = Call(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
+        coming = self.coming(shape, works, self.dispatch(call, seats))
+        return arguments.cache, arguments.slots, coming
+
+    def coming(self, shape: Shape, works: Mapping[int, Work], at: float) -> Coming:
+        """What the rows of a call have sampled, at a moment."""
+        sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
+        for row, work in works.items():
+            first, end = self._sampled(shape, work, self._known[_seat(work)])
+            sampled[row, first:end] = TOKEN
+        return Coming(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
+
+    def dispatch(self, call: Call, seats: Iterable[int] = ()) -> float:
+        """When the results of a call for some seats, asked for now, arrive."""
+        moment = self.clock()
+        if self.stages.count > 1:
+            moment = max([moment, *(self._left.get(seat, 0.0) for seat in seats)])
+        left = self.stages.run(moment, self.times(call))
+        if self.stages.count > 1:
+            self._left.update(dict.fromkeys(seats, left))
+        if self._inline:
+            self.clock.wait_until(left)
+        return left
+
+    def _most(self, shape: Shape) -> int:
+        return 1 if shape.phase == "prefill" else shape.tokens
+
+    def _sampled(self, shape: Shape, work: Work, known: int) -> tuple[int, int]:
+        """The columns in which a row samples: behind the last of its known tokens."""
+        if shape.phase == "prefill":
+            return 0, int(work.start + work.count >= known)
+        if shape.phase == "verify":
+            return 0, 1 + self._right(work.count - 1) if work.start + 1 >= known else 0
+        return min(max(known - 1 - work.start, 0), work.count), work.count
+
+    def _right(self, guesses: int) -> int:
+        return next((i for i in range(guesses) if self._random.random() >= self._acceptance), guesses)
+
+
+def _seat(work: Work) -> int:
+    assert work.request.slot is not None
+    return work.request.slot

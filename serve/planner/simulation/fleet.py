@@ -1,0 +1,197 @@
+"""A workload served by engines behind the router's placement, in simulated time, and what came of it."""
+
+import heapq
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+from ...engine.core.request import Request
+from ...engine.metrics.meter import paddings
+from ...kv.routing.memory import Sent
+from ...kv.routing.replicas import Job, Replica, best
+from ...server.router.http import Target
+from ...server.router.prompts import Prompt
+from ..workloads.tally import ANY, Tally, Within
+from ..workloads.traces import BLOCK, Entry
+from .handed import Link, handed_to
+from .run import Simulation
+
+NOWHERE = Target("simulated", 0)
+Choice = Callable[..., Replica | None]  # as the router's
+
+
+def placed(entry: Entry) -> Prompt:
+    """A prompt as the router sees it, whose pages are the trace's blocks."""
+    full = entry.prompt // BLOCK
+    return Prompt([b"%d" % name for name in entry.blocks[:full]], BLOCK, entry.prompt)
+
+
+@dataclass(eq=False)
+class Source:
+    """An engine that computes prompts for others, as requests of one token."""
+
+    simulation: Simulation
+    asked: dict[Request, Callable[[float], None]] = field(default_factory=dict)  # and who waits for each
+
+    def __post_init__(self):
+        self.simulation.engine.on_end = self._computed
+
+    def ask(self, entry: Entry, ready: Callable[[float], None]) -> None:
+        request = self.simulation.request_of(replace(entry, output=1))
+        self.asked[request] = ready
+        self.simulation.arrive(request, entry.arrival)
+
+    def _computed(self, request: Request) -> None:
+        self.asked.pop(request)(request.clock.finish)
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine of a fleet as the router sees it. Where it has a `source` that computes its prompts, and
+    their pages come over the `link`."""
+
+    simulation: Simulation
+    tally: Tally
+    source: Source | None = None
+    link: Link = field(default_factory=Link)
+
+    def __post_init__(self):
+        most = self.simulation.sizes.shards * max(self.simulation.sizes.pages) * self._page_size // BLOCK
+        self.replica = Replica(NOWHERE, Sent(most))
+        self.replica.is_up = self.replica.is_ready = True
+        self.simulation.engine.on_end = self._ended
+        self._jobs: dict[Request, Job] = {}
+        self._unread: deque[Request] = deque()  # whose first token has not been seen
+        self._gone: deque[tuple[float, Job]] = deque()
+        self._coming: list[tuple[float, int, Request]] = []  # whose prompts are computed
+
+    @property
+    def _page_size(self) -> int:
+        return self.simulation.sizes.page_size
+
+    def take(self, entry: Entry, prompt: Prompt) -> None:
+        """A request is placed here."""
+        request, job = self.simulation.request_of(entry), Job(prompt)
+        self.replica.take(job)
+        self._jobs[request] = job
+        self._unread.append(request)
+        if self.source is None:
+            self.simulation.arrive(request, entry.arrival)
+        else:
+            self.source.ask(entry, partial(self._computed, request))
+
+    def _computed(self, request: Request, moment: float) -> None:
+        at = self.link.carried(moment, len(request.prompt) // self._page_size * self._page_size)
+        heapq.heappush(self._coming, (at, request.arrival, request))
+
+    def _ended(self, request: Request) -> None:
+        self.tally(request)
+        self._gone.append((request.clock.finish, self._jobs.pop(request)))
+
+    def advance(self, until: float) -> None:
+        while self._coming and self._coming[0][0] <= until:
+            at, _, request = heapq.heappop(self._coming)
+            self.simulation.advance(at, self._is_enough)
+            self.simulation.arrive(request, at)
+        self.simulation.advance(until, self._is_enough)
+
+    def _is_enough(self) -> bool:
+        return self.tally.is_hopeless
+
+    def tell(self, now: float) -> None:
+        """Let the router know what it has seen by now: first tokens, and ends."""
+        while self._unread and 0 < self._unread[0].clock.first_token <= now:
+            request = self._unread.popleft()
+            if request in self._jobs:
+                self.replica.begun(self._jobs[request])
+        while self._gone and self._gone[0][0] <= now:
+            self.replica.leave(self._gone.popleft()[1])
+
+
+class Fleet:
+    """Engines that serve together; each request goes where `choose` says, among all of them. With `prefills`
+    these compute the prompts of the others, each of an equal number of them, to which pages go over links of
+    their own; a token's keys take so many seconds."""
+
+    def __init__(
+        self,
+        simulations: Sequence[Simulation],
+        prefills: Sequence[Simulation] = (),
+        token_seconds: float = 0.0,
+        choose: Choice = best,
+    ):
+        self.simulations, self.prefills, self._choose = simulations, prefills, choose
+        self._token_seconds = token_seconds
+
+    def serve(
+        self, entries: Iterable[Entry], within: Within = ANY, most_late: float = math.inf
+    ) -> dict[str, Any]:
+        """Serve requests as they arrive, in order, until all have ended, or more than `most_late` have broken
+        the limits; what came of it as plain numbers."""
+        tally = Tally(within, most_late)
+        given_up = self._play(entries, self._members(tally), tally)
+        return tally.report() | outcome(self.simulations, self.prefills, tally) | {"given_up": given_up}
+
+    def _members(self, tally: Tally) -> list[Member]:
+        if not self.prefills:
+            return [Member(own, tally) for own in self.simulations]
+        handed_to(self.simulations)
+        sources = cycle([Source(own) for own in self.prefills])
+        pairs = zip(self.simulations, sources, strict=False)
+        return [Member(own, tally, source, Link(self._token_seconds)) for own, source in pairs]
+
+    def _play(self, entries: Iterable[Entry], members: Sequence[Member], tally: Tally) -> bool:
+        """Whether it was given up before its end."""
+        longest = self.simulations[0].sizes.max_model_len
+        for entry in entries:
+            if entry.prompt + entry.output > longest:
+                tally.left_out += 1
+                continue
+            self._advance(members, tally, entry.arrival)
+            if tally.is_hopeless:
+                return True
+            self._place(entry, members)
+        self._advance(members, tally, math.inf)
+        return not all(own.is_idle for own in self.simulations)
+
+    def _advance(self, members: Sequence[Member], tally: Tally, until: float) -> None:
+        for prefill in self.prefills:
+            prefill.advance(until, lambda: tally.is_hopeless)
+        for member in members:
+            member.advance(until)
+            member.tell(until)
+
+    def _place(self, entry: Entry, members: Sequence[Member]) -> None:
+        prompt = placed(entry)
+        chosen = self._choose([member.replica for member in members], prompt, sys.maxsize, ())
+        next(member for member in members if member.replica is chosen).take(entry, prompt)
+
+
+def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: Tally) -> dict[str, Any]:
+    """What the engines say of themselves, and what a planner wants to know beside it. Prompts are those of
+    the engines that read them."""
+    every, readers = [*parts, *prefills], prefills or parts
+    meters, stages = [own.engine.meter for own in every], [own.programs.stages for own in every]
+    prompts = sum(own.engine.meter.prompt_tokens for own in readers)
+    cached = sum(own.engine.meter.cached_tokens for own in readers)
+    generated = sum(own.engine.meter.generated_tokens for own in parts)
+    open_seconds = sum(own.open for own in stages)
+    return {
+        "tokens_per_second": generated / tally.seconds,
+        "busy": open_seconds / tally.seconds / len(every),
+        "bubbles": 1 - sum(own.busy / own.count for own in stages) / open_seconds if open_seconds else 0.0,
+        **paddings(meters),
+        "peak_cache_occupancy": max(meter.occupancy for meter in meters),
+        "prefix_hit_rate": cached / max(prompts, 1),
+        "preemptions": sum(own.engine.scheduler.preemptions for own in every),
+        "prompt_tokens": prompts,
+        "generated_tokens": generated,
+        "steps": dict(sorted(sum((Counter(meter.steps) for meter in meters), Counter[str]()).items())),
+        "cache_pages": sum(own.sizes.shards * sum(own.sizes.pages) for own in every),
+        "page_size": parts[0].sizes.page_size,
+    }

@@ -1,0 +1,131 @@
+"""Pages in the host's memory in simulated time: the engine's own rules of what is kept and fetched, with
+pages that have no content, over a link that takes its time."""
+
+import heapq
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ....kvcache.tables import PageTables, Tables
+from ...kv.offload.host import HostTier
+from ...kv.offload.mover import FETCHES, FEWEST, Mover, Ticket
+from ...kv.offload.tier import Key, window_of
+from ...kv.offload.tiering import PAUSE, Tiering
+from ...runtime.compiled.transfers import OFFERED
+from .clock import SimulatedClock
+from .handed import Link
+from .run import Simulation
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A page without content, of so many bytes."""
+
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of pages of each window, which copy nothing."""
+
+    page_bytes: Sequence[int]
+
+    def gather(self, cache: Any, window: int, pages: Sequence[int]) -> tuple[()]:
+        return ()
+
+    def scatter(self, cache: Any, window: int, leaves: tuple[()], pages: Sequence[int | None]) -> Any:
+        return cache
+
+
+@dataclass(eq=False)
+class SimulatedMover:
+    """What `Tiering` asks of a mover. Pages go out and come back over two ways, one behind the other on each;
+    those on their way out are there already for whoever asks."""
+
+    tier: HostTier
+    transfers: Copies
+    clock: SimulatedClock
+    seconds: float  # of a byte
+    peer: None = None
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=FETCHES))
+
+    def __post_init__(self):
+        self._out, self._back = Link(self.seconds), Link(self.seconds)
+        self._coming: list[tuple[float, int, Ticket, list[Key]]] = []
+        self._count = 0
+
+    @property
+    def byte_seconds(self) -> float | None:
+        return statistics.median(self.rates) if len(self.rates) >= FEWEST else None
+
+    def has(self, key: Key) -> bool:
+        return self.tier.has(key)
+
+    def has_room(self, window: int, pages: int) -> bool:
+        waiting = (self._out.free - self.clock()) / self.seconds
+        return waiting <= (OFFERED - pages) * self.transfers.page_bytes[window]
+
+    def offer(self, keys: Sequence[Key], leaves: tuple[()]) -> None:
+        self._out.carried(self.clock(), self._bytes(keys))
+        for key in keys:
+            self.tier.offer(key, cast(bytes, Blank(self._bytes([key]))))
+
+    def fetch(self, keys: Sequence[Key], ticket: Ticket, patience: float) -> None:
+        """The last pages first, as a mover does."""
+        found = [key for key in reversed(keys) if self.tier.fetch(key) is not None]
+        size = self._bytes(found)
+        at = self._back.carried(self.clock(), size)
+        if size:
+            self.rates.append((at - self.clock()) / size)
+        ticket.pending, ticket.until = threading.Event(), math.inf
+        ticket.rounds, self._count = ticket.rounds + 1, self._count + 1
+        heapq.heappush(self._coming, (at, self._count, ticket, found))
+
+    def taken(self, ticket: Ticket) -> None:
+        ticket.dropped, ticket.parts = True, []
+
+    def deliver(self) -> None:
+        """Let those who wait have what has come by now."""
+        while self._coming and self._coming[0][0] <= self.clock():
+            _, _, ticket, keys = heapq.heappop(self._coming)
+            assert ticket.pending is not None
+            ticket.parts += [([key], ()) for key in keys if not ticket.dropped]
+            ticket.pending.set()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass until something comes, or so many seconds."""
+        if self._coming:
+            self.clock.wait_until(min(self._coming[0][0], self.clock() + seconds))
+
+    def _bytes(self, keys: Sequence[Key]) -> int:
+        return sum(self.transfers.page_bytes[window_of(key)] for key in keys)
+
+
+class Swapped(Tiering):
+    """The engine's tiers, whose pages come as simulated time passes."""
+
+    def __init__(self, moved: SimulatedMover, tables: PageTables, token_seconds: Callable[[], float | None]):
+        super().__init__(cast(Mover, moved), tables, token_seconds)
+        self.moved = moved
+
+    def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+        self.moved.deliver()
+        return super().look(names, ticket)
+
+    def pause(self) -> None:
+        self.moved.wait(PAUSE)
+
+
+def swap(own: Simulation, most_bytes: int, page_bytes: Sequence[int], bandwidth: float) -> None:
+    """Let an engine keep pages of so many bytes, one of each window, in the host's memory, over a link of so
+    many bytes/s."""
+    mover = SimulatedMover(HostTier(most_bytes), Copies(page_bytes), own.clock, 1 / bandwidth)
+    meter = own.engine.meter
+    own.engine.scheduler.tiers = Swapped(mover, own.engine.tables, meter.token_seconds)

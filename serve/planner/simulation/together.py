@@ -1,0 +1,280 @@
+"""Requests that only decode, taken together: a step gives each of them a token, so one of them is looked at
+only where it joins, takes a page, or ends. What a step costs grows with what happens in it, not with its
+rows."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+from ....kvcache.dealing import DealtTables, shard_of
+from ....model.recurrent.kinds import STATE
+from ...engine.core.engine import Engine
+from ...engine.core.plan import StepPlan, Work
+from ...engine.core.request import Request
+from ...engine.core.results import Ran, take_all
+from ...engine.core.rows import by_shards, holder, numbered
+from ...runtime.compiled.shapes import Shape
+from .device import TOKEN, Coming, SimulatedPrograms
+from .times import Call
+
+FEWEST = 4  # steps for which there must be pages
+ONE = Work(cast(Any, None), 0, 1)
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that decodes: the step that computes its first token here and that token's position, and the
+    step that computes its last; `given` of the tokens its request has."""
+
+    request: Request
+    since: int
+    start: int
+    given: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.since + self.request.reach - 2 - self.start
+
+    def at(self, step: int) -> int:
+        """The position that a step computes."""
+        return self.start + step - self.since
+
+    def give(self, step: int) -> None:
+        """Let its request have the tokens of all steps before one."""
+        count = step - self.since
+        self.request.tokens += [TOKEN] * (count - self.given)
+        self.given = count
+
+
+class Flight(NamedTuple):
+    """A step on its way: the calls that read prompts, and of all rows that decode their number, the shape,
+    and when their tokens arrive."""
+
+    read: Sequence[Ran]
+    rows: int = 0
+    shape: Shape | None = None
+    at: float = 0.0
+
+
+@dataclass(eq=False)
+class Together:
+    """What an engine does step by step, as its scheduler plans it, with all rows that decode as one; the
+    engine goes on by itself from where they were given back. The meter's distributions do not hear of them.
+    """
+
+    engine: Engine
+    programs: SimulatedPrograms
+    number: int = 0  # of the step in flight
+    rows: dict[int, Row] = field(default_factory=dict)  # of that step, by their seats
+    flight: Flight | None = None
+
+    def __post_init__(self):
+        self._cached, self._loads = 0, [0] * self.engine.sizes.shards  # tokens; rows of each shard
+        self._turns: dict[int, list[Row]] = defaultdict(list)  # rows by the step that needs another page
+        self._ends: dict[int, list[Row]] = defaultdict(list)  # and by the step in which they end
+        self._joining: list[Row] = []
+        self._arrived = 0.0  # the last tokens
+        self._shapes: dict[tuple[int, ...], Shape | None] = {}
+
+    @cached_property
+    def _may(self) -> bool:
+        """Whether steps of this engine decode one token of every row."""
+        limits, windows = self.engine.scheduler.limits, self.engine.tables.windows
+        return (
+            self.engine.speculation is None
+            and limits.groups == limits.decode_steps == self.programs.stages.count == 1
+            and self.engine.scheduler.boundary is None
+            and STATE not in windows
+        )
+
+    def step(self) -> bool:
+        """Take a step; False where it is the engine's own to take."""
+        if self.flight is None and not self._gather():
+            return False
+        if not self._fits():
+            self.give_back()
+            return False
+        with self.engine.meter.working():
+            self._advance()
+        return True
+
+    # ------------------------------------------------------------ taken over, and given back
+
+    def _gather(self) -> bool:
+        """Take over the step that is on its way in the engine, if its rows may go on together."""
+        if not self._may or len(self.engine.flights) != 1:
+            return False
+        flight = self.engine.flights.oldest()
+        calls = [ran for ran in flight if ran.shape.phase == "decode"]
+        works = [work for ran in calls for work in ran.rows.values()]
+        own = {id(work.request) for work in works}
+        ready = [r for r in self._ready() if id(r) not in own]
+        known = all(w.start + 1 == w.request.computed == len(w.request.tokens) for w in works)
+        if len(calls) > 1 or not known or not self._have_pages(len(works) + len(ready)):
+            self.engine.flights.add(flight)
+            return False
+        self.number += 1
+        for work in works:
+            self._enter(Row(work.request, self.number, work.start))
+        self._join(ready)
+        read = [ran for ran in flight if ran.shape.phase != "decode"]
+        self.flight = Flight(read)
+        if calls:
+            self.flight = Flight(read, len(works), calls[0].shape, cast(Coming, calls[0].output).at)
+        return True
+
+    def _ready(self) -> Iterable[Request]:
+        """Requests whose prompts are on their way or computed."""
+        scheduler = self.engine.scheduler
+        return (r for slot, r in scheduler.running.items() if slot not in scheduler.reading)
+
+    def _have_pages(self, rows: int) -> bool:
+        """Whether some steps of so many rows lack no page."""
+        tables = self.engine.tables
+        parts = tables.shards if isinstance(tables, DealtTables) else [tables]
+        return all(
+            part.full is None or part.full.free * part.page_size >= FEWEST * (rows + part.page_size)
+            for part in parts
+        )
+
+    def give_back(self) -> None:
+        """Let the engine have the step in flight, and its requests all that they have got."""
+        assert self.flight is not None
+        read, _, shape, at = self.flight
+        works = [self._told(row) for row in sorted(self.rows.values(), key=lambda row: row.request.rank)]
+        flight = list(read)
+        if shape is not None:
+            rows = numbered(shape, by_shards(works, self.engine.sizes))
+            flight.append(Ran(shape, rows, cast(Any, self.programs.coming(shape, rows, at))))
+        self.engine.flights.add(flight)
+        for part in (self.rows, self._turns, self._ends, self._joining):
+            part.clear()
+        self._cached, self._loads, self.flight = 0, [0] * len(self._loads), None
+
+    def _told(self, row: Row) -> Work:
+        row.give(self.number)
+        row.request.computed = row.at(self.number) + 1
+        if row.given:
+            row.request.clock.last_token = self._arrived
+        return Work(row.request, row.at(self.number), 1)
+
+    # ------------------------------------------------------------ a step
+
+    def _fits(self) -> bool:
+        """Whether rows that join have their last token next, and no row lacks a page in the next step."""
+        tables, number = self.engine.tables, self.number + 1
+        if any(len(row.request.tokens) > row.start + 1 for row in self._joining):
+            return False
+        parts = tables.shards if isinstance(tables, DealtTables) else [tables]
+        wanted = [0] * len(parts)
+        for row in (*self._turns[number], *self._joining):
+            pages = row.request.pages
+            wanted[shard_of(pages)] += tables.growth(pages, row.at(number) + 1)
+        return all(part.full is None or n <= part.full.free for part, n in zip(parts, wanted, strict=True))
+
+    def _advance(self) -> None:
+        self.number += 1
+        engine, scheduler, before = self.engine, self.engine.scheduler, self.flight
+        seats = scheduler.open_seats()
+        ended, turned = self._ends.pop(self.number, []), self._turns.pop(self.number, [])
+        self._move(ended)
+        for row in turned:
+            self._turn(row)
+        seated = scheduler.admit(seats) if seats else []
+        plan = StepPlan(seated, list(scheduler.chunks()) if scheduler.reading else [])
+        self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.seats else self._noted(plan))
+        if before is not None:
+            self._commit(before, turned, ended)
+        self._join(r for r in (*plan.seats, *(w.request for w in plan.prefill)) if self._has_been_read(r))
+
+    def _has_been_read(self, request: Request) -> bool:
+        return request.slot is not None and request.slot not in self.engine.scheduler.reading
+
+    def _move(self, ended: Iterable[Row]) -> None:
+        """Rows leave whose last token is on its way, others join."""
+        self._cached += len(self.rows)
+        for row in ended:
+            assert row.request.slot is not None
+            del self.rows[row.request.slot]
+            self._cached -= row.at(self.number)
+            self._loads[shard_of(row.request.pages)] -= 1
+        for row in self._joining:
+            self._enter(row)
+        self._joining.clear()
+
+    def _join(self, requests: Iterable[Request]) -> None:
+        """From the next step on."""
+        for r in dict.fromkeys(requests):
+            if r.computed < r.reach - 1:
+                self._joining.append(Row(r, self.number + 1, r.computed))
+
+    def _enter(self, row: Row) -> None:
+        assert row.request.slot is not None
+        self.rows[row.request.slot] = row
+        self._cached += row.start
+        self._loads[shard_of(row.request.pages)] += 1
+        self._ends[row.last + 1].append(row)
+        self._turn(row)
+
+    def _turn(self, row: Row) -> None:
+        """Take the pages of the position that is computed, and find the next step that needs others."""
+        at, size = row.at(self.number), self.engine.tables.page_size
+        self.engine.tables.grow(row.request.pages, at + 1)
+        self.engine.tables.advance(row.request.pages, at, at + 1)
+        following = self.number + 1 + min((edge - at - 1) % size for edge in self._edges)
+        if following <= row.last:
+            self._turns[following].append(row)
+
+    @cached_property
+    def _edges(self) -> set[int]:
+        """Positions in a page at which a row takes one, or leaves one behind a window."""
+        size, windows = self.engine.tables.page_size, self.engine.tables.windows
+        return {0} | {(window - 1) % size for window in windows if window}
+
+    def _noted(self, plan: StepPlan) -> list[Ran]:
+        """What is to be said of a plan in which no prompt is read."""
+        self.engine.scheduler.dispatched(plan)
+        self.engine.meter.planned(self.engine.tables)
+        return []
+
+    def _dispatch(self, read: Sequence[Ran]) -> Flight | None:
+        if not self.rows:
+            return Flight(read) if read else None
+        rows, shape = len(self.rows), self._shape()
+        self.engine.meter.ran(shape, rows, self._cached, len(self._loads))
+        return Flight(read, rows, shape, self.programs.dispatch(Call(shape, rows, rows, self._cached)))
+
+    def _shape(self) -> Shape:
+        loads = tuple(self._loads)
+        if loads not in self._shapes:
+            self._shapes[loads] = holder(self.engine.classes.decode, [[ONE] * n for n in loads])
+        found = self._shapes[loads]
+        assert found is not None, f"no shape holds {loads} rows"
+        return found
+
+    def _commit(self, flight: Flight, turned: Iterable[Row], ended: Iterable[Row]) -> None:
+        """Take in what a step has brought: pages that rows have filled are named, and those that had their
+        last token end."""
+        read = list(flight.read)
+        taken = take_all(read, self.engine.scheduler.scores, self.engine.meter) if read else []
+        if flight.shape is not None:
+            self.programs.clock.wait_until(flight.at)
+            self.engine.meter.took()
+            self.engine.meter.generated_tokens += flight.rows
+            self._arrived = self.programs.clock()
+        for own in taken:
+            if own.work.request.slot is not None and own.has_news:
+                self.engine.conclude(own.work)
+        for row in turned:
+            row.give(self.number)
+            self.engine.scheduler.name_pages(row.request, row.at(self.number) - 1, row.at(self.number))
+        for row in sorted(ended, key=lambda row: row.request.rank):
+            self._end(row)
+
+    def _end(self, row: Row) -> None:
+        row.give(self.number - 1)
+        row.request.computed = row.at(self.number)
+        row.request.append(TOKEN)
+        self.engine.conclude(Work(row.request, row.request.computed - 1, 1))

@@ -1,0 +1,1 @@
+"""Workloads, request traces, and how many requests meet their limits."""

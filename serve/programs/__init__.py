@@ -1,2 +1,0 @@
-"""The closed table of compiled steps: shapes, sizes, compiled programs and which of them give the same
-bits."""

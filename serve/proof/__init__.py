@@ -1,1 +1,0 @@
-"""An audit log proved: its requests are run again, and bits compared."""

@@ -1,1 +1,0 @@
-"""Engines in processes of their own, as one for a batch job."""

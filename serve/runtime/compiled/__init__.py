@@ -1,0 +1,1 @@
+"""The closed table of compiled steps: shapes, sizes, and programs kept between starts."""

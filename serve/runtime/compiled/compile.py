@@ -1,0 +1,349 @@
+"""The closed table of shapes: programs are compiled ahead of time, and only compiled ones are called."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from ....kvcache.pages import ON_DEVICE, Batch, empty_cache
+from ....kvcache.placement import automatic, cache_shardings
+from ....kvcache.placement import seats as seats_of
+from ....kvcache.quantised import kept_as
+from ....kvcache.shards import in_seat, steps
+from ....kvcache.stages import around
+from ....model.pair import PairConfig, Params, target_of
+from ....sampling.params import NO_TOKEN
+from ....sampling.state import Allowed, load_history, load_masks
+from ...host import progress
+from ...host.memory import release
+from ..steps.phases import Alone, Phases
+from ..steps.places import packed
+from ..steps.step import Seat, Slots, empty_slots, seat
+from . import kept
+from .kept import Lowered, Parts
+from .promise import Deferred
+from .shapes import Shape, Sizes
+from .tuning import tuning
+
+SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
+MASKED_AT_ONCE = 8  # seats whose masks are written by one call
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What every step takes besides its batch, as arrays or as shapes without numbers; cache and slots may be
+    promised."""
+
+    params: Params
+    cache: Any  # KVCache
+    slots: Any  # Slots
+
+    @property
+    def everywhere(self) -> Sharding:
+        """Whole on each device; of several shards each on its own."""
+        return self.slots.last.sharding
+
+
+def like(tree: Any) -> Any:
+    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), tree
+    )
+
+
+def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
+    """Slots that nobody has used."""
+    hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
+    return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top, sizes.positions)
+
+
+def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
+    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too,
+    ask for them."""
+
+    def at(x: Any, where: Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    dtype, seats, pages = target_of(params).embed.dtype, seats_of(params, sizes.shards), all_pages(sizes)
+    (device, *_) = seats.device_set
+    kept = kept_as(sizes.kv_cache_dtype, dtype)
+    cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device))
+    slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
+    places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
+    cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)
+    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
+
+
+def all_pages(sizes: Sizes) -> tuple[int, ...]:
+    """Pages of all shards for each window."""
+    return tuple(sizes.shards * count for count in sizes.pages)
+
+
+def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
+    """The abstract batch of a shape, with rows for every shard."""
+
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
+
+    B, T = sizes.shards * shape.rows, shape.tokens
+    tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
+    after = ints(B) if shape.phase == "prefill" else None
+    packed = ints(sizes.shards * shape.packed) if shape.packed else None
+    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
+
+
+def seat_like(slots: Slots) -> tuple[Any, Seat]:
+    """What seating takes beside the slots."""
+    knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    return one, Seat(one, one, one, knobs, one)
+
+
+def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
+    """What loading a history takes: the slot, its tokens, the prompt's and all tokens' number, the bias."""
+    one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
+    tokens = jax.ShapeDtypeStruct((sizes.max_model_len,), jnp.int32)
+    return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
+
+
+def masks_like(allowed: Allowed) -> tuple[Any, ...]:
+    """What loading masks takes: seats, the first position of each, and its masks."""
+    K, rows = MASKED_AT_ONCE, allowed.masks
+    some = jax.ShapeDtypeStruct((K,), jnp.int32)
+    return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
+
+
+def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
+    """A program that loads masks, for all of the slots: it is called often, and each array costs time."""
+
+    def change(slots: Slots, *given: Any) -> Slots:
+        allowed = load(slots.sampling.allowed, *given)
+        return replace(slots, sampling=replace(slots.sampling, allowed=allowed))
+
+    return change
+
+
+def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
+    """One step's program. The cache and the slots are donated, and stay where and how they are."""
+    whole = arguments.everywhere
+    out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
+    phase = getattr(phases, shape.phase)
+    if sizes.shards > 1:
+        phase = steps(phase, arguments.params, mesh_of(whole))
+    jitted = jax.jit(phase, donate_argnums=(1, 2), out_shardings=out)
+    return jitted.lower(*operands(shape, arguments, sizes))
+
+
+def lower_deferred(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> Parts:
+    """A decode in two programs: what its tokens are drawn from, and the draw."""
+    assert isinstance(phases, Alone), "what guesses needs each token at once"
+    params, cache, slots, batch = given = operands(shape, arguments, sizes)
+    out = jax.tree.map(lambda pool: pool.sharding, cache), slots.last.sharding
+    forward = jax.jit(phases.forward, donate_argnums=1, out_shardings=out).trace(*given)
+    hidden = jax.ShapeDtypeStruct(forward.out_info[1].shape, forward.out_info[1].dtype, sharding=out[1])
+    draw = jax.jit(phases.draw, donate_argnums=1, out_shardings=out[1])
+    return Parts([forward.lower(), draw.lower(around(params), slots, batch, hidden)], Deferred)
+
+
+def mesh_of(place: Sharding) -> Mesh:
+    """The mesh of what lies on several devices."""
+    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
+    return place.mesh
+
+
+def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...]:
+    """What a step's program takes, without numbers."""
+    batch = batch_like(shape, sizes, arguments.everywhere)
+    return arguments.params, arguments.cache, arguments.slots, batch
+
+
+def lower_zeros(like: Any) -> jax.stages.Lowered:
+    """A program that makes arrays of zeros, where and as these shapes are."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
+
+
+def compiling(count: int, later: int = 0) -> str:
+    """What a start says while it compiles."""
+    what = "1 program" if count == 1 else f"{count} programs"
+    kept_too = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
+    return f"compiling {what}{kept_too}" + (f"; {later} more while they serve" if later else "")
+
+
+class Programs:
+    """Compiled steps by shape, the small programs that seat a request, load its history and the masks of
+    grammars, and those that make the empty state that all of them start from.
+
+    Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
+    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that
+    tracing and compiling took.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        params: Params,
+        sizes: Sizes,
+        shapes: Iterable[Shape],
+        first: Collection[Shape] | None = None,
+    ):
+        self.started = time.perf_counter()
+        self.config, self.sizes, self._phases = phases.config, sizes, phases
+        self.like = like = arguments_like(phases.config, params, sizes)
+        self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
+        self._keys = {s: self._key(s) for s in shapes}
+        with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
+            found = kept.load_all(pool, self._keys, like.everywhere)
+            self.steps = {s: program for s, program in found.items() if program is not None}
+            self.ready = dict.fromkeys(self.steps, self.age)
+            lacking = [s for s in found if s not in self.steps]
+            self.key, self.loaded = kept.combined(self._keys.values()), not lacking
+            self.read, self.spent = len(self.steps), kept.Spent(self.key)
+            now = [s for s in lacking if first is None or s in first]
+            self.missing = [s for s in lacking if s not in now]
+            with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
+                # lowered here: in other threads the user's settings for a block of code do not hold
+                jobs = [pool.submit(self._compile, s, self._lower(s)) for s in now]
+                made = pool.map(lambda lowered: lowered.compile(), self._small())
+                self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
+                for job in as_completed(jobs):
+                    done(job.result())
+        self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
+        self.seconds = self.age
+        self.spent.keep(together=self.seconds)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    @property
+    def count(self) -> int:
+        return len(self.steps) + SMALL
+
+    def report(self) -> dict[str, Any]:
+        """How many there are, were read from disk or are missing, the seconds of the start and of compiling,
+        and when each step's was there."""
+        ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
+        return {
+            "programs": self.count,
+            "programs_read": self.read,
+            "programs_missing": len(self._keys.keys() - self.steps.keys()),
+            "warmup_seconds": self.seconds,
+            "compile_seconds": sum(self.spent.seconds.values()),
+            "compiled_at": ready,
+        }
+
+    def begin(self, state: Arguments) -> None:
+        """Requests come from now on, to an engine in this state: what has run so far does not count."""
+
+    def close(self) -> None:
+        """Nothing is run any more."""
+
+    def add(self, shape: Shape) -> None:
+        """Compile a missing shape, or one of no table. The latter is not kept, and none is if jax's settings
+        are others than at the start."""
+        if self._keys.setdefault(shape) != self._key(shape):
+            self._keys[shape] = None
+        self._compile(shape, self._lower(shape))
+        self.spent.keep()
+
+    def _key(self, shape: Shape) -> str | None:
+        return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
+
+    def _lower(self, shape: Shape) -> Lowered:
+        with self._lowering, self.spent.on(shape):  # one at a time: it is Python
+            make = lower_deferred if shape.phase == "deferred" else lower
+            return make(self._phases, shape, self.like, self.sizes)
+
+    def _compile(self, shape: Shape, lowered: Lowered) -> None:
+        with self.spent.on(shape):
+            program = kept.compile(self._keys[shape], lowered)
+        self.steps[shape], self.ready[shape] = program, self.age
+
+    def products(self, shapes: Iterable[Shape]) -> str | None:
+        """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;
+        None on a host, whose are known by its processor."""
+        (device, *_) = self._devices
+        if device.platform == "cpu":
+            return None
+        chosen = sorted(shapes)
+        own = kept.combined([self._keys[shape] for shape in chosen], "products")
+        found = kept.read(own, str) if self.loaded else None
+        if found is None:
+            found = tuning(self.steps[shape] for shape in chosen)
+            kept.write(own, found)
+        return found
+
+    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+        """Parameters with a cache and slots that nobody has used, made once those are gone that a failed step
+        has held."""
+        release(failed)
+        return Arguments(params, self.fresh_cache(), self.fresh_slots())
+
+    def _small(self) -> list[Lowered]:
+        of_slots = [self._lower_seat(), self._lower_history(), self._lower_masks()]
+        return [*of_slots, self._lower_cache(), self._lower_slots()]
+
+    def _lower_cache(self) -> Lowered:
+        return lower_zeros(self.like.cache)
+
+    def _lower_slots(self) -> Lowered:
+        dtype = target_of(self.like.params).embed.dtype
+        fresh = partial(fresh_slots, self.config, self.sizes, dtype)
+        return jax.jit(fresh, out_shardings=self.like.everywhere).lower()
+
+    def _lower_seat(self) -> Lowered:
+        slots = self.like.slots
+        return self._of_seat(seat).lower(slots, *seat_like(slots))
+
+    def _of_seat(self, change: Callable[..., Any]) -> Any:
+        """A change of one seat of the slots, before it is lowered."""
+        whole = self.like.everywhere
+        if self.sizes.shards > 1:
+            change = in_seat(change, mesh_of(whole))
+        return jax.jit(change, donate_argnums=0, out_shardings=whole)
+
+    def _lower_history(self) -> Lowered:
+        slots = self.like.slots
+
+        def load(slots, slot, tokens, prompt_len, total_len, bias):
+            sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
+            return replace(slots, sampling=sampling)
+
+        return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
+
+    def _lower_masks(self) -> Lowered:
+        allowed = self.like.slots.sampling.allowed
+        return Parts([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
+
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
+        """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the
+        Output."""
+        if shape.packed:
+            batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
+        return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
+
+    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
+        """A host batch of empty rows, to be filled in: of shard i those from i * shape.rows on."""
+        B, T = self.sizes.shards * shape.rows, shape.tokens
+        tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
+        slot = np.full(B, empty_slot, np.int32)
+        tokens, start, count = (
+            np.full((B, T), ON_DEVICE, np.int32),
+            np.zeros(B, np.int32),
+            np.zeros(B, np.int32),
+        )
+        after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
+        return Batch(tokens, start, count, tables, slot, after)

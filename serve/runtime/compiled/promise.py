@@ -1,0 +1,70 @@
+"""Results of programs that are dispatched later: by another thread, or once masks are there."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ....kvcache.stages import around
+from ....model.pair import Params, target_of
+
+
+@runtime_checkable
+class Promised(Protocol):
+    """What stands for a result until it is needed."""
+
+    def arrived(self) -> Any:
+        """Wait for the dispatch, and give its result. Raises what the dispatch raised."""
+        ...
+
+
+@dataclass
+class Undrawn:
+    """The output of a decode whose tokens are to be drawn from its hidden states, [B,1,D]."""
+
+    program: Callable[..., tuple[Any, Any]]
+    batch: Any  # Batch
+    hidden: Any  # until they are drawn from
+    output: Any = None  # Output
+
+    def draw(self, params: Params, slots: Any) -> Any:
+        """Dispatch the draw; gives the slots."""
+        slots, self.output = self.program(around(target_of(params)), slots, self.batch, self.hidden)
+        self.hidden = None
+        return slots
+
+    def arrived(self) -> Any:
+        assert self.output is not None, "nothing is drawn yet"
+        return self.output
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A decode in two programs, called as other steps are; its output is `Undrawn`."""
+
+    forward: Callable[..., tuple[Any, Any]]
+    draw: Callable[..., tuple[Any, Any]]
+
+    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Undrawn]:
+        cache, hidden = self.forward(params, cache, slots, batch)
+        return cache, slots, Undrawn(self.draw, batch, hidden)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One result of a job."""
+
+    job: Future[Any]
+    pick: Callable[[Any], Any] = lambda result: result
+
+    def arrived(self) -> Any:
+        return self.pick(self.job.result())
+
+    def part(self, i: int) -> "Promise":
+        """The i-th of several results."""
+        return Promise(self.job, lambda result: self.pick(result)[i])
+
+
+def arrived(result: Any) -> Any:
+    """A result, waited for if it is promised."""
+    return result.arrived() if isinstance(result, Promised) else result

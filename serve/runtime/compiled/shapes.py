@@ -1,0 +1,205 @@
+"""Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a
+piece of work."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from ....kvcache.pages import BLOCK
+from ....model.config import LayerKind
+from ....sampling.checks import MAX_LOGPROBS
+from ...options.checks import SMALLEST_CHUNK, round_up
+from ...options.engine import EngineOptions
+
+SMALLEST_WIDTH = 8
+# Rows of decode and tokens of prefill from which on padding costs an accelerator little: weights are read
+# once for all of them.
+WIDE_DECODE, WIDE_PREFILL = 64, 512
+# tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+ROW_TOKENS = 32
+SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
+WIDEST = 4  # tokens of a verification for each seat
+
+Phase = Literal["prefill", "decode", "verify", "deferred"]
+PHASES = get_args(Phase)
+
+
+class Shape(NamedTuple):
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
+    What is `deferred` is one step of decode in two programs: tokens are drawn once their masks are there.
+
+    A prefill's rows may be consecutive parts of one prompt, or of several. `packed` are the tokens that are
+    computed where rows of a verification share fewer than B T among them; 0 where each has its T.
+    """
+
+    phase: Phase
+    rows: int
+    tokens: int
+    packed: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a full call, where the rows of a prefill are one prompt's."""
+        return 1 if self.phase == "prefill" else self.rows
+
+    @property
+    def area(self) -> int:
+        """Tokens that it computes, padding among them."""
+        return self.packed or self.rows * self.tokens
+
+    @property
+    def deferred(self) -> "Shape":
+        """A decode's twin that draws later."""
+        return self._replace(phase="deferred")
+
+    def rows_of(self, tokens: int) -> int:
+        """Rows of so many tokens that it holds."""
+        return min(self.rows, self.packed // tokens) if self.packed else self.rows
+
+    def __str__(self) -> str:
+        among = f" of {self.packed}" if self.packed else ""
+        return f"{self.phase}[{self.rows},{self.tokens}]{among}"
+
+
+class Canonical(NamedTuple):
+    """The shapes that the bits of all others of their phase are compared with, and the smallest of these
+    under the reproducibility contract."""
+
+    prefill: Shape
+    decode: Shape
+
+    @classmethod
+    def on(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "Canonical":
+        """A CPU's are narrow: its time grows with rows from the first one on."""
+        if platform == "cpu":
+            return cls(Shape("prefill", 1, SMALLEST_CHUNK), Shape("decode", SMALLEST_WIDTH, 1))
+        chunk = min(WIDE_PREFILL, last_edge(options, sizes.max_model_len))
+        return cls(Shape("prefill", 1, chunk), Shape("decode", WIDE_DECODE, 1))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a
+    page. Seats, pages and rows are those of each of `shards`, whose steps are one."""
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: tuple[int, ...]
+    page_size: int
+    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
+    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+    positions: int = 1  # tokens of a constrained row that a step samples at most
+    kv_cache_dtype: str = "auto"  # as in the options
+    shards: int = 1
+    stride: int = 1  # pages behind which a recurrent layer's state is kept
+
+    @property
+    def seats(self) -> int:
+        """Of all shards; shard i has those from i * max_num_seqs on."""
+        return self.shards * self.max_num_seqs
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        return -(-tokens // self.page_size)
+
+
+def doublings(first: int, last: int) -> list[int]:
+    """first, 2 * first, 4 * first, ... below last, then last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]
+
+
+def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
+    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
+    contract decode may be narrow, and prefill on accelerators; under it too, where products are fixed."""
+    seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
+    canonical = Canonical.on(platform, options, sizes)
+    may_differ = options.reproducible and not options.fixed_products
+    fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
+    if may_differ:
+        fewest, chunk = canonical.decode.rows, canonical.prefill.tokens
+    narrowest = fewest if options.reproducible else 1
+    widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
+    decode = {Shape("decode", width, n) for width in widths for n in steps}
+    prefill = prefills(options, sizes.max_model_len, shared, platform, chunk)
+    beside = options.speculation.model is not None
+    verify = verifications(seats, options.guesses, options.nodes, narrowest, beside)
+    must = set(canonical) if options.reproducible else set()
+    return sorted({*prefill, *decode, *verify, *must}, key=lambda s: (PHASES.index(s.phase), *s))
+
+
+def last_edge(options: EngineOptions, most: int) -> int:
+    """Tokens of the largest prefill: no more than a request's, of at most `most`, since shapes are compared
+    on one text."""
+    return round_up(min(options.prefill_tokens, most), SMALLEST_CHUNK)
+
+
+def prefills(
+    options: EngineOptions, most: int, shared: bool, platform: str, chunk: int = SMALLEST_CHUNK
+) -> list[Shape]:
+    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
+    that share a call. The smallest has `chunk` tokens, or those of a smaller bucket that was asked for."""
+    last = last_edge(options, most)
+    edges = doublings(chunk, last)
+    wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
+    areas = (edges if platform == "cpu" else wide) if shared else []
+    if options.prefill_buckets is not None:
+        edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
+    several = [Shape("prefill", area // ROW_TOKENS, ROW_TOKENS) for area in areas]
+    return [Shape("prefill", 1, edge) for edge in edges] + several
+
+
+def can_share(layers: Iterable[LayerKind]) -> bool:
+    """Whether prompts may be cut into rows of a tile."""
+    return all(not layer.state and layer.keys and layer.keys.can_share for layer in layers)
+
+
+def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
+    """Most tokens of a row of prefill, where `prompts` prompts come together: short rows of several can
+    share a call."""
+    several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
+    return max(several or [s.tokens for s in shapes])
+
+
+def least_row(shapes: Iterable[Shape]) -> int:
+    """Fewest tokens that a short prompt costs in a call with others."""
+    return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
+
+
+def verifications(
+    max_num_seqs: int, guesses: int, nodes: int, narrowest: int, beside: bool = False
+) -> list[Shape]:
+    """Shapes for a row's last token and its guesses, each row with as many as it is given.
+
+    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds
+    it below. Above, rows beyond a shape take several calls. The nodes of a tree are computed whole. What
+    guesses `beside` the model does so for all rows of a shape: there are some of few rows.
+    """
+    if not guesses:
+        return []
+    tokens, seats = guesses + 1, 1 << (max_num_seqs - 1).bit_length()
+    if nodes:
+        first = max(1, narrowest // nodes)
+        last = max(first, min(seats, WIDEST * seats // nodes))
+        return [Shape("verify", rows, tokens) for rows in doublings(first, last)]
+    first = max(narrowest, 1 << guesses.bit_length())
+    areas = doublings(first, max(first, min(WIDEST * seats, seats * first)))
+    few = {Shape("verify", min(area // first, seats), tokens, area) for area in areas if beside}
+    return sorted(few | {Shape("verify", min(area, seats), tokens, area) for area in areas})
+
+
+def holds(shape: Shape, rows: int, tokens: int, total: int = 0) -> bool:
+    """Whether a shape holds `rows` of at most `tokens`, `total` together."""
+    return shape.rows >= rows and shape.tokens >= tokens and shape.area >= total
+
+
+def smallest(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
+    """The shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together; one
+    must."""
+    fitting = [s for s in shapes if holds(s, rows, tokens, total)]
+    return min(fitting, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))

@@ -1,0 +1,1 @@
+"""Which shapes give the same bits, found while the engine warms up."""

@@ -1,0 +1,145 @@
+"""Which compiled shapes give the same bits, and how long they take: found by running all of them before they
+serve.
+
+A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it.
+So shapes fall into classes; within one, a request's bits do not depend on the shapes that its tokens happened
+to run in.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...host import progress
+from ..compiled import kept
+from ..compiled.compile import Arguments, Programs
+from ..compiled.shapes import PHASES, Canonical, Shape
+from .probe import Probe, Runs, finish
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The shapes that may serve together, and whether prefill and decode write the same bits."""
+
+    prefill: tuple[Shape, ...]
+    decode: tuple[Shape, ...]
+    same_bits: bool
+    verify: tuple[Shape, ...] = ()
+    deferred: tuple[Shape, ...] = ()
+
+    @classmethod
+    def of(cls, shapes: Iterable[Shape], same_bits: bool) -> "Classes":
+        of = {phase: tuple(s for s in sorted(shapes) if s.phase == phase) for phase in PHASES}
+        return cls(**of, same_bits=same_bits)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (*self.prefill, *self.decode, *self.verify, *self.deferred)
+
+    @property
+    def may_defer(self) -> bool:
+        """Whether each decode has a twin that draws later."""
+        return bool(self.decode) and {s.deferred for s in self.decode} == {*self.deferred}
+
+    def joined(self, shape: Shape) -> "Classes":
+        return Classes.of([*self.shapes, shape], self.same_bits)
+
+
+def choose_classes(
+    programs: Programs, arguments: Arguments, canonical: Canonical, reproducible: bool
+) -> tuple[Classes, Arguments]:
+    """The shapes that may serve together: under the reproducibility contract those with the bits of the
+    canonical ones, else all."""
+    if reproducible:
+        return known_classes(programs, arguments, canonical)
+    return Classes.of(programs.steps, same_bits=True), arguments
+
+
+def known_classes(
+    programs: Programs, arguments: Arguments, canonical: Canonical
+) -> tuple[Classes, Arguments]:
+    """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
+    own = record(programs, arguments.params, canonical)
+    if programs.loaded and (known := kept.read(own, Classes)):  # what is compiled anew may have other bits
+        return known, arguments
+    classes, arguments = find_classes(programs, arguments, canonical)
+    kept.write(own, classes)
+    return classes, arguments
+
+
+def record(programs: Programs, params: Any, canonical: Canonical) -> str | None:
+    """What the classes of programs with parameters are kept under."""
+    if programs.key is None or kept.folder() is None:
+        return None
+    return kept.combined([programs.key], fingerprint(params), canonical)
+
+
+def fingerprint(params: Any) -> str:
+    """A hash of each parameter's first numbers."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
+    return found.hexdigest()
+
+
+def probing(
+    programs: Programs, arguments: Arguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
+) -> tuple[Any, Arguments]:
+    """What comes of a probe's work in an idle engine; the cache is used as scratch."""
+    probe = Probe(programs, canonical, programs.steps)
+    probe.lent = [list(range(probe.needed))] * len(programs.sizes.pages)
+    probe.take(arguments.params, arguments.cache)
+    found = finish(work(probe))
+    return found, replace(arguments, cache=probe.give())
+
+
+def find_classes(programs: Programs, arguments: Arguments, canonical: Canonical) -> tuple[Classes, Arguments]:
+    """Compare every shape with the canonical one of its phase."""
+    with progress.stage("probing which programs give the same bits", len(programs.steps)) as done:
+
+        def work(probe: Probe) -> Runs[Classes]:
+            agreeing = []
+            for shape in sorted(programs.steps):
+                if done((yield from probe.agrees(shape))):
+                    agreeing.append(shape)
+            return Classes.of(agreeing, (yield from probe.same_bits()))
+
+        return probing(programs, arguments, canonical, work)
+
+
+def step_seconds(
+    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, depths: Sequence[int]
+) -> tuple[dict[tuple[int, int], float], Arguments]:
+    """`timed` in an idle engine."""
+    with progress.stage("measuring steps", len(timed_shapes(classes, depths))) as done:
+        return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, depths, done))
+
+
+def timed(
+    probe: Probe, classes: Classes, depths: Sequence[int], done: Callable[[float], float] = float
+) -> Runs[dict[tuple[int, int], float]]:
+    """Return the seconds of each call, by its tokens and the most guesses of a row, one of `depths`; 0 for a
+    decode. Where each row has a tree of guesses, its rows stand in place of its tokens."""
+    seconds = {}
+    for (size, k), shape in timed_shapes(classes, depths).items():
+        seconds[size, k] = done((yield from probe.seconds(shape, k + 1)))
+    return seconds
+
+
+def timed_shapes(classes: Classes, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
+    """The shape that stands for each kind of step."""
+    packed = [s for s in classes.verify if s.packed]
+    trees = [s for s in classes.verify if not s.packed]
+    found = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
+    found |= {(s.packed, k): fullest(packed, s.packed, k) for s in packed for k in depths}
+    return found | {(s.rows, k): s for s in trees for k in depths}
+
+
+def fullest(shapes: Sequence[Shape], total: int, k: int) -> Shape:
+    """The shape with so many tokens that takes the longest rows of k guesses, as few as may be."""
+    fitting = [s for s in shapes if s.packed == total]
+    return min(fitting, key=lambda s: (s.rows * (k + 1) < total, s.rows))

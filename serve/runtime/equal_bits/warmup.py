@@ -1,0 +1,286 @@
+"""Programs that come while an engine serves, as the rest of a cold one's table does: compiled beside it,
+compared with its first programs between its steps, and taken into its classes one by one.
+
+The first programs are the canonical ones, whose bits all others must have, so whatever joins later changes no
+result. Compiling needs no engine and has threads of its own; comparing needs pages of the cache, which are
+lent for as long as one shape takes.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from ....kvcache.pages import KVCache
+from ....kvcache.tables import PageTables, Tables
+from ...host.store import warn
+from ..compiled import jaxcache, kept
+from ..compiled.compile import Arguments, Programs
+from ..compiled.shapes import PHASES, Canonical, Shape
+from .classes import Classes, timed
+from .probe import Probe, Runs
+
+THREADS = "duetto-warmup"  # how the names of the threads that compile begin
+PLAIN = "prefill", "decode"  # phases without whose missing shapes an engine serves as well
+PAUSE = 0.02  # seconds between two looks at an engine
+TURN = 0.001  # seconds after a run, in which whoever waits for the engine has it
+
+
+# What guesses, if the shapes allow it: of the classes, and the times of their steps as `timed` has them.
+Speculate = Callable[[Classes, dict[tuple[int, int], float] | None], Any]
+
+
+class Aim(NamedTuple):
+    """What a warm-up is to find: shapes with the bits of the canonical ones, where there is a contract, and
+    the times of steps whose rows have up to so many guesses, for each of `depths`."""
+
+    canonical: Canonical
+    reproducible: bool
+    depths: tuple[int, ...]
+
+
+def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, Shape]:
+    """The smallest set that serves every request: a prefill and a decode, the canonical ones where the table
+    has them."""
+    prefills = [s for s in shapes if s.phase == "prefill" and s.rows == 1]
+    decodes = [s for s in shapes if s.phase == "decode" and s.tokens == 1]
+    return (
+        canonical.prefill if canonical.prefill in prefills else min(prefills),
+        canonical.decode if canonical.decode in decodes else max(decodes),
+    )
+
+
+def in_turn(shapes: Collection[Shape]) -> list[Shape]:
+    """The order to compile in: of each phase the largest first, since those save most calls."""
+    phases = [sorted((s for s in shapes if s.phase == p), key=lambda s: -s.area) for p in reversed(PHASES)]
+    return [shape for each in zip_longest(*phases) for shape in each if shape is not None]
+
+
+class Warmup:
+    """What of `shapes` an engine with `classes` has still to compile and to compare.
+
+    `advance` is called between its steps. `classes` grow; once `done`, `speculation` is what `speculate`
+    makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
+    in `failed`. What classes have become is kept under `record`.
+
+    While the engine serves, a shape is compiled where the engine says that it is `wanted`, and all where it
+    is `idle`; those of verification and of deferred draws at once: something waits until all are there.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        shapes: Collection[Shape],
+        classes: Classes,
+        aim: Aim,
+        speculate: Speculate,
+        record: str | None = None,
+    ):
+        self.programs, self.classes, self.aim, self.speculate = programs, classes, aim, speculate
+        self.speculation: Any = None
+        self.failed: dict[Shape, str] = {}
+        self.done = self.stopped = False
+        self._record, self._shapes = record, {*programs.steps, *shapes}
+        self._missing = in_turn([s for s in shapes if s not in programs.steps])
+        self._waited_for = any(s.phase not in PLAIN for s in shapes)
+        self.wanted: Shape | None = None
+        self.idle, self._prepared = False, False
+        self._compiling = len(self._missing)
+        self._here = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
+        self._lock = threading.Lock()
+        self._probe: Probe | None = None
+        self._runs: Runs[None] | None = None
+        self._current: Shape | None = None  # that is compared
+        self._lent: Tables = []
+
+    # ------------------------------------------------------------ compiling, in threads
+
+    def begin(self, idle: Callable[[], bool]) -> None:
+        """Start to compile. One of the threads calls `idle` as well, until all is done: an engine with
+        nothing else to do may advance there, and says whether it did."""
+        threads = max(1, min((kept.cores() or 2) // 2, self._compiling))
+        targets = [partial(self._attend, idle), *[self._compile] * (threads - 1)]
+        for number, target in enumerate(targets):
+            threading.Thread(target=target, name=f"{THREADS}-{number}").start()
+
+    def hurry(self) -> None:
+        """Compile all, beside serving too: something waits for the end."""
+        self._waited_for = True
+
+    def stop(self) -> None:
+        """Compile nothing more than what is begun, and hold nothing on the device."""
+        self.stopped = True
+        if self._probe is not None:
+            self._probe.rest()
+
+    @property
+    def _goes_on(self) -> bool:
+        return not (self.stopped or self.done) and threading.main_thread().is_alive()
+
+    def _attend(self, idle: Callable[[], bool]) -> None:
+        while self._goes_on:
+            if idle():
+                time.sleep(TURN)
+                continue
+            shape = self._take()
+            if not self._prepared and (shape or self._here or not self._compiling):
+                self._prepared = True
+                self._prepare()
+            self._add(shape) if shape else time.sleep(PAUSE)
+        if self.done:
+            idle()  # an engine without requests hears of it
+
+    def _compile(self) -> None:
+        while self._goes_on and self._missing:
+            shape = self._take()
+            self._add(shape) if shape else time.sleep(PAUSE)
+
+    def _take(self) -> Shape | None:
+        """The shape to compile now: the one that is wanted, or any where nothing serves, and where the engine
+        waits for all."""
+        with self._lock:
+            shape, self.wanted = self.wanted, None
+            if self.idle or self._waited_for:
+                shape = next(iter(self._missing), None)
+            if shape is None or shape not in self._missing:  # another thread was faster
+                return None
+            self._missing.remove(shape)
+            return shape
+
+    def _prepare(self) -> None:
+        if not (self.aim.reproducible or self.aim.depths):
+            return
+        try:
+            self._probe = Probe(self.programs, self.aim.canonical, self._shapes)
+        except Exception as error:  # noqa: BLE001 - the engine serves with what it has
+            self.done = True
+            warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")
+
+    def _add(self, shape: Shape) -> None:
+        try:
+            self.programs.add(shape)
+            self._here.append(shape)
+        except Exception as error:  # noqa: BLE001 - the engine serves without it
+            self._fail(shape, error)
+        with self._lock:
+            self._compiling -= 1
+        if not self._compiling:
+            jaxcache.seal()
+
+    def _fail(self, shape: Shape, error: Exception) -> None:
+        self.failed[shape] = str(error)
+        warn(f"{shape} does not serve: {first_line(error)}")
+
+    @property
+    def missing(self) -> Sequence[Shape]:
+        """Shapes that are to be compiled where the steps want them."""
+        return () if self._waited_for else tuple(self._missing)
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._compiling > len(self._missing)
+
+    @property
+    def has_in_hand(self) -> bool:
+        """Whether a shape is on its way to the classes."""
+        return self.is_compiling or bool(self._here) or self._runs is not None
+
+    # ------------------------------------------------------------ comparing, between steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to run, or nothing is to come any more."""
+        return self._runs is not None or self.done or (self._is_ready and (bool(self._here) or self._is_last))
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._probe is not None or not (self.aim.reproducible or self.aim.depths)
+
+    @property
+    def _is_last(self) -> bool:
+        # in this order: a thread that compiles adds to the one before it takes from the other
+        return not self._compiling and not self._here
+
+    def advance(self, state: Arguments, tables: PageTables, spare: int) -> KVCache | None:
+        """One run of what is compared, in pages that are lent once that leaves `spare` to the sequences that
+        run; gives the cache back, None where a failure has cost it."""
+        if self._runs is None and not self.done:
+            self._choose(tables, spare)
+        if self._runs is None or self._probe is None:
+            return state.cache
+        self._probe.take(state.params, state.cache)
+        try:
+            next(self._runs)
+        except StopIteration:
+            self._finish(tables)
+        except Exception as error:  # noqa: BLE001 - the engine serves without what fails
+            return self._failed(error)
+        return self._probe.give()
+
+    def _failed(self, error: Exception) -> None:
+        if self._current is not None:
+            self._fail(self._current, error)
+        else:
+            self.done = True
+            warn(f"steps are not compared as a whole: {first_line(error)}")
+        self._current = None
+
+    def interrupt(self, tables: PageTables) -> None:
+        """Give pages and memory back: what was being compared begins again later."""
+        if self._current is not None:
+            self._here.appendleft(self._current)
+        if self._probe is not None:
+            self._probe.rest()
+        self._finish(tables)
+
+    def replaced(self, tables: PageTables) -> None:
+        """Other parameters are served from now on: shapes that come are compared on them."""
+        self.interrupt(tables)
+        self._record = None
+        if self._probe is not None:
+            self._probe.forget()
+
+    def _finish(self, tables: PageTables) -> None:
+        if self._lent:
+            tables.take_back(self._lent)
+        self._lent, self._runs, self._current = [], None, None
+
+    def _choose(self, tables: PageTables, spare: int) -> None:
+        """What to run next, if there are pages for it."""
+        if not self.aim.reproducible:
+            while self._here:
+                self.classes = self.classes.joined(self._here.popleft())
+        last = self._is_last
+        if self._probe is None:
+            if last and self._is_ready:
+                self._conclude(None)
+        elif self._here or last:
+            self._lent = tables.lend(self._probe.needed, spare) or []
+            if self._lent:
+                self._probe.lent = self._lent
+                self._runs = self._end(self._probe) if last else self._join(self._probe)
+
+    def _join(self, probe: Probe) -> Runs[None]:
+        self._current = shape = self._here.popleft()
+        if (yield from probe.agrees(shape)):
+            self.classes = self.classes.joined(shape)
+
+    def _end(self, probe: Probe) -> Runs[None]:
+        """What is to be known of all shapes together; then they are kept for the next start."""
+        if self.aim.reproducible:
+            self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
+            if not self.failed:
+                kept.write(self._record, self.classes)
+        wanted = self.aim.depths and self.classes.verify
+        self._conclude((yield from timed(probe, self.classes, self.aim.depths)) if wanted else None)
+
+    def _conclude(self, seconds: dict[tuple[int, int], float] | None) -> None:
+        self.speculation, self.done = self.speculate(self.classes, seconds), True
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,79 @@
+"""What the processes of a group tell each other, as msgpack in frames over TCP."""
+
+import socket
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from ...host.sockets.link import Link
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A rank's first word: what has to be alike in all of them, by name."""
+
+    rank: int
+    facts: dict[str, str]
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0's answer to a rank that runs the same."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Why a rank cannot begin, or go on."""
+
+    why: str
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A sign of life, with the number of orders that are done."""
+
+    done: int = 0
+
+
+class Numbers(msgspec.Struct, array_like=True, frozen=True):
+    """A host array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, x: Any) -> "Numbers":
+        x = np.asarray(x)
+        return cls(x.dtype.str, x.shape, x.tobytes())
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Order(msgspec.Struct, tag=True, frozen=True):
+    """A program that all run next, with what the host gives it; of a step, its shape."""
+
+    program: str
+    shape: str = ""
+    given: tuple[Numbers, ...] = ()
+
+    @classmethod
+    def of(cls, program: str, shape: str, given: Any) -> "Order":
+        return cls(program, shape, tuple(map(Numbers.of, jax.tree.leaves(given))))
+
+    def tree(self, like: Any) -> Any:
+        """What was given, in the structure of a tree of shapes."""
+        return jax.tree.unflatten(jax.tree.structure(like), [numbers.array for numbers in self.given])
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 is done."""
+
+
+Message = Hello | Welcome | Refused | Beat | Order | End
+DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def link_over(connection: socket.socket, seconds: float) -> Link[Message]:
+    """One end of a connection between two ranks."""
+    return Link(connection, seconds, DECODER)

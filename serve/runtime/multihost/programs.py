@@ -1,0 +1,163 @@
+"""The programs of a mesh over several processes: what rank 0 runs, it tells the others to run."""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from ....kvcache.pages import Batch
+from ....model.pair import Params
+from ...host.memory import release
+from ..compiled import kept
+from ..compiled.compile import Arguments, Programs, history_like, masks_like, operands, seat_like
+from ..compiled.promise import Promise, arrived
+from ..compiled.shapes import Shape
+from .ending import end_process
+from .group import Group
+from .meeting import agree, group
+from .messages import Order
+
+FLIGHTS = 2  # steps that a rank leaves unread
+SMALL = 1 << 20  # numbers of a parameter that ranks are compared by, at most
+
+
+class SharedPrograms(Programs):
+    """Programs that all processes of a group compile, and run together.
+
+    Until `begin` each process runs the same by itself, since the model and the options decide what. From then
+    on rank 0's engine decides: a thread tells the others of each call and makes it, so that an interrupted
+    caller leaves no call half made. What it gives is promised. A call that fails ends the group.
+    """
+
+    def __init__(self, phases: Any, params: Params, *given: Any):
+        found = group()
+        assert found is not None, "parameters lie on other processes' devices, and there is no group"
+        self.group: Group = found
+        self._calls: ThreadPoolExecutor | None = None  # of rank 0
+        self._outputs: deque[Any] = deque()  # of the others' steps in flight
+        agree({"sizes": repr(given), "weights": fingerprint(params)})
+        super().__init__(phases, params, *given)
+        agree({"programs": self._facts()})
+
+    def begin(self, state: Arguments) -> None:
+        self.group.serves = True
+        if self.group.rank:
+            self._follow(state)
+        self._calls = ThreadPoolExecutor(1, "duetto-orders")
+        self.seat = self._ordered("seat", self.seat)
+        self.load_history = self._ordered("history", self.load_history)
+        self.load_masks = self._ordered("masks", self.load_masks)
+
+    def _facts(self) -> str:
+        """What the programs of all shapes follow from."""
+        every = ((shape.phase, operands(shape, self.like, self.sizes)) for shape in sorted(self.steps))
+        return repr([kept.described(self._phases, *one) for one in every])
+
+    def close(self) -> None:
+        if self._calls is not None:
+            self._calls.shutdown()
+            self.group.end()
+
+    # ------------------------------------------------------------ rank 0
+
+    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
+        if self._calls is None:
+            return super().run(shape, arguments, batch)
+        cache, slots = arguments.cache, arguments.slots
+        job = self._call(
+            Order.of("run", str(shape), batch),
+            lambda: self._run(shape, Arguments(arguments.params, arrived(cache), arrived(slots)), batch),
+        )
+        return job.part(0), job.part(1), job.part(2)
+
+    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+        if self._calls is None:
+            return super().empty(params, failed)
+        self._calls.submit(int).result()  # calls under way hold arrays
+        if failed is not None and isinstance(failed, jax.errors.JaxRuntimeError):
+            self.group.refuse(failed)  # the others' programs may wait for the one that failed here
+        release(failed)
+        job = self._call(Order("empty"), lambda: (self.fresh_cache(), self.fresh_slots()))
+        return Arguments(params, job.part(0), job.part(1))
+
+    def _run(self, *call: Any) -> tuple[Any, Any, Any]:
+        return super().run(*call)
+
+    def _ordered(self, program: str, compiled: Callable[..., Any]) -> Callable[..., Promise]:
+        """A program of the slots, which all processes call."""
+
+        def call(slots: Any, *given: Any) -> Promise:
+            return self._call(Order.of(program, "", given), lambda: compiled(arrived(slots), *given))
+
+        return call
+
+    def _call(self, order: Order, work: Callable[[], Any]) -> Promise:
+        assert self._calls is not None
+
+        def make() -> Any:
+            self.group.tell(order)
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - the others have begun it, and wait for this rank
+                self.group.refuse(error)
+
+        return Promise(self._calls.submit(make))
+
+    # ------------------------------------------------------------ the others
+
+    def _follow(self, state: Arguments) -> NoReturn:
+        """Run what rank 0 wants, and leave the process when it ends."""
+        shapes, held = {str(shape): shape for shape in self.steps}, [state]
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and decides
+        try:
+            for order in self.group.orders():
+                held.append(self._obey(order, held.pop(), shapes.get(order.shape)))
+        except Exception as error:  # noqa: BLE001 - rank 0 would wait for this rank
+            self.group.refuse(error)
+        if is_main:
+            raise SystemExit(0)
+        end_process(0)  # SystemExit would end the thread alone
+
+    def _obey(self, order: Order, state: Arguments, shape: Shape | None) -> Arguments:
+        match order.program:
+            case "run" if shape is not None:
+                batch = order.tree(self.empty_batch(shape, 0))
+                cache, slots, output = super().run(shape, state, batch)
+                self._await(output)
+                return replace(state, cache=cache, slots=slots)
+            case "seat":
+                return replace(state, slots=self.seat(state.slots, *order.tree(seat_like(state.slots))))
+            case "history":
+                given = order.tree(history_like(state.slots, self.sizes))
+                return replace(state, slots=self.load_history(state.slots, *given))
+            case "masks":
+                given = order.tree(masks_like(state.slots.sampling.allowed))
+                return replace(state, slots=self.load_masks(state.slots, *given))
+        assert order.program == "empty", order.program
+        params = state.params
+        del state  # its cache goes first: two may not fit
+        return super().empty(params)
+
+    def _await(self, output: Any) -> None:
+        """Go on when all but the latest steps are done: what fails on the device is to be noticed."""
+        self._outputs.append(output)
+        if len(self._outputs) > FLIGHTS:
+            jax.block_until_ready(self._outputs.popleft())
+
+
+def fingerprint(params: Params) -> str:
+    """A hash of small parameters that every device has."""
+    found = sha256()
+    for x in jax.tree.leaves(params):
+        if x.is_fully_replicated and x.size <= SMALL:
+            found.update(np.asarray(x).tobytes())
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a step in stages, and a thread that dispatches each."""

@@ -1,0 +1,217 @@
+"""How a step runs through the stages: each has a thread that dispatches its programs, hands hidden states on,
+and goes on with the next step. No step waits for the host: the last stage sends the tokens that it samples to
+the first, on the devices.
+
+One program a stage (as PipeDream has them, Harlap et al., arXiv 1806.03377) lets stages differ in size and
+compute different phases at the same time.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from ....kvcache.pages import ON_DEVICE, Batch, KVCache
+from ....kvcache.stages import joined, params_of
+from ....model.transformer import Decoder
+from ..compiled.promise import Promise, arrived
+from .clock import Clock
+
+MOST_NEWS = 32  # steps whose tokens the first stage has not heard of
+
+
+class Stages:
+    """A thread for each stage, in which its programs are dispatched one after the other, each as soon as what
+    it is given has arrived. Steps end in the stage `exit`."""
+
+    def __init__(self, names: Sequence[Any], exit: int = -1):
+        self.names, self.exit, self.clock = names, exit, Clock(len(names), exit)
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"duetto-stage-{name}") for name in names]
+        self._asked: set[Future[Any]] = set()
+        weakref.finalize(self, self.clock.stop)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def drain(self) -> None:
+        """Until all that was asked so far is done, or has failed: no job holds arrays any more."""
+        wait(list(self._asked))
+        for thread in self._threads:
+            thread.submit(lambda: None).result()
+
+    def do(self, stage: int, work: Callable[..., Any], *given: Any) -> Promise:
+        """Call work in a stage's thread with what was given, once all of it has arrived. No thread waits for
+        that, so that a stage may be given what comes of its own later work."""
+        return self.results(1, stage, lambda *arrived: (work(*arrived),), *given)[0]
+
+    def results(self, count: int, stage: int, work: Callable[..., Any], *given: Any) -> list[Promise]:
+        """The same for work that has so many results: each may go while others are held."""
+        promised = [Future[Any]() for _ in range(count)]
+        for one in promised:
+            self._asked.add(one)
+            one.add_done_callback(self._asked.discard)
+        jobs = [promise.job for promise in given if isinstance(promise, Promise)]
+        held = [(work, given, promised)]  # until it starts: a future keeps whom it has called back
+
+        def start() -> None:
+            work, given, promised = held.pop()
+            job = self._threads[stage].submit(with_arrived, work, given)
+            job.add_done_callback(partial(settle, promised))
+
+        when_done(jobs, start)
+        return list(map(Promise, promised))
+
+
+def when_done(jobs: Iterable[Future[Any]], then: Callable[[], Any]) -> None:
+    """Call `then` once all jobs are done: here, or in the thread that ends the last of them."""
+    rest = iter(jobs)
+
+    def go_on(_: Any = None) -> None:
+        for job in rest:
+            if not job.done():
+                job.add_done_callback(go_on)
+                return
+        then()
+
+    go_on()
+
+
+def with_arrived(work: Callable[..., Any], given: Sequence[Any]) -> Any:
+    return work(*map(arrived, given))
+
+
+def settle(promised: "Sequence[Future[Any]]", job: "Future[Any]") -> None:
+    """Pass on the results of a job that is done, or what it raised."""
+    if (error := job.exception()) is not None:
+        for one in promised:
+            one.set_exception(error)
+        return
+    for one, result in zip(promised, job.result(), strict=True):
+        one.set_result(result)
+
+
+@dataclass(frozen=True)
+class StagedCache:
+    """Pools by stages; `arrived` has those of all."""
+
+    parts: tuple[Any, ...]  # of each stage a KVCache, or the promise of one
+
+    def arrived(self) -> KVCache:
+        return joined(map(arrived, self.parts))
+
+
+class News(NamedTuple):
+    """What a step has changed: the slots of its rows, and what the last stage knows of them."""
+
+    slots: frozenset[int]
+    front: Promise
+
+
+@dataclass(frozen=True)
+class StagedSlots:
+    """The slots, which are the last stage's own; what the first knows of them, and what it has yet to
+    hear."""
+
+    own: Any
+    front: Any
+    news: tuple[News, ...] = ()
+
+    def arrived(self) -> Any:
+        return arrived(self.own)
+
+    def without(self, slot: int) -> tuple[News, ...]:
+        """The news, but for those of a slot that has another request."""
+        return tuple(news._replace(slots=news.slots - {slot}) for news in self.news)
+
+
+@dataclass(frozen=True)
+class Ear:
+    """The first stage's program that takes in what it is told."""
+
+    stages: Stages
+    hear: Any
+
+    def front(self, slots: StagedSlots, rows: frozenset[int]) -> tuple[Any, tuple[News, ...]]:
+        """What the first stage knows once it has heard of the last step of each of some rows' slots, and what
+        it has yet to hear."""
+        wanted = [i + 1 for i, news in enumerate(slots.news) if news.slots & rows]
+        count = max([*wanted, len(slots.news) - MOST_NEWS, 0])
+        front = slots.front
+        for news in slots.news[:count]:
+            front = self.stages.do(0, self._hear, front, news.front, news.slots)
+        return front, slots.news[count:]
+
+    def _hear(self, front: Any, news: Any, whose: frozenset[int]) -> Any:
+        mask = np.zeros(front.live.shape, bool)
+        mask[list(whose)] = True
+        return self.hear(front, news, mask)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A shape's programs, one a stage, called as the program of one device is. `hand` are the shardings of
+    what stages 1, 2, ... are handed, `back` that of what the first is told, and `ear` takes in."""
+
+    stages: Stages
+    programs: tuple[Any, ...]
+    hand: tuple[Sharding, ...]
+    back: Sharding
+    ear: Ear
+
+    def __call__(
+        self, params: Decoder, cache: StagedCache, slots: StagedSlots, batch: Batch
+    ) -> tuple[StagedCache, StagedSlots, Promise]:
+        do, last = self.stages.do, len(self.stages) - 1
+        weights = [params_of(params, span) for span in self.stages.names]
+        front, news = self.ear.front(slots, awaited(batch))
+        done = do(0, self._enter, weights[0], cache.parts[0], front, batch)
+        parts = [done.part(0)]
+        for stage in range(1, last):
+            done = do(stage, self._go_on(stage), weights[stage], cache.parts[stage], done.part(1), batch)
+            parts.append(done.part(0))
+        done = do(last, self._leave, weights[last], cache.parts[last], slots.own, done.part(1), batch)
+        told = do(last, lambda front: front, done.part(3))  # alone: the rest of the results may go
+        news = (*news, News(changed(batch), told))
+        return StagedCache((*parts, done.part(0))), StagedSlots(done.part(1), front, news), done.part(2)
+
+    def as_text(self) -> str:
+        """The compiled programs."""
+        return "\n".join(program.as_text() or "" for program in self.programs)
+
+    def _enter(self, params: Any, cache: Any, front: Any, batch: Batch) -> Any:
+        entered = time.perf_counter()
+        cache, handed = self.programs[0](params, cache, front, batch)
+        self.stages.clock.ran(0, entered, entered, front, handed.hidden)
+        return cache, (jax.device_put(handed, self.hand[0]), entered)
+
+    def _go_on(self, stage: int) -> Callable[..., Any]:
+        def go_on(params: Any, cache: Any, given: Any, batch: Batch) -> Any:
+            (handed, entered), called = given, time.perf_counter()
+            cache, out = self.programs[stage](params, cache, handed, batch)
+            self.stages.clock.ran(stage, entered, called, handed, out.hidden)
+            return cache, (jax.device_put(out, self.hand[stage]), entered)
+
+        return go_on
+
+    def _leave(self, params: Any, cache: Any, slots: Any, given: Any, batch: Batch) -> Any:
+        (handed, entered), called = given, time.perf_counter()
+        cache, slots, output, front = self.programs[-1](params, cache, slots, handed, batch)
+        self.stages.clock.ran(len(self.stages) - 1, entered, called, handed, output.sampled.token)
+        return cache, slots, output, jax.device_put(front, self.back)
+
+
+def changed(batch: Batch) -> frozenset[int]:
+    """The slots of a batch's rows."""
+    return frozenset(batch.slot[batch.count > 0].tolist())
+
+
+def awaited(batch: Batch) -> frozenset[int]:
+    """The slots whose last tokens only the device knows."""
+    return frozenset(batch.slot[(batch.count > 0) & (batch.tokens[:, 0] == ON_DEVICE)].tolist())

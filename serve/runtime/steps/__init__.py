@@ -1,0 +1,1 @@
+"""The pure step that is traced: prefill, decode, verification."""

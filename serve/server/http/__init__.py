@@ -1,0 +1,1 @@
+"""The HTTP server process: its address, limits, authentication, CORS, tracing and shutdown."""

@@ -1,0 +1,37 @@
+"""The paths of the server."""
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from ..routes import completions
+from ..routes.adapters import Adapters
+from ..routes.embeddings import Embeddings
+from ..routes.page import Page
+from ..routes.profile import Profile
+from ..routes.state import State
+from ..routes.tokens import Tokens
+from ..routes.weights import Weights
+from ..service.errors import HANDLERS
+from ..service.service import Service
+from .auth import Keys
+from .cors import guards
+from .tracing import Traced, Tracing
+
+
+def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette:
+    """Everything that a service answers; with keys, to those who have one."""
+    paths = [*completions.paths(service), *Embeddings(service).paths, *Tokens(service).paths]
+    paths += State(service).paths
+    if service.options.runtime_lora_updating:
+        paths += Adapters(service).paths
+    if service.options.profile_dir is not None:
+        paths += Profile(service, service.options.profile_dir).paths
+    if service.options.weights_dir is not None:
+        paths += Weights(service, service.options.weights_dir).paths
+    paths += Page(paths, has_keys=bool(keys)).paths
+    middleware = guards(service.options)
+    middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))
+    if tracing is not None:
+        middleware.append(Middleware(Traced, tracing=tracing))
+    routes = [path.route for path in paths]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)

@@ -1,0 +1,97 @@
+"""What replicas tell of their pages: they publish, and a thread here listens."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ....kvcache.names import extend
+from ...host.streams import tell
+from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, Events, zmq
+from ...kv.routing.memory import Told
+from .prompts import TOKENS
+
+PERIOD = 200  # milliseconds between looks at the end
+
+
+class Pages:
+    """The pages of one replica: its events say what its own names are names of, and the memory has them under
+    the router's.
+
+    A page whose parent is not known, since its event was lost, is left out, and so is one with keys beside
+    its tokens: prompts do not find it.
+    """
+
+    def __init__(self, memory: Told, page_size: int):
+        self._memory, self._page_size = memory, page_size
+        self._names: dict[int | bytes, bytes] = {}  # ours, by the replica's
+        self._next = 0  # number of the batch that is expected
+
+    def take(self, number: int, events: Events) -> None:
+        """A batch of events; where one before it is missing, what was known is forgotten."""
+        if number != self._next:
+            self._clear()
+        self._next = number + 1
+        for event in events.events:
+            match event:
+                case BlockStored():
+                    self._stored(event)
+                case BlockRemoved():
+                    for own in event.block_hashes:
+                        if (name := self._names.pop(own, None)) is not None:
+                            self._memory.removed(name)
+                case AllBlocksCleared():
+                    self._clear()
+
+    def _clear(self) -> None:
+        self._names.clear()
+        self._memory.forget()
+
+    def _stored(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        start = TOKENS if parent is None else self._names.get(parent)
+        if start is None or event.block_size != self._page_size or event.group_idx not in (None, 0):
+            return
+        names: list[bytes] = []
+        extend(names, event.token_ids, len(event.block_hashes), event.block_size, start)
+        for own, name, keys in zip(event.block_hashes, names, event.keys, strict=True):
+            if keys:
+                return
+            self._names[own] = name
+            self._memory.stored(name)
+
+
+class Listener:
+    """Hears the events of all replicas in a thread of its own; `heard` is called there."""
+
+    def __init__(self, places: Sequence[str], heard: Callable[[int, int, Events], None]):
+        self._zmq, self._heard, self._is_over = zmq("kv_events"), heard, False
+        self._context = self._zmq.Context()
+        self._thread = threading.Thread(
+            target=self._listen, args=(places,), name="duetto-events", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, places: Sequence[str]) -> None:
+        poller, sockets, read = self._zmq.Poller(), {}, msgspec.msgpack.Decoder(Events).decode
+        for i, place in enumerate(places):
+            socket = self._context.socket(self._zmq.SUB)
+            socket.setsockopt(self._zmq.LINGER, 0)
+            socket.connect(place)
+            socket.subscribe(b"")
+            poller.register(socket, self._zmq.POLLIN)
+            sockets[socket] = i
+        while not self._is_over:
+            for socket, _ in poller.poll(PERIOD):
+                _, number, told = socket.recv_multipart()
+                try:
+                    self._heard(sockets[socket], int.from_bytes(number), read(told))
+                except msgspec.DecodeError as error:
+                    tell(f"duetto: events from {places[sockets[socket]]} cannot be read: {error}")
+        for socket in sockets:
+            socket.close()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self._context.term()

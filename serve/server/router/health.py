@@ -1,0 +1,85 @@
+"""Whether replicas are there, and take requests."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from ...host.store import warn
+from ...host.streams import tell
+from ...kv.routing.replicas import Replica
+from ...options.router import RouterOptions
+from ..routes.body import REALM
+from ..service.errors import HttpError
+from .http import Connection, Lacking, Lost
+from .queue import Line
+
+MISSES = 2  # looks without an answer, after which a replica is lost
+SHOWN = 12  # characters of a realm in the log
+
+
+class Health:
+    """Looks at each replica again and again. One that does not answer is lost: what it has goes on elsewhere.
+    One that answers but is not ready, as it ends, keeps what it has."""
+
+    def __init__(self, replicas: Sequence[Replica], line: Line, options: RouterOptions):
+        self._line, self._options = line, options
+        self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
+        self._since = time.monotonic()  # when a replica was last there
+
+    async def _watch(self, replica: Replica) -> None:
+        missed = 0
+        while True:
+            try:
+                status, realm = await self._ask(replica, "/ready")
+                if status == 503:
+                    status = 500 if (await self._ask(replica, "/health"))[0] != 200 else 503
+            except Lacking as lacking:  # nothing is known of the replica
+                warn(f"no replica can be asked for its health now: {lacking}")
+            else:
+                missed = 0 if status in (200, 503) else missed + 1
+                self._note(replica, status, realm, missed)
+            await asyncio.sleep(self._options.health_period)
+
+    def _note(self, replica: Replica, status: int, realm: str, missed: int) -> None:
+        before = replica.is_up, replica.is_ready, replica.realm
+        if not missed:
+            replica.is_up, replica.is_ready, replica.realm = True, status == 200, realm
+        elif missed >= MISSES and replica.is_up:
+            replica.lose()
+        if before != (replica.is_up, replica.is_ready, replica.realm):
+            state = "ready" if replica.is_ready else "draining" if replica.is_up else "lost"
+            tell(f"duetto: {replica} is {state}" + (f", of realm {realm[:SHOWN]}" if realm else ""))
+        self._line.advance()
+        self._fail_if_alone()
+
+    def _fail_if_alone(self) -> None:
+        now = time.monotonic()
+        if any(one.is_up for one in self._line.replicas):
+            self._since = now
+        elif now - self._since > self._options.max_absence:
+            self._line.fail(HttpError(503, "no replica is there", "unavailable"))
+
+    async def _ask(self, replica: Replica, path: str) -> tuple[int, str]:
+        """The status of an open path, 0 where none came in time, and the realm that its answer names. Raises
+        Lacking."""
+        try:
+            async with asyncio.timeout(self._options.health_timeout):
+                return await status_of(replica, path)
+        except Lacking:
+            raise
+        except (Lost, TimeoutError):
+            return 0, ""
+
+    def close(self) -> None:
+        for look in self._looks:
+            look.cancel()
+
+
+async def status_of(replica: Replica, path: str) -> tuple[int, str]:
+    connection = await Connection.to(replica.target)
+    try:
+        connection.ask("GET", path, ())
+        status = await connection.status()
+        return status, dict(connection.headers).get(REALM.encode(), b"").decode("latin-1")
+    finally:
+        connection.abort()

@@ -1,0 +1,112 @@
+"""A router's life."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import uvicorn
+
+from ...host.streams import tell
+from ...kv.events import Events, zmq
+from ...kv.routing.memory import Sent, Told
+from ...kv.routing.replicas import Replica
+from ...options.router import RouterOptions
+from ...options.server import ServerOptions
+from ...text.tokenizer.tokenizer import Tokenizer
+from ..http.address import Server, is_of_this_machine, reuse, url
+from ..http.http_limits import protocol
+from .app import app
+from .events import Listener, Pages
+from .health import Health
+from .http import Target
+from .prefills import Prefills
+from .prompts import Naming, Texts, Tokens
+from .proxy import Proxy
+from .queue import Line
+
+if sys.platform == "win32":  # uvloop is not there
+    from asyncio import run
+else:
+    from uvloop import run
+
+CLOSING = 3  # seconds that connections have after the last request
+
+
+def naming(options: RouterOptions) -> Naming:
+    """How prompts are named. Raises ValueError for a folder without a tokenizer, and where ZeroMQ
+    is not there to listen with."""
+    if options.kv_events is not None:
+        zmq("kv_events")
+    if options.tokenizer is None:
+        return Texts(options.page_size)
+    tokenizer = Tokenizer.from_folder(options.tokenizer)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer {options.tokenizer!r} is not allowed: the folder has none")
+    return Tokens(tokenizer, options.page_size)
+
+
+def replicas_of(options: RouterOptions) -> list[Replica]:
+    """The servers, and what is known of their pages."""
+    told, most = options.kv_events is not None, options.cache_tokens // options.page_size
+    return [Replica(Target.of(url), Told() if told else Sent(most)) for url in options.servers]
+
+
+def line_and_prefills(
+    replicas: Sequence[Replica], options: RouterOptions, server: ServerOptions
+) -> tuple[Line, Prefills]:
+    """Of all servers those that answer, and those that prefill."""
+    count, most = len(options.replica), options.max_in_flight
+    addresses = [pair.partition("=")[2] for pair in options.prefill]
+    prefills = dict(zip(replicas[count:], addresses, strict=True))
+    return Line(replicas[:count], most, server), Prefills(prefills, most)
+
+
+def routed(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
+    """Route until a signal; the exit code."""
+    return run(route(options, server, own, keys))
+
+
+async def route(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
+    replicas = replicas_of(options)
+    line, prefills = line_and_prefills(replicas, options, server)
+    proxy = Proxy(line, prefills, naming(options), options, server)
+    health, listener = Health(replicas, line, options), listening(replicas, options)
+    config = uvicorn.Config(
+        app(replicas, proxy, server, keys), http=protocol(server.receive_timeout), ws="none", loop="none",
+        lifespan="off", log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=CLOSING, ssl_certfile=server.ssl_certfile, ssl_keyfile=server.ssl_keyfile,
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+    place = f"{len(replicas)} replicas at {url(server, own)}/v1"
+    router = Server(config, partial(loop.call_soon_threadsafe, proxy.drain), place)
+    if not keys and not is_of_this_machine(own):
+        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
+    reuse(own, True)  # connections that outlive the router have this of it, and do not bar the next one
+    ending = asyncio.create_task(end(proxy, router))
+    await router.serve(sockets=[own])
+    ending.cancel()
+    health.close()
+    if listener is not None:
+        listener.close()
+    return 0
+
+
+def listening(replicas: Sequence[Replica], options: RouterOptions) -> Listener | None:
+    """Whoever hears what the replicas tell of their pages, where they do; made in the event loop, which all
+    of it goes to."""
+    if options.kv_events is None:
+        return None
+    loop, memories = asyncio.get_running_loop(), [one.memory for one in replicas]
+    pages = [Pages(memory, options.page_size) for memory in memories if isinstance(memory, Told)]
+
+    def heard(replica: int, number: int, events: Events) -> None:
+        loop.call_soon_threadsafe(pages[replica].take, number, events)
+
+    return Listener(options.kv_events, heard)
+
+
+async def end(proxy: Proxy, router: uvicorn.Server) -> None:
+    await proxy.idle.wait()
+    router.should_exit = True

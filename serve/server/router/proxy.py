@@ -1,0 +1,307 @@
+"""A request through the router: to a replica, and on to another where the first is lost."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ...host.streams import tell
+from ...kv.routing.replicas import Job, Replica
+from ...options.router import RouterOptions
+from ...options.server import ServerOptions
+from ...text.openai.reading import object_of
+from ...text.openai.refusing import RequestError
+from ..routes.body import SOURCE, read_body
+from ..service.errors import HttpError
+from ..service.streams import ClientLeft, while_read
+from .charges import charge
+from .http import Connection, Headers, Lost
+from .prefills import Prefills
+from .prompts import Naming, Prompt
+from .queue import Line
+from .resumable import Plain, Resumable, said_in
+
+LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
+GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+OTHER = 409  # of an answer that has begun: the replica's would not be the same
+BUSY = (429, 502, 503)  # another replica may answer otherwise
+OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
+ANEW = {
+    b"accept-encoding",
+    b"expect",
+    b"origin",
+    b"sec-fetch-site",
+    SOURCE.encode(),
+    *OWN,
+}  # of requests: the router has looked
+
+
+OTHER_REALM = HttpError(
+    502,
+    "the replica went away before its answer was whole, and no other has the weights that it began with",
+    "replica_lost",
+)
+
+
+class Unfit(Exception):
+    """A replica cannot go on with an answer that has begun: its tokens would follow from something else."""
+
+
+@dataclass
+class Asked:
+    """What a client asks for, and what it has got of it."""
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes
+    generates: bool = False
+    stream: Resumable | None = None
+    has_head: bool = False  # that of the answer has been sent
+
+    @property
+    def has_begun(self) -> bool:
+        return self.has_head or (self.stream is not None and self.stream.has_begun)
+
+    @property
+    def realm(self) -> str:
+        """What a replica has to have that goes on with it, beside adapters; empty before it has begun."""
+        return self.stream.realm.partition(" ")[0] if self.stream and self.stream.has_begun else ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its tokens cannot be continued, since their realm was never named."""
+        return self.stream is not None and self.stream.has_begun and not self.stream.realm
+
+    def begin_anew(self) -> bool:
+        """Whether the client has nothing of it, so that all that is known can be forgotten, as it is."""
+        if self.has_head or self.stream is None:
+            return False
+        self.stream.forget()
+        return True
+
+    @property
+    def sent(self) -> bytes:
+        return self.body if self.stream is None else self.stream.body
+
+
+class Proxy:
+    """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
+    has not begun is asked for again."""
+
+    def __init__(
+        self, line: Line, prefills: Prefills, naming: Naming, options: RouterOptions, server: ServerOptions
+    ):
+        self.line, self.prefills, self.naming = line, prefills, naming
+        self.options, self.server = options, server
+        self.under_way = self.resumed = self.retried = 0
+        self.idle = asyncio.Event()
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_draining:
+            raise HttpError(503, "the router is ending", "unavailable")
+        with self._under_way():
+            try:
+                request = Request(scope, receive)
+                body = await read_body(request, self.server) if scope["method"] == "POST" else b""
+                asked, fields = self._asked(scope, body)
+                job = Job(await self._named(asked.path, fields, len(body)))
+                tokens = charge(scope["path"], fields, job.prompt)
+                place = self.line.place(scope.get("client_name", ""), tokens)
+                await while_read(receive, self._answer(asked, job, place, send))
+            except ClientLeft:
+                pass
+
+    @contextmanager
+    def _under_way(self):
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if self.is_draining and not self.under_way:
+                self.idle.set()
+
+    def drain(self) -> None:
+        """Take no more requests; `idle` is set when those under way are done."""
+        self.is_draining = True
+        if not self.under_way:
+            self.idle.set()
+
+    def _asked(self, scope: Scope, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
+        path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
+        headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
+        asked, fields = Asked(scope["method"], path, headers, body, scope["path"] in GENERATE), read(body)
+        if self.options.resume and asked.generates and fields and fields.get("resume") is None:
+            asked.stream = Resumable(fields)
+        return asked, fields
+
+    async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
+        if not fields:
+            return Prompt()
+        if size > LONG:
+            return await asyncio.to_thread(self.naming, path, fields)
+        return self.naming(path, fields)
+
+    # ------------------------------------------------------------ replicas, one after the other
+
+    async def _answer(self, asked: Asked, job: Job, place: int, send: Send) -> None:
+        attempt = 1
+        while attempt <= self.options.attempts:
+            last = attempt == self.options.attempts
+            replica = await self._replica(asked, job, place, send)
+            if replica is None:
+                return
+            try:
+                if await self._asked_of(replica, asked, job, send, last):
+                    return
+                job.left.add(replica)
+            except Unfit as unfit:  # costs no attempt: each replica is asked once
+                tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
+                job.refused_by(replica)
+                continue
+            except Lost as lost:
+                tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
+                replica.is_ready = False  # until the next look at its health
+                if await self._is_over(asked, send, last):
+                    return
+            finally:
+                self.line.leave(replica, job)
+            attempt += 1
+            self.resumed += asked.has_begun
+            self.retried += not asked.has_begun
+
+    async def _replica(self, asked: Asked, job: Job, place: int, send: Send) -> Replica | None:
+        """The replica that has the request next; None where the client was sent an error. A whole answer that
+        no replica can go on with begins anew."""
+        job.realm = asked.realm
+        try:
+            return await self.line.replica(job, place)
+        except HttpError as error:
+            found = error
+            if job.others and error.code == "unavailable":
+                if asked.begin_anew():
+                    tell("duetto: no replica has the weights that an answer began with: it begins anew")
+                    job.begin_anew()
+                    return await self._replica(asked, job, place, send)
+                found = OTHER_REALM
+                tell(f"duetto: a stream ends with an error: {found}")
+            if not asked.has_head:
+                raise
+            await fail(found, send)
+            return None
+
+    async def _is_over(self, asked: Asked, send: Send, last: bool) -> bool:
+        """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
+        nothing has been sent."""
+        error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
+        if asked.is_lost:
+            asked.begin_anew()
+        if asked.has_head and (last or asked.stream is None or asked.is_lost):
+            await fail(error, send)
+            return True
+        if last:
+            raise error
+        return False
+
+    async def _asked_of(self, replica: Replica, asked: Asked, job: Job, send: Send, last: bool) -> bool:
+        """Whether a replica has answered. Raises Lost."""
+        connection = await Connection.to(replica.target)
+        replica.connections.add(connection)
+        try:
+            with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
+                connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
+                status = await connection.status()
+            if status == OTHER and asked.realm:
+                raise Unfit(told_in(await connection.body()))
+            if status in BUSY and not last and self._others(job, replica):
+                return False
+            replica.begun(job)
+            kind = dict(connection.headers).get(b"content-type", b"")
+            if status == 200 and kind.startswith(b"text/event-stream"):
+                await self._stream(connection, asked, send, last)
+            else:
+                await self._whole(connection, status, asked, send)
+            return True
+        finally:
+            replica.connections.discard(connection)
+            connection.abort() if not connection.is_whole else await connection.close()
+
+    def _others(self, job: Job, replica: Replica) -> bool:
+        return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
+
+    async def _whole(self, connection: Connection, status: int, asked: Asked, send: Send) -> None:
+        body = await connection.body()
+        if asked.has_head:  # a stream that cannot go on there
+            return await fail(HttpError(502, told_in(body), "replica_lost"), send)
+        await answer(asked, status, headers_of(connection), body, send)
+
+    async def _gathered(
+        self, connection: Connection, stream: Resumable, asked: Asked, send: Send, last: bool
+    ) -> None:
+        """A whole answer, of whose tokens the replica has told before."""
+        async with aclosing(connection.pieces()) as pieces:
+            events = b"".join([stream.take(piece) async for piece in pieces])
+        body = said_in(events + stream.held)
+        if not stream.is_whole and not (last and body):
+            raise Lost("the answer has ended before it was whole")
+        headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        await answer(asked, 200 if stream.is_whole else 502, headers, body, send)
+
+    async def _stream(self, connection: Connection, asked: Asked, send: Send, last: bool) -> None:
+        stream = asked.stream
+        if stream is not None:
+            stream.begin()
+            if not stream.is_stream:
+                return await self._gathered(connection, stream, asked, send, last)
+        if not asked.has_head:
+            await begin(asked, 200, headers_of(connection), send)
+        own = stream or Plain()
+        async with aclosing(connection.pieces()) as pieces:
+            async for piece in pieces:
+                if passed := own.take(piece):
+                    await send({"type": "http.response.body", "body": passed, "more_body": True})
+        if stream is not None and not stream.is_whole and not last:
+            raise Lost("the stream has ended before its last event")
+        await send({"type": "http.response.body", "body": own.held})
+
+
+async def begin(asked: Asked, status: int, headers: Headers, send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    asked.has_head = True
+
+
+async def answer(asked: Asked, status: int, headers: Headers, body: bytes, send: Send) -> None:
+    await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+    await send({"type": "http.response.body", "body": body})
+
+
+def headers_of(connection: Connection) -> Headers:
+    """Those of an answer that are passed on."""
+    return [header for header in connection.headers if header[0] not in OWN]
+
+
+async def fail(error: HttpError, send: Send) -> None:
+    """Ends a stream that has begun with an error."""
+    body = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+    await send({"type": "http.response.body", "body": body})
+
+
+def read(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body; none of what is no JSON object, which a replica refuses."""
+    try:
+        return object_of(body, "body")
+    except RequestError:
+        return {}
+
+
+def told_in(body: bytes) -> str:
+    error = read(body).get("error")
+    return str(error.get("message")) if isinstance(error, dict) else "the replica cannot go on"

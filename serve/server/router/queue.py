@@ -1,0 +1,101 @@
+"""The line of requests that wait for a replica: whose turn it is, and where it goes."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...kv.routing.replicas import Job, Replica, best
+from ...options.server import ServerOptions
+from ..service.errors import HttpError
+from ..service.fair_queue import Shares
+
+
+@dataclass(order=True)
+class Place:
+    """In the line; `line` is by its client's share, `number` by arrival."""
+
+    line: int
+    number: int
+    job: Job = field(compare=False)
+    seat: "asyncio.Future[Replica]" = field(compare=False)
+
+
+class Line:
+    """Deals requests to replicas, each of which has at most so many at a time; those that wait do so in the
+    order of their clients' shares, as in `serve/server/service/fair_queue.py`."""
+
+    def __init__(self, replicas: Sequence[Replica], most: int, options: ServerOptions, choose=best):
+        self.replicas, self._most, self._options, self._choose = replicas, most, options, choose
+        self._places: list[Place] = []
+        self._shares, self._numbers = Shares(), itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        return sum(not place.seat.done() for place in self._places)
+
+    def place(self, client: str, tokens: int) -> int:
+        """In the line, of a request that may cost so many tokens; without a client it is of one with all
+        others."""
+        return self._shares.place(client, tokens) if client else 0
+
+    async def replica(self, job: Job, line: int) -> Replica:
+        """The replica that a job has from now on, when it is its turn. Raises HttpError where too many wait,
+        or for too long, and where all replicas have refused it."""
+        ready = [one for one in self.replicas if one.is_ready]
+        if ready and job.left.issuperset(ready):
+            raise HttpError(503, "no replica could serve the request", "unavailable")
+        if self.waiting >= self._options.max_queued and not job.left:
+            raise HttpError(429, f"{self.waiting} requests wait already", "too_many_requests")
+        place = Place(line, next(self._numbers), job, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._places, place)
+        self.advance()
+        try:
+            return await asyncio.wait_for(place.seat, self._options.max_wait)
+        except TimeoutError:
+            told = f"no replica was free within {self._options.max_wait:g} s"
+            raise HttpError(503, told, "max_wait") from None
+        except asyncio.CancelledError:
+            if place.seat.done() and not place.seat.cancelled() and place.seat.exception() is None:
+                self.leave(place.seat.result(), job)  # it had got one at the same moment
+            raise
+
+    def advance(self) -> None:
+        """Seat those whose turn it is, as far as there is room."""
+        waiting: list[Place] = []
+        while self._places:
+            place = heapq.heappop(self._places)
+            if place.seat.done():
+                continue
+            found = self._choose(self._fitting(place.job), place.job.prompt, self._most, place.job.left)
+            if found is None:
+                waiting.append(place)
+                if not (place.job.left or place.job.realm):
+                    break  # nobody behind it has more to choose from
+                continue
+            found.take(place.job)
+            self._shares.served(place.line)
+            place.seat.set_result(found)
+        for place in waiting:
+            heapq.heappush(self._places, place)
+
+    def _fitting(self, job: Job) -> Sequence[Replica]:
+        """Replicas that are known to go on with an answer that has begun; all where there are none, since
+        what is known may be old."""
+        if not job.realm:
+            return self.replicas
+        open = [one for one in self.replicas if one.is_ready and one not in job.left]
+        return [one for one in open if one.realm == job.realm] or self.replicas
+
+    def leave(self, replica: Replica, job: Job) -> None:
+        """A replica is done with a job."""
+        replica.leave(job)
+        self.advance()
+
+    def fail(self, error: HttpError) -> None:
+        """Nobody who waits will get a replica."""
+        for place in self._places:
+            if not place.seat.done():
+                place.seat.set_exception(error)
+        self._places.clear()

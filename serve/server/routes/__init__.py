@@ -1,0 +1,1 @@
+"""The server's routes, and the OpenAPI document made of them."""

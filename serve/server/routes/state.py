@@ -1,0 +1,85 @@
+"""What a server says of itself: its models, its health, its version."""
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import Literal, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..service.errors import json_response
+from ..service.metrics import CONTENT_TYPE, EngineMetrics
+from ..service.service import Service
+from .body import REALM
+from .openapi import Path
+
+
+class Model(TypedDict):
+    """A name that the model is served under, and how many tokens a request may have; an adapter's `parent` is
+    the model that it belongs to, and `root` its folder."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class Models(TypedDict):
+    """All names."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class State:
+    """What a server says of itself."""
+
+    def __init__(self, service: Service):
+        self.service, self._since = service, int(time.time())
+        self._metrics = EngineMetrics(service.llm, service.names[0], service.delay.histogram)
+        self.paths = [
+            Path("/v1/models", self.models, "the served names", reply=Models),
+            Path("/v1/models/{name:path}", self.model, "one of them", reply=Model, errors=[404]),
+            Path("/health", self.health, "whether the engine lives", media=None, errors=[503], is_open=True),
+            Path("/ready", self.ready, "whether requests are taken", media=None, errors=[503], is_open=True),
+            Path("/version", self.version, "duetto's version", reply=Version),
+            Path("/metrics", self.metrics, "counts and times for Prometheus", media="text/plain"),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        names = [*self.service.names, *self.service.adapters]
+        return json_response({"object": "list", "data": list(map(self._model, names))})
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._model(self.service.known(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict[str, object]:
+        about = {"id": name, "object": "model", "created": self._since, "owned_by": "duetto"}
+        base, adapter = self.service.names[0], self.service.adapters.get(name)
+        root, parent = base, None
+        if adapter is not None:
+            root, parent = adapter.lora_path, adapter.base_model_name or base
+        return about | {"root": root, "parent": parent, "max_model_len": self.service.max_model_len}
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine lives."""
+        return Response(status_code=200 if self.service.error is None else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether requests are taken, and in a header what answers follow from."""
+        status = 503 if self.service.error or self.service.is_draining else 200
+        return Response(status_code=status, headers={REALM: self.service.realms.name})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": version("duetto")})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE)

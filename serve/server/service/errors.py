@@ -1,0 +1,76 @@
+"""Errors as OpenAI's API has them."""
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...text.openai.refusing import RequestError, encodable
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+LONGEST = 1000  # characters of a message
+UNREAD = (401, 403, 408, 413)  # answered before the body was read: the connection has no use any more
+LEFT = 499  # is never sent: nobody is there
+RETRY = "1"  # seconds after which a client may try again
+
+
+class ClientLeft(Exception):
+    """Nobody reads the answer any more."""
+
+
+class HttpError(Exception):
+    """A request that ends with an error: a status, a sentence, the field, and a code for programs."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
+        told = {
+            "message": encodable(str(self))[:LONGEST],
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": told}
+
+    def response(self) -> Response:
+        headers = {"retry-after": RETRY} if self.status in (429, 503) else {}
+        if self.status in UNREAD:
+            headers["connection"] = "close"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return json_response(self.body, self.status, headers)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """What a client is told of an error: what is wrong with its request, and of all others nothing."""
+    match error:
+        case HttpError():
+            return error.response()
+        case RequestError():
+            return HttpError(400, str(error), error.code, error.param).response()
+        case ClientLeft():
+            return Response(status_code=LEFT)
+        case HTTPException():  # Starlette's own: no such path, another method
+            told = f"{request.method} {request.url.path}: {error.detail}"
+            response = HttpError(error.status_code, told).response()
+            response.headers.update(error.headers or {})
+            return response
+    return HttpError(500, "the server has failed; its log says how", "internal_error").response()
+
+
+HANDLERS = dict.fromkeys((HttpError, RequestError, ClientLeft, HTTPException, Exception), answer_error)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

@@ -1,0 +1,135 @@
+"""From tasks to flows: prompts are tokenized, and grammars compiled, while nothing else waits for them."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive
+
+from ....lora.request import LoRARequest
+from ....model.pooling import PoolingParams
+from ....sampling.params import SamplingParams
+from ...host.threads import finished
+from ...llm.driver import Driver, Flow
+from ...llm.llm import LLM
+from ...text.grammar.grammars import Wanted
+from ...text.openai.refusing import RequestError
+from ...text.openai.replies import Replies
+from ...text.openai.tasks import Task, params_for, prompt_ids, refusal
+from ...text.tokenizer.chat import ChatTemplateError
+from .streams import while_read
+
+
+@dataclass(frozen=True)
+class Read:
+    """A task whose prompt is tokenized, and the grammar that it waits for, if it has one."""
+
+    task: Task
+    prompt: list[int]
+    params: SamplingParams | PoolingParams
+    wanted: Wanted | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.wanted is None or self.wanted.future.done()
+
+
+Begun = tuple[list[Read], list[Flow] | None]
+
+
+class Preparing:
+    """Makes flows of tasks for an engine's driver; `adapters` are those that tasks may name as their
+    model."""
+
+    def __init__(self, llm: LLM, driver: Driver, replies: Replies):
+        self._llm, self._driver, self._replies = llm, driver, replies
+
+    async def flows(
+        self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], receive: Receive | None
+    ) -> list[Flow]:
+        """Raises RequestError for what is not allowed; ClientLeft where the client leaves, as `receive` says,
+        before its grammars are compiled."""
+        reads, flows = await finished(lambda: self._begun(tasks, adapters), self._undo)
+        try:
+            if flows is not None:
+                return flows
+            await self._grammars(reads, receive)
+            return await finished(lambda: self._flows(reads, adapters), self.leave)
+        finally:
+            leave_all(reads)
+
+    def leave(self, flows: Sequence[Flow]) -> None:
+        """Drop flows that have not begun: their ids are free again."""
+        for flow in flows:
+            self._driver.leave(flow)
+
+    def _begun(self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]) -> Begun:
+        """What is read of tasks, and their flows where no grammar is still to be compiled."""
+        reads = self._reads(tasks)
+        return reads, self._flows(reads, adapters) if all(read.is_ready for read in reads) else None
+
+    def _undo(self, begun: Begun) -> None:
+        reads, flows = begun
+        leave_all(reads)
+        self.leave(flows or [])
+
+    async def _grammars(self, reads: Sequence[Read], receive: Receive | None) -> None:
+        for read in reads:
+            if read.wanted is None:
+                continue
+            with refusals(read.task):
+                coming = compiled(read.wanted)
+                await (coming if receive is None else while_read(receive, coming))
+
+    def _reads(self, tasks: Sequence[Task]) -> list[Read]:
+        reads: list[Read] = []
+        with ExitStack() as stack:
+            stack.callback(leave_all, reads)
+            for task in tasks:
+                with refusals(task):
+                    reads.append(self._read(task))
+            stack.pop_all()
+        return reads
+
+    def _read(self, task: Task) -> Read:
+        prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
+        params = task.pooling or params_for(task, self._replies.dialect, prompt)
+        asked = None if isinstance(params, PoolingParams) else params.structured_outputs
+        return Read(task, prompt, params, None if asked is None else self._driver.wanted(asked))
+
+    def _flows(self, reads: Sequence[Read], adapters: Mapping[str, LoRARequest]) -> list[Flow]:
+        flows: list[Flow] = []
+        with ExitStack() as stack:
+            stack.callback(self.leave, flows)
+            for read in reads:
+                task = read.task
+                with refusals(task):
+                    adapter = adapters.get(task.model or "")
+                    flows.append(self._driver.flow(read.prompt, read.params, task.known, adapter))
+            stack.pop_all()
+        return flows
+
+
+async def compiled(wanted: Wanted) -> None:
+    await asyncio.wrap_future(wanted.future)
+
+
+def leave_all(reads: Sequence[Read]) -> None:
+    """Wait for no grammar any more."""
+    for read in reads:
+        if read.wanted is not None:
+            read.wanted.leave()
+
+
+@contextmanager
+def refusals(task: Task) -> Iterator[None]:
+    """Errors of a task become a RequestError, by the field of its body."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except ChatTemplateError as error:
+        raise RequestError("chat_template_error", str(error), "messages") from None
+    except (ValueError, TypeError) as error:
+        raise refusal(task, error) from None

@@ -1,0 +1,319 @@
+"""What all requests of a server share: the engine's driver, limits, and the way to the end."""
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive
+
+from ....lora.request import LoRARequest
+from ...engine.lora.registry import Registry
+from ...llm.driver import Driver, Flow, Piece
+from ...llm.llm import LLM
+from ...llm.weights import realms_of
+from ...options.server import ServerOptions
+from ...text.openai.replies import Replies
+from ...text.openai.tasks import Task
+from ...text.outputs import CompletionOutput, RequestOutput
+from .delay import Delay
+from .errors import HttpError
+from .fair_queue import Shares
+from .preparing import Preparing
+from .streams import Stream
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of a client to a model: its flows, one for each task, and the stream that all of them go
+    into."""
+
+    model: str
+    tasks: Sequence[Task]
+    flows: list[Flow]
+    stream: Stream
+
+    @property
+    def known(self) -> list[CompletionOutput]:
+        """What its completions had before they came here."""
+        return [output for flow in self.flows for output in flow.known]
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompts, and how many of them were found in the cache."""
+        return {
+            "prompt_tokens": sum(len(flow.prompt) for flow in self.flows),
+            "cached_tokens": sum(flow.cached_tokens for flow in self.flows),
+        }
+
+
+@dataclass
+class Place:
+    """Where a flow's pieces go: its stream, and the first of its choices there; its place in line, and its
+    deadline until the first piece."""
+
+    stream: Stream
+    base: int
+    choices: int
+    line: int
+    late: asyncio.TimerHandle | None
+
+
+class Service:
+    """Serves an LLM; made in the event loop, and used there alone.
+
+    `defaults` are sampling parameters for requests that do not give them. `ended` is set once the engine has
+    failed, or `drain` was called and all requests are done.
+    """
+
+    def __init__(self, llm: LLM, options: ServerOptions, defaults: Mapping[str, Any]):
+        self.llm, self.options = llm, options
+        self.names = list(options.served_model_name or ["demo"])
+        self.defaults = dict(defaults)
+        self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
+        self.realms = realms_of(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
+        self.error: Exception | None = None
+        self.is_draining = False
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[Flow, Place] = {}
+        self._coming = self._calls = 0  # completions being tokenized, calls under way
+        self._shares = Shares()
+        self.max_model_len = llm.engine.sizes.max_model_len
+        self.delay = Delay(self._loop)
+        self._pinging = self._loop.call_later(options.ping, self._ping)
+        self._driver = Driver(llm, self._deliver, self._fail)
+        self._preparing = Preparing(llm, self._driver, self.replies)
+
+    def known(self, name: str) -> str:
+        """A name that the model, or an adapter of it, is served under. Raises HttpError for others."""
+        if name not in self.names and name not in self.adapters:
+            raise HttpError(404, f"model {name!r} is not served here", "model_not_found", "model")
+        return name
+
+    @property
+    def adapters(self) -> dict[str, LoRARequest]:
+        """Those that requests may name, by their names; the model's own come before them."""
+        registry = self._driver.adapters
+        found = [] if registry is None else registry.requests
+        return {own.lora_name: own for own in found if own.lora_name not in self.names}
+
+    @property
+    def registry(self) -> Registry:
+        """Where adapters are loaded. Raises HttpError where none are served."""
+        if self._driver.adapters is None:
+            raise HttpError(400, "no adapters are served: set enable_lora")
+        return self._driver.adapters
+
+    # ------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def call(
+        self,
+        tasks: Sequence[Task],
+        client: str,
+        is_admitted: bool = False,
+        receive: Receive | None = None,
+    ) -> AsyncIterator[Call]:
+        """Tasks under way, until the block ends. Raises HttpError where there is no room, unless the tasks
+        belong to a request that is admitted; RequestError for what is not allowed; ClientLeft where the
+        client leaves, as `receive` says, while its grammars are compiled."""
+        flows: list[Flow] = []
+        end = self._loop.time() + self.options.max_wait
+        stream = Stream(lambda: self._leave(flows), self.options.max_unread)
+        try:
+            with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
+                prepared = await self._prepared(tasks, is_admitted, end, receive)
+                for task, flow in zip(tasks, prepared, strict=True):
+                    self._begin(flow, task, client, stream, end)
+                    flows.append(flow)
+            with self.under_way():
+                yield Call(tasks[0].model or self.names[0], tasks, flows, stream)
+        finally:
+            self._leave(flows)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """A request that the server's end waits for."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._end_if_done()
+
+    def realm(self, call: Call) -> str:
+        """What the tokens of a call follow from, as long as the weights are these."""
+        return self.realms.of(call.flows[0].adapter)
+
+    async def outputs(self, call: Call) -> list[RequestOutput]:
+        """The whole results of a call."""
+        await call.stream.ended()
+        return await asyncio.to_thread(self.results, call)
+
+    def results(self, call: Call) -> list[RequestOutput]:
+        """Those of a call that is at its end."""
+        return [self._driver.output(flow) for flow in call.flows]
+
+    @contextmanager
+    def _room(self, count: int, is_admitted: bool) -> Iterator[None]:
+        """Room for so many completions while they are tokenized."""
+        self._check(is_admitted)
+        waiting = self._coming + sum(place.choices for place in self._places.values() if place.late)
+        if count > self.options.max_queued:
+            raise HttpError(
+                400, f"n and the prompts make {count} completions; {self.options.max_queued} may wait"
+            )
+        if waiting + count > self.options.max_queued and not is_admitted:
+            raise HttpError(429, f"{waiting} completions wait already", "too_many_requests")
+        self._coming += count
+        try:
+            yield
+        finally:
+            self._coming -= count
+
+    def _check(self, is_admitted: bool) -> None:
+        if self.error is not None or self._is_stuck or (self.is_draining and not is_admitted):
+            raise HttpError(503, "the server is ending", "unavailable")
+
+    async def _prepared(
+        self, tasks: Sequence[Task], is_admitted: bool, end: float, receive: Receive | None
+    ) -> list[Flow]:
+        """The tasks' flows, all of them by the time `end`."""
+        try:
+            async with asyncio.timeout_at(end):
+                flows = await self._preparing.flows(tasks, self.adapters, receive)
+        except TimeoutError:
+            raise self._too_late() from None
+        try:
+            self._check(is_admitted)
+        except HttpError:
+            self._preparing.leave(flows)
+            raise
+        return flows
+
+    def _begin(self, flow: Flow, task: Task, client: str, stream: Stream, end: float) -> None:
+        place, n = self._line(client, task, len(flow.prompt)), task.params.n
+        flow.rank(place, task.source)
+        late = self._loop.call_at(end, self._late, flow)
+        self._places[flow] = Place(stream, stream.choices, n, place, late)
+        for output in flow.known:
+            output.index += stream.choices
+        stream.count += 1
+        stream.choices += n
+        if task.known and flow.at_end:  # nothing is left to generate
+            self._hand_out([Piece(flow, [], True)])
+            return self._driver.leave(flow)
+        self._driver.begin(flow)
+
+    def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
+        """A place in line by what may be generated; all clients without a key are one, who come first come,
+        first served."""
+        if not client:
+            return 0
+        room = self.max_model_len - prompt_tokens
+        most = task.params.n * min(task.params.max_tokens or room, room)
+        return self._shares.place(client, prompt_tokens + most)
+
+    async def change(self, work: Callable[[], Any]) -> Any:
+        """Something done to the engine in another thread, after which its own looks at it again."""
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            self._driver.wake()
+            self._end_paused()
+
+    # ------------------------------------------------------------ pieces, from the engine's thread
+
+    def _deliver(self, pieces: Sequence[Piece]) -> None:
+        self._loop.call_soon_threadsafe(self._hand_out, pieces)
+
+    def _hand_out(self, pieces: Sequence[Piece]) -> None:
+        for flow, outputs, at_end in pieces:
+            if (place := self._places.get(flow)) is None:
+                continue  # its client has left
+            self._starts(place)
+            for output in outputs:
+                output.index += place.base
+            place.stream.put(outputs, at_end)
+            if at_end:
+                self._places.pop(flow, None)
+
+    def _ping(self) -> None:
+        """Wake the readers of streams that have been silent since the last time."""
+        for place in self._places.values():
+            if place.stream.is_silent:
+                place.stream.wake()
+            place.stream.is_silent = True
+        self._pinging = self._loop.call_later(self.options.ping, self._ping)
+
+    def _starts(self, place: Place) -> None:
+        if place.late is not None:
+            place.late.cancel()
+            place.late = None
+            self._shares.served(place.line)
+
+    def _late(self, flow: Flow) -> None:
+        if (place := self._places.pop(flow, None)) is None:
+            return
+        self._driver.leave(flow)
+        place.stream.fail(self._too_late())
+
+    def _too_late(self) -> HttpError:
+        seconds = f"{self.options.max_wait:g} s"
+        return HttpError(503, f"nothing was generated within {seconds}", "max_wait")
+
+    def _leave(self, flows: Sequence[Flow]) -> None:
+        for flow in flows:
+            if (place := self._places.pop(flow, None)) is not None:
+                self._driver.leave(flow)
+                if place.late is not None:
+                    place.late.cancel()
+
+    # ------------------------------------------------------------ the end
+
+    def drain(self) -> None:
+        """Take no more requests; `ended` is set when those under way are done. Those of a paused engine,
+        which takes no steps for them, end with an error: behind a router they go on elsewhere."""
+        self.is_draining = True
+        self._end_paused()
+        self._end_if_done()
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self.is_draining and self.llm.is_sleeping()
+
+    def _end_paused(self) -> None:
+        if not self._is_stuck:
+            return
+        for flow in self._fail_all(HttpError(503, "the server is ending, and it is paused", "unavailable")):
+            self._driver.leave(flow)
+
+    def _end_if_done(self) -> None:
+        if self.is_draining and not self._calls:
+            self.ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._failed, error)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+        traceback.print_exception(error)
+        self._fail_all(HttpError(500, "the engine has failed", "engine_error"))
+        self.ended.set()
+
+    def _fail_all(self, error: HttpError) -> list[Flow]:
+        """End what all flows under way are awaited for; these flows."""
+        failed, self._places = self._places, {}
+        for place in failed.values():
+            if place.late is not None:
+                place.late.cancel()
+            place.stream.fail(error)
+        return list(failed)
+
+    async def close(self) -> None:
+        self._pinging.cancel()
+        self.delay.close()
+        await asyncio.to_thread(self._driver.stop)

@@ -1,0 +1,97 @@
+"""Between the engine's thread and the event loop: what a request has brought, for whoever reads it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from ...text.outputs import CompletionOutput
+from .errors import ClientLeft, HttpError
+
+T = TypeVar("T")
+Outputs = list[CompletionOutput]
+
+
+class Stream:
+    """The pieces of a request's completions, in the event loop. `leave` ends the request in the engine; more
+    than `most` pieces that wait for their reader end it too."""
+
+    def __init__(self, leave: Callable[[], None], most: int):
+        self._leave, self._most = leave, most
+        self._pieces: Outputs = []
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, who waits for more
+        self.count = self.choices = 0  # flows that have not ended; completions in all
+        self.is_silent = False  # nothing has come since this was set
+        self._error: Exception | None = None
+
+    def put(self, outputs: Outputs, at_end: bool) -> None:
+        self._pieces += outputs
+        self.count -= at_end
+        self.is_silent = False
+        if len(self._pieces) > self._most:
+            self.fail(HttpError(503, f"{self._most} pieces wait to be read", "slow_reader"))
+            self._leave()
+        self.wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def pieces(self) -> AsyncGenerator[Outputs]:
+        """What has come since the last time; nothing where somebody has called `wake` for no reason. Raises
+        HttpError where the request failed; whoever stops reading before the end ends it."""
+        try:
+            while self.count or self._pieces:
+                if not self._pieces and self._error is None:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                if self._error is not None:
+                    raise self._error
+                found, self._pieces = self._pieces, []
+                yield found
+        finally:
+            if self.count:
+                self._leave()
+
+    async def ended(self) -> None:
+        """Wait for the end. Raises HttpError where the request failed."""
+        async for _ in self.pieces():
+            pass
+
+
+async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What some work gives, which is cancelled when the client leaves. Raises ClientLeft then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        leaving.cancel()
+        await cancelled(working)
+
+
+async def left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancelled(work: "asyncio.Future[Any]") -> None:
+    """Wait until work that is cancelled has cleaned up after itself."""
+    if not work.done():
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def within(seconds: float, work: Awaitable[T], status: int, message: str) -> T:
+    """What some work gives in so many seconds. Raises HttpError after these."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        raise HttpError(status, message, "timeout") from None

@@ -1,0 +1,1 @@
+"""From a parsed body to its answer, whole or as server-sent events."""

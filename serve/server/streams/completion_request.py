@@ -1,0 +1,109 @@
+"""What the body of a completion or of a chat asks a server for: tasks, one for each prompt, and how the
+answer is to come."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...text.openai.refusing import RequestError, require
+from ...text.openai.responses import task_of_response
+from ...text.openai.resume import Resume, resume_of
+from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
+
+TOLD = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
+    their continuations, of which `silent` wants none. The answer repeats what was `told`, and can `resume`
+    one that has been begun elsewhere."""
+
+    tasks: list[Task]
+    stream: bool = False
+    usage: bool = False
+    echo: bool = False
+    silent: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+    resume: Resume | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self):
+        if self.resume is not None:
+            object.__setattr__(self, "tasks", self.resume.tasks(self.tasks))
+            object.__setattr__(self, "created", self.resume.created)
+            unscored = self.goes_on or not self.resume.has_begun
+            require(
+                unscored, "resume", list(self.resume.outputs), "no tokens beside logprobs and stream false"
+            )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer tells its tokens, since it can go on elsewhere. A whole one with scores cannot:
+        those of tokens from elsewhere are not known."""
+        scores = [x for task in self.tasks for x in (task.params.logprobs, task.params.prompt_logprobs)]
+        return self.resume is not None and (self.stream or all(x is None for x in scores))
+
+
+def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    fields, stream, resume = streaming(body)
+    usage = usage_wanted(fields.pop("stream_options", {}), stream)
+    if form == "chat":
+        return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume)
+    echo = fields.pop("echo", False)
+    require(isinstance(echo, bool), "echo", echo, "true or false")
+    silent = echo and fields.get("max_tokens") == 0
+    if silent:
+        fields["max_tokens"] = 1
+    prompts = prompts_of(fields.get("prompt"))
+    n = fields.get("n", 1)
+    many = isinstance(n, int) and len(prompts) * n > MAX_CHOICES
+    require(not many, "n", n, f"at most {MAX_CHOICES} completions, {len(prompts)} prompts have n each")
+    tasks = [task_of_body(form, None, fields | {"prompt": one}, defaults, None) for one in prompts]
+    if echo and "logprobs" in fields:
+        require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
+        tasks = [scored(task) for task in tasks]
+    return Asked(tasks, stream, usage, echo, silent, resume=resume)
+
+
+def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+    """What the body of a response asks for. Raises RequestError likewise."""
+    fields, stream, resume = streaming(body)
+    told = {name: fields[name] for name in TOLD if fields.get(name)}
+    return Asked([task_of_response(fields, defaults)], stream, told=told, resume=resume)
+
+
+def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
+    """The fields of a body that have a value, whether the answer is to come as a stream, and as which."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    stream = fields.pop("stream", False)
+    require(isinstance(stream, bool), "stream", stream, "true or false")
+    return fields, stream, resume_of(fields.pop("resume", None))
+
+
+def usage_wanted(options: Any, stream: bool) -> bool:
+    require(isinstance(options, dict), "stream_options", options, "an object")
+    require(stream or not options, "stream_options", options, "only with stream true")
+    others = sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"})
+    require(not others, "stream_options", options, "only include_usage is supported")
+    always = options.get("continuous_usage_stats")
+    require(not always, "continuous_usage_stats", always, "only false is supported")
+    usage = options.get("include_usage") or False
+    require(isinstance(usage, bool), "include_usage", usage, "true or false")
+    return usage
+
+
+def prompts_of(prompt: Any) -> list[Any]:
+    """The prompts of a completion: text or token ids, or a list of them."""
+    if prompt is None:
+        raise RequestError(
+            "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
+        )
+    return listed(prompt)
+
+
+def scored(task: Task) -> Task:
+    """With the log-probabilities of its prompt too."""
+    return replace(task, params=replace(task.params, prompt_logprobs=task.params.logprobs))

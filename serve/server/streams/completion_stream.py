@@ -1,0 +1,161 @@
+"""Answers to completions and chats: whole, and as events of a stream."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from ...text.openai.replies import PREFIXES, Replies, usage
+from ...text.openai.tasks import Task
+from ...text.outputs import CompletionOutput, RequestOutput
+from ...text.tokenizer.tokenizer import Tokenizer
+from ...text.tools.parting import Parting
+from .completion_request import Asked
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+ENCODER = msgspec.json.Encoder()
+
+
+def event(record: dict[str, Any]) -> bytes:
+    return b"data: " + ENCODER.encode(record) + b"\n\n"
+
+
+def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """The answer to a request, of the results of its prompts."""
+    task, n = asked.tasks[0], asked.tasks[0].params.n
+    if asked.silent:
+        outputs = [replace(out, outputs=[silenced(one) for one in out.outputs]) for out in outputs]
+    counted = replace(
+        outputs[0],
+        prompt_token_ids=[i for out in outputs for i in out.prompt_token_ids],
+        outputs=[one for out in outputs for one in out.outputs],
+    )
+    if asked.echo:
+        both = zip(outputs, asked.tasks, strict=True)
+        outputs = [echoed(out, prompt_text(task, replies.tokenizer)) for out, task in both]
+    choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
+    cached = sum(out.num_cached_tokens for out in outputs)
+    reply = replies.body(id, task, replace(counted, outputs=choices), asked.created, cached)
+    if task.ids and task.form == "completion":  # of each choice those of its own prompt
+        own = [out.prompt_token_ids for out in outputs for _ in range(n)]
+        for choice, ids in zip(reply["choices"], own, strict=True):
+            choice["prompt_token_ids"] = ids
+    return reply | {"usage": reply["usage"] | usage(counted)}
+
+
+def silenced(output: CompletionOutput) -> CompletionOutput:
+    """Without the token that only the scores of the prompt were asked for with."""
+    logprobs = None if output.logprobs is None else []
+    return replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
+
+
+def echoed(output: RequestOutput, text: str) -> RequestOutput:
+    """With the prompt, which has this text, in front of each continuation."""
+    ids, scores = output.prompt_token_ids, output.prompt_logprobs
+    with_prompt = [
+        replace(
+            one,
+            text=text + one.text,
+            token_ids=[*ids, *one.token_ids],
+            logprobs=None if one.logprobs is None or scores is None else [*scores, *one.logprobs],
+        )
+        for one in output.outputs
+    ]
+    return replace(output, outputs=with_prompt)
+
+
+def prompt_text(task: Task, tokenizer: Tokenizer | None) -> str:
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "" if tokenizer is None else tokenizer.decode(task.prompt or [])
+
+
+@dataclass
+class Events:
+    """Writes the events of a stream."""
+
+    replies: Replies
+    id: str
+    asked: Asked
+    prompt_ids: Sequence[int] = ()
+    tokens: int = 0  # generated so far
+    _begun: dict[int, Parting] = field(default_factory=dict)  # choices
+    _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
+
+    def begin(self) -> bytes:
+        """What comes before all that is generated: the prompts, where they are wanted."""
+        if not self.asked.echo:
+            return b""
+        n, tasks = self.task.params.n, self.asked.tasks
+        echoes = [
+            CompletionOutput(i * n + j, prompt_text(task, self.replies.tokenizer), [])
+            for i, task in enumerate(tasks)
+            for j in range(n)
+        ]
+        return self.chunks(echoes)
+
+    @property
+    def task(self) -> Task:
+        return self.asked.tasks[0]
+
+    def chunks(self, outputs: list[CompletionOutput]) -> bytes:
+        """Events for what a step has brought."""
+        before, after = self._frame
+        pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
+        return b"".join(pieces)
+
+    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """The last events."""
+        if not self.asked.usage:
+            return DONE
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
+        counts |= {"total_tokens": prompt_tokens + self.tokens}
+        details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+        return event(self._record | {"choices": [], "usage": counts | details}) + DONE
+
+    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Take note of what another server has written, in so many events."""
+        self.chunks(outputs)
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """What a client is told of an error."""
+        return event({"error": error})
+
+    @cached_property
+    def _frame(self) -> tuple[bytes, bytes]:
+        """What stands before and after a choice in each event."""
+        usage = b',"usage":null' if self.asked.usage else b""
+        before = ENCODER.encode(self._record).removesuffix(b"}")
+        return b"data: " + before + b',"choices":[', b"]" + usage + b"}\n\n"
+
+    @cached_property
+    def _record(self) -> dict[str, Any]:
+        chat = self.task.form == "chat"
+        return {
+            "id": PREFIXES[self.task.form] + self.id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.asked.created,
+            "model": self.replies.named(self.task),
+        }
+
+    def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
+        if self.asked.silent:
+            out = silenced(out)
+        self.tokens += len(out.token_ids)
+        if self.task.form == "chat":
+            if out.index not in self._begun:
+                self._begun[out.index] = self.replies.parting(self.task, self.prompt_ids, self.id, out.index)
+                delta = {"role": "assistant", "content": ""}
+                yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            choice = self.replies.chat_delta(out, self.task, self._begun[out.index])
+            if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
+                yield choice
+        else:
+            offset = self._told.get(out.index, 0)
+            choice = self.replies.completion_choice(out, self.task, offset)
+            if choice["logprobs"] is not None:
+                self._told[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
+            yield choice

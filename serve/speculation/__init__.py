@@ -1,1 +1,0 @@
-"""Who guesses tokens ahead, and how many guesses a step verifies."""

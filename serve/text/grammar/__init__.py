@@ -1,0 +1,1 @@
+"""Structured outputs: grammars over a vocabulary, compiled by llguidance."""

@@ -1,0 +1,233 @@
+"""Grammars from what requests ask for, each compiled once, beside all else that a process does."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ....sampling.structured import StructuredOutputsParams
+from ...host.memory import give_back
+from ..tokenizer.tokenizer import Tokenizer
+from .compiled import LARGE, LIMITS, Compiled, Kept, compiled
+from .constraint import NOTHING, Constraint, readable
+from .gauge import Bounds, Cost, Gauge, Gone
+from .source import source
+from .vocabulary import Words, panics_as_errors, vocabulary
+
+if TYPE_CHECKING:
+    import llguidance
+
+BOUNDS = Bounds(2.0, 128 << 20)
+SLICE = 0.05  # seconds of a processor: grammars that take longer wait in a line of their own
+NICE = 10  # of the process that compiles those
+TRIES = 3  # processes that may be lost to one grammar
+POLL = 0.05  # seconds between two looks whether there is memory for a large grammar
+
+
+@dataclass(eq=False)
+class Job:
+    """A grammar that is compiled for the requests that wait for it; one that is `urgent` waits for no memory
+    of others."""
+
+    text: str
+    future: Future[Compiled] = field(default_factory=Future)
+    waiting: int = 0
+    urgent: bool = False
+    tries: int = 0
+
+    def __post_init__(self):
+        self.future.set_running_or_notify_cancel()  # one request that leaves cancels nothing of others
+
+    def fail(self) -> None:
+        """No lane takes it any more."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(RuntimeError("the engine is closed"))
+
+
+class Lane:
+    """A thread that compiles grammars, and the process that compiles them first; the job that is there."""
+
+    def __init__(self, bounds: Bounds):
+        self.bounds, self.gauge = bounds, Gauge(LIMITS)
+        self.pool = ThreadPoolExecutor(1, "duetto-grammars")
+        self.job: Job | None = None
+
+    def submit(self, run: Callable[["Lane", Job], None], job: Job) -> None:
+        try:
+            self.pool.submit(run, self, job)
+        except RuntimeError:
+            job.fail()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.gauge.stop()
+
+
+class Wanted:
+    """What a request waits for: the future of its grammar, until it leaves."""
+
+    def __init__(self, grammars: "Grammars", job: Job):
+        self._grammars, self._job, self.future = grammars, job, job.future
+
+    def leave(self) -> None:
+        """Wait no more; nothing is compiled for no request."""
+        self._grammars.leave(self._job)
+
+
+class Grammars:
+    """Compiles grammars over a model's V tokens. May be called from any thread; the first request takes the
+    time that the vocabulary takes, a tenth of a second for 50,000 tokens.
+
+    A process of its own compiles each grammar first, and is killed at its `bounds`. What passes is compiled
+    again here, in at most as much time and memory. Grammars that take longer than a `SLICE` wait in a line of
+    their own, behind which quick ones do not stand. In the place of the tokenizer may be why there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | str, V: int, ends: Sequence[int], bounds: Bounds = BOUNDS):
+        self._tokenizer, self._V, self._ends, self._bounds = tokenizer, V, tuple(ends), bounds
+        self._lock = threading.Lock()
+        self._kept = Kept(self._bounds.bytes)
+        self._jobs: dict[str, Job] = {}
+        self._quick = Lane(replace(self._bounds, seconds=min(SLICE, self._bounds.seconds)))
+        self._slow = Lane(replace(self._bounds, nice=NICE))
+
+    def constraint(self, asked: StructuredOutputsParams, start: int) -> Constraint:
+        """What rules an output that begins at position `start`. Raises ValueError with llguidance's reason
+        where it cannot be compiled, or without llguidance."""
+        wanted = self.wanted(asked, urgent=True)
+        try:
+            found = wanted.future.result()
+        finally:
+            wanted.leave()
+        with panics_as_errors():
+            return Constraint(found.matcher.deep_copy(), frozenset(self._ends), found.first, start, found)
+
+    def wanted(self, asked: StructuredOutputsParams, urgent: bool = False) -> Wanted:
+        """A grammar's future, which is dropped when all requests that wait for it have left. Raises
+        ValueError for what is no JSON or no text, and where the model lacks what grammars need."""
+        self._check()
+        with panics_as_errors(), self._lock:
+            _ = self._vocabulary  # before anything else is asked of the library
+            text = source(asked)
+            job = self._jobs.get(text) or self._begin(text)
+            job.waiting += 1
+            job.urgent |= urgent
+        return Wanted(self, job)
+
+    def leave(self, job: Job) -> None:
+        """One request waits no more for a job."""
+        with self._lock:
+            job.waiting -= 1
+            lanes = () if job.waiting else (self._quick, self._slow)
+            left = [lane.gauge for lane in lanes if lane.job is job]
+        for gauge in left:
+            gauge.stop()
+
+    def close(self) -> None:
+        """End both processes; what still waits for a grammar fails."""
+        for lane in (self._quick, self._slow):
+            lane.close()
+        with self._lock:
+            left = [*self._jobs.values()]
+        for job in left:
+            job.fail()
+
+    def _check(self) -> None:
+        lacking = self._tokenizer if isinstance(self._tokenizer, str) else ""
+        if lacking or not self._ends:
+            lacking = lacking or "the model has no end-of-sequence token"
+            raise ValueError(f"structured_outputs is not allowed: {lacking}")
+
+    @cached_property
+    def _words(self) -> Words:
+        assert not isinstance(self._tokenizer, str)
+        return Words(self._tokenizer, self._V, self._ends)
+
+    @cached_property
+    def _vocabulary(self) -> "llguidance.LLTokenizer":
+        return vocabulary(self._words)
+
+    def _begin(self, text: str) -> Job:
+        job = Job(text)
+        if (found := self._kept.get(text)) is not None:
+            job.future.set_result(found)
+        else:
+            self._jobs[text] = job
+            self._quick.submit(self._run, job)
+        return job
+
+    def _run(self, lane: Lane, job: Job) -> None:
+        with self._lock:
+            if not job.waiting:
+                self._jobs.pop(job.text, None)
+                return
+            lane.job = job
+        with suppress(InvalidStateError):  # closed meanwhile
+            try:
+                found = self._made(lane, job)
+                self._end(job, found)
+                job.future.set_result(found)
+            except Gone:
+                self._slow.submit(self._run, job)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, requests wait for it
+                self._end(job)
+                job.future.set_exception(error)
+
+    def _end(self, job: Job, found: Compiled | None = None) -> None:
+        with self._lock:
+            self._jobs.pop(job.text, None)
+            if found is not None:
+                self._kept.add(job.text, found)
+
+    def _made(self, lane: Lane, job: Job) -> Compiled:
+        """Raises ValueError for a grammar that is refused, Gone for one that has to try the slow lane."""
+        cost = self._cost(lane, job)
+        if lane is self._quick and (cost.is_too_long or cost.bytes > LARGE):
+            raise Gone
+        check(cost, self._bounds)
+        if cost.bytes > LARGE:
+            self._await_room(job, cost.bytes)
+        try:
+            with panics_as_errors():
+                return compiled(self._vocabulary, job.text, cost.bytes)
+        finally:
+            if lane is self._slow:
+                give_back()
+
+    def _cost(self, lane: Lane, job: Job) -> Cost:
+        job.tries += 1
+        try:
+            return lane.gauge.cost(self._words, job.text, lane.bounds)
+        except Gone:
+            if job.tries > TRIES:
+                raise RuntimeError("the process that compiles grammars ended again and again") from None
+            raise
+        finally:
+            with self._lock:
+                lane.job = None
+
+    def _await_room(self, job: Job, bytes: int) -> None:
+        """Wait until those of other requests leave memory for a large one."""
+        while True:
+            with self._lock:
+                self._kept.leave_room(bytes)
+                if job.urgent or not job.waiting or self._kept.alive + bytes <= 2 * self._bounds.bytes:
+                    return
+            time.sleep(POLL)
+
+
+def check(cost: Cost, bounds: Bounds) -> None:
+    """Raise ValueError for a grammar that takes too much, or that llguidance refuses."""
+    told = readable(cost.error) if cost.error else ""
+    if cost.is_too_long:
+        told = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
+    elif cost.is_too_large or cost.bytes > bounds.bytes:
+        told = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
+    elif cost.signal:
+        told = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
+    if told or cost.error:
+        raise ValueError(f"structured_outputs is not allowed: {told or NOTHING}")

@@ -1,0 +1,1 @@
+"""Bodies of OpenAI's API and replies to them, for batches and the server."""

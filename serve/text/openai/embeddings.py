@@ -1,0 +1,68 @@
+"""Bodies of requests for embeddings, and replies to them."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....model.pooling import PoolingParams
+from ....sampling.params import SamplingParams
+from .bodies import EmbeddingFields, names
+from .refusing import RequestError, require
+from .tasks import Task, asking, listed, prompt_of, refuse_unknown
+
+MOST_INPUTS = 2048  # OpenAI's limit
+POOLING = frozenset({"dimensions", "normalize", "pooling"})
+FIELDS = names(EmbeddingFields) - POOLING
+READING = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Texts to embed, and whether the numbers are written as base64 of little-endian float32."""
+
+    tasks: list[Task]
+    base64: bool
+
+
+def inputs_of(body: Mapping[str, Any]) -> Inputs:
+    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    body = {name: value for name, value in body.items() if value is not None}
+    fields = asking(body, POOLING, FIELDS)
+    refuse_unknown(fields, POOLING, FIELDS)
+    model, encoding = body.get("model"), body.get("encoding_format", "float")
+    require(model is None or isinstance(model, str), "model", model, "a string")
+    require(encoding in ("float", "base64"), "encoding_format", encoding, "float or base64")
+    try:
+        params = PoolingParams(**fields)
+    except ValueError as error:
+        raise RequestError("invalid_request", str(error)) from None
+    tasks = [
+        Task("embedding", None, READING, prompt=prompt_of("input", one), model=model, pooling=params)
+        for one in inputs_in(body.get("input"))
+    ]
+    return Inputs(tasks, encoding == "base64")
+
+
+def inputs_in(given: Any) -> list[Any]:
+    """One text or its token ids, or several, in a list."""
+    require(given is not None, "input", given, "a string or token ids, or a list of them")
+    found = listed(given)
+    require(len(found) <= MOST_INPUTS, "input", given, f"at most {MOST_INPUTS}")
+    return found
+
+
+def reply(model: str, inputs: Inputs, embeddings: Sequence[np.ndarray], prompt_tokens: int) -> dict[str, Any]:
+    """The embeddings of inputs, in their order."""
+    written = encoded if inputs.base64 else np.ndarray.tolist
+    data = [
+        {"object": "embedding", "index": i, "embedding": written(one)} for i, one in enumerate(embeddings)
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def encoded(embedding: np.ndarray) -> str:
+    return base64.b64encode(embedding.astype("<f4").tobytes()).decode()

@@ -1,0 +1,55 @@
+"""JSON objects as they come from outside."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from ....refusals import RepeatedKey, unique
+from .refusing import RequestError, as_json
+
+MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
+
+
+def object_of(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; `what` names it in errors. Raises RequestError."""
+    try:
+        value = msgspec.json.decode(text.decode())
+    except UnicodeDecodeError as error:
+        byte = text[error.start]
+        raise RequestError(
+            "invalid_utf8", f"byte {error.start} of the {what}, 0x{byte:02x}, is not UTF-8"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise RequestError("invalid_json", f"the {what} is not JSON: {error}") from None
+    except RecursionError:
+        raise too_deep(what) from None
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
+        raise too_deep(what)
+    check_keys(text.decode(), what)
+    if not isinstance(value, dict):
+        raise RequestError(f"invalid_{what}", f"the {what} must be a JSON object, not {as_json(value)}")
+    return value
+
+
+def check_keys(text: str, what: str) -> None:
+    """Raise RequestError for a key that stands in an object more than once; msgspec keeps the last."""
+    try:
+        json.loads(text, object_pairs_hook=unique, parse_int=len, parse_float=len)
+    except RepeatedKey as error:
+        raise RequestError("repeated_key", f"{error} of the {what}", error.key[:60]) from None
+
+
+def too_deep(what: str) -> RequestError:
+    return RequestError(
+        "invalid_json", f"the {what}'s JSON is nested too deeply: at most {MAX_DEPTH} levels are allowed"
+    )
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    level, found = [value], -1
+    while level:
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]
+        level, found = [x for values in inner for x in values], found + 1
+    return found

@@ -1,0 +1,182 @@
+"""Replies in OpenAI's format: whole, and their choices and log-probabilities by themselves."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ....sampling.checks import ALL
+from ..outputs import CompletionOutput, Logprob, RequestOutput
+from ..tokenizer.tokenizer import Tokenizer
+from ..tools.incoming import Text
+from ..tools.parting import Parting, Thought, call_deltas, text_of, whole_calls
+from ..tools.reader import CallReader
+from .dialect import Dialect
+from .tasks import Task
+
+PREFIXES = {"chat": "chatcmpl-", "completion": "cmpl-"}  # of a reply's id, by what was asked for
+Scores = dict[int, Logprob]  # of one position
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Makes replies of `model`, for requests that do not name it otherwise; `parser` names the notation of
+    calls where the chat template's is not meant."""
+
+    model: str
+    tokenizer: Tokenizer | None = None
+    parser: str | None = None
+
+    def body(
+        self, id: str, task: Task, output: RequestOutput, created: int = 0, cached: int = 0
+    ) -> dict[str, Any]:
+        """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
+        chat, ids = task.form == "chat", output.prompt_token_ids
+        choices = [
+            self.chat_choice(o, task, self.parting(task, ids, id, o.index))
+            if chat
+            else self.completion_choice(o, task)
+            for o in output.outputs
+        ]
+        told = {"prompt_token_ids": ids} if task.ids else {}
+        return {
+            "id": PREFIXES[task.form] + id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": created,
+            "model": self.named(task),
+            "choices": choices if chat else [choice | told for choice in choices],
+            "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": cached}},
+            **(told if chat else {}),
+        }
+
+    def named(self, task: Task) -> str:
+        """The name of the model in the reply."""
+        return self.model if task.model is None else task.model
+
+    def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+        """Why the output ended; token ids where they are wanted, or there is no text."""
+        ending: dict[str, Any] = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        if task.ids and output.weights is not None:
+            ending |= {"weights": output.weights}
+        textless = self.tokenizer is None or not task.params.detokenize
+        return {**ending, "token_ids": output.token_ids} if textless or task.ids else ending
+
+    def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
+        """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
+        return {
+            "index": output.index,
+            "text": output.text,
+            "logprobs": logprobs,
+            **self.ending(output, task),
+        }
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        return Dialect(self.tokenizer, self.parser)
+
+    def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> Parting:
+        """What tells the parts of a choice of the reply of this id, to a prompt."""
+        reasoning = self.dialect.reasoning(prompt_ids)
+        notation, toolbox = self.dialect.notation, task.toolbox
+        if toolbox is None or not toolbox.tools or notation is None:
+            return Parting("", reasoning)
+        reader = CallReader(notation, toolbox.tools, toolbox.is_several)
+        return Parting(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
+
+    def chat_choice(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+        parts = parting.take(output.text, at_end=True)
+        calls, answer = whole_calls(parts), text_of(parts, Text)
+        message = {"role": "assistant", "content": None if calls and not answer else answer}
+        message |= reasoned(text_of(parts, Thought), task) | ({"tool_calls": calls} if calls else {})
+        return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
+
+    def chat_delta(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+        """What a stream adds to a choice."""
+        known = parting.count
+        parts = parting.take(output.text, at_end=output.finished())
+        calls, answer = call_deltas(parts, known), text_of(parts, Text)
+        delta = reasoned(text_of(parts, Thought), task) | ({"content": answer} if answer else {})
+        delta |= {"tool_calls": calls} if calls else {}
+        return {"index": output.index, "delta": delta, **self._chat_ending(output, task, parting)}
+
+    def _chat_ending(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self.chat_logprobs(output, output.logprobs, alternatives_of(task))
+        ending = {"logprobs": logprobs, **self.ending(output, task)}
+        has_called = parting.count and output.finish_reason == "stop"
+        return ending | ({"finish_reason": "tool_calls"} if has_called else {})
+
+    def completion_logprobs(
+        self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
+    ) -> dict[str, Any]:
+        """Of the first token of a prompt nothing is known."""
+        pairs = list(zip(output.token_ids, scores, strict=True))
+        tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
+        offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [found and finite(found[i]) for i, found in pairs],
+            "top_logprobs": [found and self._top(found, top) for _, found in pairs],
+            "text_offset": offsets[:-1],
+        }
+
+    def _top(self, scores: Scores, top: float) -> dict[str, float]:
+        return {self._token(i, p): finite(p) for i, p in likeliest(scores, top)}
+
+    def _decoded(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
+
+    def chat_logprobs(self, output: CompletionOutput, scores: Sequence[Scores], top: float) -> dict:
+        entries = []
+        for token_id, found in zip(output.token_ids, scores, strict=True):
+            others = [self._entry(i, p) for i, p in likeliest(found, top)]
+            entries.append({**self._entry(token_id, found[token_id]), "top_logprobs": others})
+        return {"content": entries}
+
+    def _entry(self, token_id: int, score: Logprob) -> dict[str, Any]:
+        data = list(self.tokenizer.token_bytes(token_id)) if self.tokenizer else None
+        return {"token": self._token(token_id, score), "logprob": finite(score), "bytes": data}
+
+    def _token(self, token_id: int, score: Logprob) -> str:
+        """A token's text; without a tokenizer its id, as vLLM writes it."""
+        return f"token_id:{token_id}" if score.decoded_token is None else score.decoded_token
+
+
+def reasoned(thought: str, task: Task) -> dict[str, Any]:
+    """A message's reasoning, where it is wanted, under vLLM's name and DeepSeek's."""
+    return {"reasoning": thought, "reasoning_content": thought} if thought and task.reasoning else {}
+
+
+def usage(output: RequestOutput) -> dict[str, int]:
+    prompt, completion = len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def alternatives_of(task: Task) -> float:
+    """How many of the likeliest tokens a task wants to see."""
+    asked = task.params.logprobs or 0
+    return math.inf if asked == ALL else asked
+
+
+def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:
+    """The `top` likeliest tokens of a position, in order; the sampled one is only among them by its rank."""
+    return sorted((e for e in scores.items() if e[1].rank <= top), key=lambda e: e[1].rank)
+
+
+def alternatives(scores: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
+    """One position's log-probabilities by token id."""
+    return {
+        str(i): {"logprob": finite(p), "rank": p.rank, "decoded_token": p.decoded_token}
+        for i, p in scores.items()
+    }
+
+
+def finite(score: Logprob) -> float:
+    return max(score.logprob, LEAST_LOGPROB)

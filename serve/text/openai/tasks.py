@@ -1,0 +1,231 @@
+"""What a request asks for, in OpenAI's API and under vLLM's names."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from ....model.pooling import PoolingParams
+from ....refusals import among, nearest
+from ....sampling.params import SamplingParams
+from ..tokenizer.chat import ChatTemplateError, apply_chat, check_messages
+from ..tokenizer.tokenizer import Tokenizer
+from ..tools.toolbox import Toolbox
+from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
+from .dialect import Dialect
+from .formats import with_structured
+from .neutral import HARMLESS, NEUTRAL
+from .refusing import RequestError, require
+from .toolboxes import toolbox_of
+
+Form = Literal["plain", "completion", "chat", "embedding"]
+MAX_CHOICES = 128  # completions of one line: OpenAI's limit
+MAX_STRINGS = 1024  # to stop at, or never to generate: each is looked for at every token
+
+SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
+CHAT = names(ChatFields) | names(ToolFields) | names(FormatFields)
+COMPLETION = names(CompletionFields) | names(FormatFields)
+# OpenAI's answers have no place for what these ask for.
+PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
+BODY = SAMPLING - PLAIN_ONLY
+# What a body need not give, unless the model's authors recommend something else.
+DEFAULTS: dict[Form, dict[str, Any]] = {"chat": {"max_tokens": None}, "completion": {"max_tokens": 16}}
+# Variables of a chat template that are not the line's to set.
+TEMPLATE_OWN = frozenset(
+    {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "now"}
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a request asks for: text or token ids to continue, messages to reply to, or a prompt to embed by
+    `pooling`.
+
+    `model` is the name that it gives the model, if it names one. Of one that goes on elsewhere, `now` is the
+    time that its chat template saw, and `known` are the token ids of its completions so far. Its prompt may
+    be computed by another engine, of several the one at the address `source`.
+    """
+
+    form: Form
+    id: str | int | None
+    params: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    toolbox: Toolbox | None = None
+    model: str | None = None
+    pooling: PoolingParams | None = None
+    reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
+    ids: bool = False  # whether it has token ids beside its text
+    now: datetime | None = None
+    known: tuple[tuple[int, ...], ...] = ()
+    source: str | None = None
+
+
+def task_of_body(
+    form: Form, name: str | int | None, body: dict[str, Any], defaults: Mapping[str, Any], seed: int | None
+) -> Task:
+    """What the body of a completion or of a chat asks for. `defaults` are sampling parameters that it need
+    not give, `seed` its seed likewise.
+
+    Raises RequestError naming the field, its value and what is allowed.
+    """
+    body = {k: v for k, v in body.items() if v is not None}
+    model = body.get("model")
+    require(model is None or isinstance(model, str), "model", model, "a string")
+    ids = body.get("return_token_ids", False)
+    require(isinstance(ids, bool), "return_token_ids", ids, "true or false")
+    if form == "chat":
+        params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
+        reasoning = body.get("include_reasoning", True)
+        require(isinstance(reasoning, bool), "include_reasoning", reasoning, "true or false")
+        toolbox, shape = toolbox_of(body), params.structured_outputs
+        is_free = shape is None or toolbox is None or not toolbox.is_forced
+        require(
+            is_free, "tool_choice", body.get("tool_choice"), "none or auto beside what the output must be"
+        )
+        chat = chat_of("chat", name, params, body)
+        return replace(chat, model=model, reasoning=reasoning, toolbox=toolbox, ids=ids)
+    require("prompt" in body, "prompt", None, "a string or a list of token ids")
+    params = sampling_of(_body_fields(body, COMPLETION), {**DEFAULTS["completion"], **defaults}, seed)
+    return Task("completion", name, params, prompt=prompt_of("prompt", body["prompt"]), model=model, ids=ids)
+
+
+def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime | None = None) -> list[int]:
+    """A task's prompt as token ids, at most so many. `now` is the time that chat templates see.
+
+    Raises ChatTemplateError, and ValueError for a prompt that is too long, or for text without a tokenizer.
+    """
+    if isinstance(task.prompt, list):
+        return task.prompt
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give the prompt as token ids")
+    if task.messages is not None:
+        tools = None if task.toolbox is None else task.toolbox.given
+        return apply_chat(tokenizer, task.messages, most, now=now, tools=tools, **task.template_variables)
+    assert task.prompt is not None
+    return tokenizer.encode(task.prompt, most=most)
+
+
+def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
+    """A task's sampling parameters. The text of a chat keeps special tokens where marks are among them, so
+    that its parts can be told; calls that must come are asked for.
+
+    Raises RequestError for tools where the model's notation of calls is not known.
+    """
+    params, toolbox = task.params, task.toolbox
+    if task.form != "chat":
+        return params
+    keeps = dialect.keeps_special
+    if toolbox is not None and toolbox.tools:
+        keeps = dialect.calls_special or keeps
+        if toolbox.is_forced:
+            params = replace(params, structured_outputs=dialect.asked(toolbox, prompt_ids))
+    return replace(params, skip_special_tokens=False) if keeps else params
+
+
+def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
+    left out.
+
+    Raises RequestError for a field that is understood only as far as it asks for nothing, but asks for
+    something.
+    """
+    fields = {}
+    for name, value in given.items():
+        if name in NEUTRAL and name not in known | others:
+            allowed = " or ".join(json.dumps(x) for x in NEUTRAL[name])
+            require(among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
+        elif name not in HARMLESS | others:
+            fields[name] = value
+    return fields
+
+
+def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
+    """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
+    fields = asking(with_structured(body), BODY, others)
+    refuse_unknown(fields, BODY, others)
+    return fields
+
+
+def refuse_unknown(
+    fields: Mapping[str, Any], known: frozenset[str], others: frozenset[str] = frozenset()
+) -> None:
+    """Raise RequestError for a field that is not among the `known`."""
+    for name in (name for name in fields if name not in known):
+        near = nearest(name, known | others)
+        hint = f"; did you mean {near}?" if near else ""
+        raise RequestError("invalid_request", f"{name[:60]} is not supported in a body{hint}")
+
+
+def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters under the names and in the meaning that they have for chat."""
+    fields = _body_fields(body, CHAT)
+    if "max_completion_tokens" in body:
+        fields["max_tokens"] = body["max_completion_tokens"]
+    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
+    require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
+    require(wanted or among(top, (0,)), "top_logprobs", top, "only with logprobs true")
+    return fields | ({"logprobs": top} if wanted else {})
+
+
+def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int | None) -> SamplingParams:
+    merged = {**defaults, **fields}
+    for name in ("stop", "bad_words"):
+        strings = merged.get(name)
+        few = not isinstance(strings, list) or len(strings) <= MAX_STRINGS
+        require(few, name, strings, f"at most {MAX_STRINGS} strings")
+    if merged.get("seed") is None:
+        merged["seed"] = seed
+    try:
+        params = SamplingParams.from_dict(merged)
+    except (TypeError, ValueError) as error:
+        raise RequestError("invalid_request", str(error)[:500], blamed(error)) from None
+    require(params.n <= MAX_CHOICES, "n", params.n, f"1 to {MAX_CHOICES}")
+    return params
+
+
+def blamed(error: Exception) -> str | None:
+    """The sampling parameter that the message of an error begins with."""
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
+    return name if name in SAMPLING else None
+
+
+def refusal(task: Task, error: Exception) -> RequestError:
+    """What is wrong with a task, by the field of its body: a grammar of calls is that of its tools."""
+    told, name = str(error), blamed(error)
+    if name == "structured_outputs" and task.toolbox is not None and task.toolbox.is_forced:
+        told, name = told.replace(name, "tools", 1), "tools"
+    return RequestError("invalid_request", told, name)
+
+
+def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:
+    variables = fields.get("chat_template_kwargs") or {}
+    require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
+    taken = sorted(TEMPLATE_OWN.intersection(variables))
+    require(not taken, "chat_template_kwargs", taken, "other variables of the template")
+    try:
+        messages = check_messages(fields.get("messages"))
+    except ChatTemplateError as error:
+        raise RequestError("invalid_request", str(error)) from None
+    return Task(form, name, params, messages=messages, template_variables=variables)
+
+
+def listed(value: Any) -> list[Any]:
+    """Prompts in a list: one, text or token ids, or several."""
+    several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+    return value if several else [value]
+
+
+def prompt_of(name: str, value: Any) -> str | list[int]:
+    """A string or token ids; OpenAI's clients also send either in a list of one."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        require(len(value) == 1, name, value, "one prompt a line; give each its own")
+        value = value[0]
+    ids = isinstance(value, list) and all(type(i) is int for i in value)
+    require(ids or isinstance(value, str), name, value, "a string or a list of token ids")
+    return value

@@ -1,0 +1,95 @@
+"""What bodies say of tools: in a chat's form, and in that of the Responses API."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ....refusals import shown
+from ..tools.toolbox import Toolbox
+from .refusing import RequestError, require
+
+NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+ALLOWED = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+FLAT = ("name", "description", "parameters", "strict")  # what a response's tool has beside its type
+
+
+def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
+    """The tools of a chat's body, if it has any. Raises RequestError naming the field, its value and what is
+    allowed."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    several = body.get("parallel_tool_calls", True)
+    require(isinstance(several, bool), "parallel_tool_calls", several, "true or false")
+    if not tools:
+        require(tools in (None, []), "tools", tools, "a list of functions")
+        require(choice in (None, "none", "auto"), "tool_choice", choice, "none or auto without tools")
+        return None
+    require(isinstance(tools, list), "tools", tools, "a list of functions")
+    names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    name, count = Counter(names).most_common(1)[0]
+    require(count == 1, "tools", name, "each function has a name of its own")
+    if isinstance(choice, Mapping):
+        return Toolbox(tools, "required", chosen(choice, names), several)
+    choice = "auto" if choice is None else choice
+    require(choice in ("none", "auto", "required"), "tool_choice", choice, ALLOWED)
+    return Toolbox(tools, choice, None, several)
+
+
+def name_of(where: str, tool: Any) -> str:
+    """The name of a function, all of which is checked."""
+    require(isinstance(tool, Mapping), where, tool, "an object with type and function")
+    require(tool.get("type") == "function", f"{where}.type", tool.get("type"), '"function"')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError("invalid_request", f"{where}.function must be an object", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    ok = isinstance(name, str) and NAME.fullmatch(name)
+    require(bool(ok), f"{where}.function.name", name, "1 to 128 letters, digits, _, - and .")
+    for field, value in (("parameters", parameters), ("parameters.properties", properties_of(parameters))):
+        require(value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object")
+    kind = parameters.get("type", "object") if parameters else "object"
+    require(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
+    said, strict = function.get("description"), function.get("strict")
+    require(said is None or isinstance(said, str), f"{where}.function.description", said, "a string")
+    require(strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false")
+    return str(name)
+
+
+def properties_of(parameters: Any) -> Any:
+    return parameters.get("properties") if isinstance(parameters, Mapping) else None
+
+
+def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
+    """The name of the function that must be called."""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or name not in names:
+        allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
+        raise RequestError(
+            "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
+        )
+    return str(name)
+
+
+# ---------------------------------------------------------------- the Responses API
+
+
+def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response's body says of tools, as a chat's fields: its functions have their fields beside their
+    type."""
+    found: dict[str, Any] = {}
+    if isinstance(tools := body.get("tools"), list):
+        found["tools"] = [nested(tool) for tool in tools]
+    elif tools is not None:
+        found["tools"] = tools
+    if (choice := body.get("tool_choice")) is not None:
+        found["tool_choice"] = nested(choice)
+    return found
+
+
+def nested(tool: Any) -> Any:
+    """A function as chats have it."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool
+    others = {name: value for name, value in tool.items() if name not in FLAT}
+    return others | {"function": {name: tool[name] for name in FLAT if tool.get(name) is not None}}

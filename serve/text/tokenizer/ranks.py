@@ -1,0 +1,169 @@
+"""Byte-pair vocabularies that give ranks but no merges: tiktoken's files, and Mistral's `tekken.json`.
+
+Their encoders take a word that is a token as it is, and else join, again and again, the two neighbours that
+make the token of the lowest rank. So every way to make a token of two others is a merge, of the token's rank.
+"""
+
+import binascii
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ....checkpoints.dialects import Words
+from .added import Vocabulary, add_tokens, added_beside
+from .stream import byte_alphabet
+from .templates import INSTRUCT
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Ranks = Mapping[bytes, int]
+
+# ---------------------------------------------------------------- tiktoken
+
+
+def from_tiktoken(file: Path, words: Words, config: Mapping[str, Any]) -> Vocabulary:
+    """Ranks from lines of a token in base 64 and its rank; the ids behind them are special tokens', under
+    names that `tokenizer_config.json` may give them."""
+    ranks = read_ranks(file)
+    special = {i: name.format(id=i) for i, name in enumerate(words.special, len(ranks))}
+    added = added_beside(file.parent, config, special)
+    return Vocabulary(byte_pairs(file, ranks, words, added), config)
+
+
+def read_ranks(file: Path) -> Ranks:
+    """Raises ValueError with the number of a line that is none, and for ranks with holes."""
+    ranks, lines = {}, file.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            token, rank = line.split()
+            ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
+        except ValueError as error:
+            said = f"{file}: line {number} is {line[:40]!r}, expected a token in base 64 and its rank"
+            raise ValueError(said) from error
+    return checked(file, ranks, len(lines))
+
+
+def checked(file: Path, ranks: Ranks, count: int) -> Ranks:
+    """The ranks of so many lines. Raises ValueError unless they are the numbers from 0 on, each once, and all
+    bytes are tokens, of which any text can be made."""
+    if len(ranks) != count or sorted(ranks.values()) != list(range(count)):
+        raise ValueError(f"{file}: the ranks of its {count} tokens are not the numbers from 0 on, each once")
+    lacking = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if lacking is not None:
+        raise ValueError(f"{file}: no token is the byte 0x{lacking:02X}, expected one for every byte")
+    return ranks
+
+
+# ---------------------------------------------------------------- tekken
+
+
+class Token(msgspec.Struct):
+    rank: int
+    token_bytes: bytes
+
+
+class Special(msgspec.Struct):
+    rank: int
+    token_str: str
+
+
+class Sizes(msgspec.Struct):
+    """`default_vocab_size` counts the special tokens, which come first, and may cut the vocabulary."""
+
+    pattern: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+    version: str = ""
+
+
+class Tekken(msgspec.Struct):
+    config: Sizes
+    vocab: list[Token]
+    special_tokens: list[Special] | None = None
+
+
+# Special tokens of files that name none.
+SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
+    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
+    """Mistral's vocabulary, and its instruct format where the folder has no chat template of its own."""
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Tekken)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file} cannot be read as a tekken vocabulary: {error}") from error
+    sizes = found.config
+    first = sizes.default_num_special_tokens
+    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named_specially(found)
+    ranks = {token.token_bytes: token.rank for token in found.vocab[: sizes.default_vocab_size - first]}
+    if len(special) != first or len(ranks) != sizes.default_vocab_size - first:
+        raise ValueError(
+            f"{file}: has {len(special)} special tokens and {len(ranks)} others, expected "
+            f"default_num_special_tokens={first} and default_vocab_size={sizes.default_vocab_size}"
+        )
+    ranks = checked(file, ranks, len(ranks))
+    added = added_beside(file.parent, config, special)
+    roles = {role: token for role, token in ROLES.items() if token in special.values()}
+    template = {"chat_template": INSTRUCT.get(sizes.version)}
+    backend = byte_pairs(file, ranks, Words(sizes.pattern), added, first)
+    return Vocabulary(backend, {"add_bos_token": True, **template, **roles, **config})
+
+
+def named_specially(found: Tekken) -> dict[int, str]:
+    if found.special_tokens is None:
+        return dict(enumerate(SPECIAL))
+    return {token.rank: token.token_str for token in found.special_tokens}
+
+
+# ---------------------------------------------------------------- a tokenizer of ranks
+
+
+def byte_pairs(
+    file: Path,
+    ranks: Ranks,
+    words: Words,
+    added: Mapping[int, "tokenizers.AddedToken"],
+    first: int = 0,
+) -> "tokenizers.Tokenizer":
+    """A tokenizer with the ranks' tokens from the id `first` on. Raises ValueError for a pattern that is no
+    regular expression, and for an added token that cannot have its id."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    spelled = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
+    vocab = {spelled[token]: first + rank for token, rank in ranks.items()}
+    taken = range(first, first + len(ranks))
+    vocab |= {token.content: i for i, token in added.items() if i not in taken and token.content not in vocab}
+    merges = [(spelled[a], spelled[b]) for a, b in halves(ranks)]
+    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    try:
+        split = pre_tokenizers.Split(Regex(words.pattern), "isolated")
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{file}: pattern {words.pattern!r:.80} cannot be used: {error}") from error
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    if words.composes:
+        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    add_tokens(backend, file.parent, added)
+    return backend
+
+
+def halves(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
+    """Every two tokens that make a third, by its rank."""
+    for token in by_rank(ranks):
+        for i in range(1, len(token)):
+            if token[:i] in ranks and token[i:] in ranks:
+                yield token[:i], token[i:]
+
+
+def by_rank(ranks: Ranks) -> Iterable[bytes]:
+    return sorted(ranks, key=ranks.__getitem__)

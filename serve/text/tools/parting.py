@@ -1,0 +1,81 @@
+"""A reply told apart as it comes: reasoning, answer, and calls of tools."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..tokenizer.reasoning import Reasoning
+from .incoming import Arguments, Begun, Event, Text
+from .reader import CallReader
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Part of the reasoning."""
+
+    text: str
+
+
+Part = Thought | Event
+
+
+@dataclass
+class Parting:
+    """Parts one reply; `key` is what the ids of its calls come of, `short` whether they are of nine letters
+    and digits."""
+
+    key: str
+    reasoning: Reasoning | None = None
+    reader: CallReader | None = None
+    short: bool = False
+    _ids: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Calls that have begun."""
+        return len(self._ids)
+
+    def take(self, text: str, at_end: bool = False) -> list[Part]:
+        """What has come since."""
+        thought = ""
+        if self.reasoning is not None:
+            thought, text = self.reasoning.take(text, at_end)
+        found: list[Part] = [Thought(thought)] if thought else []
+        if self.reader is not None:
+            return [*found, *(self._told(event) for event in self.reader.take(text, at_end))]
+        return [*found, Text(text)] if text else found
+
+    def _told(self, event: Event) -> Event:
+        """An event, of which the beginning of a call has an id that no other has."""
+        if not isinstance(event, Begun):
+            return event
+        digits = hashlib.sha256(f"{self.key} {self.count}".encode()).hexdigest()
+        own = digits[:9] if self.short else f"call_{digits[:24]}"
+        id = own if event.id is None or event.id in self._ids else event.id
+        self._ids.append(id)
+        return Begun(event.name, id)
+
+
+def text_of(parts: Iterable[Part], kind: type[Thought] | type[Text]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+def call_deltas(parts: Iterable[Part], known: int) -> list[dict[str, Any]]:
+    """What a stream adds to calls of which so many have begun before, one entry a call."""
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Begun):
+            function = {"name": part.name, "arguments": ""}
+            found.append({"index": known, "id": part.id, "type": "function", "function": function})
+            known += 1
+        elif isinstance(part, Arguments):
+            if not found:
+                found.append({"index": known - 1, "function": {"arguments": ""}})
+            found[-1]["function"]["arguments"] += part.text
+    return found
+
+
+def whole_calls(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """The calls of a whole reply."""
+    return [{name: one[name] for name in ("id", "type", "function")} for one in call_deltas(parts, 0)]

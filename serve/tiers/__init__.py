@@ -1,1 +1,0 @@
-"""Where pages are kept beside the device's pools."""

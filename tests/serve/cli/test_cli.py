@@ -1,0 +1,255 @@
+"""The command line: flags follow the dataclasses, commands do what the Python API does, errors are one
+sentence."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import duetto
+from duetto import LLM, SamplingParams
+from duetto.serve.cli import main as cli
+from duetto.serve.cli import plan
+from duetto.serve.cli.main import main, parse
+from duetto.serve.jobs.batch.fingerprint import contents
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.flags import add_fields, given
+from duetto.serve.planner.roofline.report import check_path, render
+
+SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
+FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1200, check=False
+    )
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_every_field_has_a_flag_that_is_read_as_its_type():
+    parser = argparse.ArgumentParser()
+    add_fields(parser, SamplingParams, "sampling")
+    line = [
+        *("--n", "2", "--temperature", "0.5", "--seed", "none", "--max-tokens", "none", "--logprobs", "3"),
+        *("--stop", "a", "--stop", "b c", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos"),
+        *("--logit-bias", '{"5": -1.5}', "--no-detokenize", "--bad-words", "x", "--allowed-token-ids", "5"),
+    ]
+    line = [word for word in line if word not in ("--stop", "a", "b c")] + ["--include-stop-str-in-output"]
+    params = SamplingParams(**given(SamplingParams, parser.parse_args(line)))
+    assert params == SamplingParams(
+        n=2,
+        temperature=0.5,
+        max_tokens=None,
+        logprobs=3,
+        stop_token_ids=(7, 8),
+        ignore_eos=True,
+        logit_bias={5: -1.5},
+        detokenize=False,
+        bad_words=("x",),
+        allowed_token_ids=(5,),
+        include_stop_str_in_output=True,
+    )
+    stops = parser.parse_args(["--stop", "a", "--stop", "b c"])
+    assert SamplingParams(**given(SamplingParams, stops)).stop == ("a", "b c")
+    helped = parser.format_help()
+    assert all(
+        f"--{f.name.replace('_', '-')}" in helped
+        for f in dataclasses.fields(SamplingParams)
+        if f.name != "output_kind"
+    )
+
+
+def test_what_is_not_given_stays_the_models_default():
+    parser = argparse.ArgumentParser()
+    add_fields(parser, EngineOptions, "engine")
+    assert given(EngineOptions, parser.parse_args([])) == {}
+    assert given(EngineOptions, parser.parse_args(["--no-reproducible"])) == {"reproducible": False}
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is not allowed"),
+        (["generate", "x", "--logit-bias", "[1]"], "invalid JSON object value"),
+        (["generate", "x", "--logit-bias", '{"1": 2, "1": 3}'], "the key '1' is not allowed more than once"),
+        (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs 0 is not allowed"),
+        (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
+        (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["generate"], "required: prompt"),
+        (["batch", "in", "out", "--top-p", "7"], "top_p=7.0 is not allowed"),
+        (["batch", "in", "out", "--in-flight", "0"], "invalid positive integer value"),
+        (["answer"], "invalid choice"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_wrong_usage_ends_with_2(line: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_jax():
+    code = (
+        "import sys; from duetto.serve.cli import main as cli\n"
+        "try: cli.main(['--help'])\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
+    done = python(code)
+    assert done.returncode == 0 and all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"duetto {duetto.__version__}\n"
+
+
+def test_public_names_are_found_at_their_first_use():
+    aliases = {"AsyncLLMEngine": "AsyncLLM"}
+    for name in duetto.__all__:
+        assert getattr(getattr(duetto, name), "__name__", name) == aliases.get(name, name)
+    assert set(duetto.__all__) <= set(dir(duetto))
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        _ = duetto.Nothing
+    done = python("import duetto, sys; assert 'jax' not in sys.modules; from duetto import SamplingParams")
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_generate_streams_what_the_api_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = tmp_path / "report.json"
+    line = [
+        "generate",
+        "def main(",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+        "--report",
+        str(report),
+        *FLAGS,
+    ]
+    assert main(line) == 0
+    shown = capsys.readouterr()
+    with LLM(**SMALL) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0.0, max_tokens=12)
+        expected = llm.generate("def main(", params, use_tqdm=False)[0].outputs[0].text
+    assert shown.out == expected + "\n"
+    numbers = json.loads(report.read_text())
+    assert numbers["generated_tokens"] == 12 and numbers["compilations"] == 0
+    assert render(numbers) in shown.err and "12 generated tokens" in shown.err
+
+
+def test_batch_answers_and_knows_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"prompt": "import", "max_tokens": 3, "temperature": 0}\n{"prompt": "def", "temperature": 0}\n'
+    )
+    line = ["batch", str(source), str(output), "--max-tokens", "5", "--no-progress", "--quiet", *FLAGS]
+    assert main(line) == 0
+    answers = [json.loads(answer) for answer in output.read_text().splitlines()]
+    assert [a["usage"]["completion_tokens"] for a in answers] == [3, 5]
+    assert main(line) == 0
+    assert "already complete" in capsys.readouterr().err
+    assert main([*line, "--page-size", "32"]) == 1
+    assert "--page-size: was 64, is 32" in capsys.readouterr().err
+
+
+def test_other_weights_are_another_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    before = contents(tmp_path)
+    (tmp_path / "README.md").write_text("not part of it")
+    assert contents(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 99 + b"\1")
+    assert contents(tmp_path) != before
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["batch", "in", "out"]])
+def test_a_missing_model_is_one_sentence(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*command, "--model", "/nowhere"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("duetto: /nowhere")
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["batch", "in", "out"]])
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--load-cache", "nowhere"], "load_cache: no saved cache in 'nowhere': No such file"),
+        (["--load-cache", ""], "load_cache: no saved cache in ''"),
+        (["--save-cache", "file"], "save_cache: 'file' is not allowed for pages: file is no folder"),
+        (["--save-cache", ""], "save_cache: '' is not allowed for pages"),
+    ],
+)
+def test_a_cache_that_cannot_be_kept_is_refused_before_a_model_is_read(
+    tmp_path, monkeypatch, capsys, command, flags, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main([*command, "--model", "/nowhere", *flags]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and os.listdir(".") == ["file"]
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupted)
+    assert main(["plan"]) == 130
+
+
+def test_a_reader_who_leaves_is_no_error():
+    code = (
+        "import sys; from duetto.serve.cli import main as cli; from duetto.serve.cli import plan\n"
+        "def talk(args):\n    while True: print('text ' * 1000, flush=True)\n"
+        "plan.run = talk\n"
+        "sys.exit(cli.main(['plan']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_the_seed_of_a_batch_is_the_jobs():
+    args = parse(["batch", "in", "out", "--seed", "3"])
+    assert (args.seed, given(EngineOptions, args, leave_out=("seed",))) == (3, {})
+
+
+@pytest.mark.parametrize("command", [["generate", "def"], ["batch", "in", "out"]])
+@pytest.mark.parametrize(
+    "content, said", [("answers\n", "it exists and is no report"), (None, "the folder .* does not exist")]
+)
+def test_a_report_takes_no_other_files_place(tmp_path, capsys, command, content, said):
+    place = tmp_path / "report.json" if content else tmp_path / "nowhere" / "report.json"
+    if content:
+        place.write_text(content)
+    assert main([*command, "--report", str(place)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+    assert content is None or place.read_text() == content
+
+
+def test_a_report_may_take_an_earlier_ones_place(tmp_path):
+    (file := tmp_path / "report.json").write_text("")
+    check_path(file)
+    file.write_text(json.dumps(dict.fromkeys(["ttft", "tpot", "e2e", "steps", "requests"], 0)))
+    check_path(file)

@@ -1,0 +1,158 @@
+"""Folders of `duetto convert` are whole or not there: what is damaged in one is named in a sentence."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from cases.compare import same_params
+from conftest import ROOT
+
+from duetto import LLM
+from duetto.checkpoints import huggingface, orbax
+from duetto.checkpoints.folders import copy_description, files
+from duetto.checkpoints.tensors import CheckpointError
+from duetto.model.layers import Norm
+from duetto.serve.engine.startup.folder import read_folder
+
+PATH = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+
+
+def test_each_missing_or_cut_file_is_named(converted, tmp_path):
+    listed = [f for f in files(converted) if f != "duetto.json"]
+    assert len([f for f in listed if f.startswith("params/")]) > 5
+    for name in listed:
+        broken = tmp_path / "broken"
+        shutil.copytree(converted, broken)
+        (broken / name).unlink()
+        with pytest.raises(CheckpointError, match=rf"broken: file '{name}' is missing$"):
+            orbax.load(broken)
+        if name.startswith("params/") and (size := (converted / name).stat().st_size):
+            (broken / name).write_bytes((converted / name).read_bytes()[: size // 2])
+            with pytest.raises(
+                CheckpointError, match=rf"file '{name}' has {size // 2} bytes, expected {size}$"
+            ):
+                orbax.load(broken)
+        shutil.rmtree(broken)
+
+
+def test_a_checkpoint_that_was_never_finished_is_refused(converted, tmp_path):
+    cut = shutil.copytree(converted, tmp_path / "cut")
+    (cut / "duetto.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"cut: duetto.json is missing, so the checkpoint was never finished"
+    ):
+        LLM(cut)
+
+
+LOAD = """
+import sys
+from duetto.checkpoints import orbax
+orbax.load(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+def test_damaged_contents_are_one_sentence(converted, tmp_path, name):
+    broken = shutil.copytree(converted, tmp_path / "broken")
+    file = broken / "params" / "state" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    # in its own process: Orbax closes its event loop on the first error, and reads that end later warn at any
+    # time
+    command = [sys.executable, "-c", LOAD, str(broken)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=PATH)
+    assert done.returncode == 1
+    assert re.search(r"CheckpointError: .*params: Orbax cannot read it \(", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (
+            {"layers.0.attention.q": {"type": "Foo"}},
+            "layers.0.attention.q is {'type': 'Foo'}, expected a type of",
+        ),
+        ({"layers.0.attention.q": 5}, "layers.0.attention.q is 5, expected a type of Quantised, LowRank"),
+        ({"layers.0.attention.q": {"type": "Quantised"}}, "is {'type': 'Quantised'}, expected"),
+        ({"layers.0.attention.q": {"type": []}}, "is {'type': []}, expected"),
+        ({"nope": {"type": "LowRank"}}, "nope is no parameter of the model that config.json describes"),
+    ],
+)
+def test_records_that_are_none_are_named(converted, tmp_path, records, said):
+    broken = shutil.copytree(converted, tmp_path / "broken")
+    manifest = json.loads((broken / "duetto.json").read_text())
+    (broken / "duetto.json").write_text(json.dumps(manifest | {"records": records}))
+    for read in (orbax.load, orbax.read_specs):
+        with pytest.raises(
+            CheckpointError, match=re.escape("broken/duetto.json: records: ") + ".*" + re.escape(said)
+        ):
+            read(broken)
+
+
+def test_parameters_of_another_model_are_named(converted, tmp_path):
+    other = shutil.copytree(converted, tmp_path / "other")
+    raw = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(raw | {"intermediate_size": 100}))
+    with pytest.raises(
+        CheckpointError, match=r"layers.0.ffn.gate has shape \(48, 96\), config.json says \(48, 100\)"
+    ):
+        orbax.load(other)
+    (other / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"layers.2.\S+ has shape None, config.json says \("):
+        orbax.load(other)
+
+
+WRITER = """
+import os, signal, sys
+from duetto.serve.cli.convert import convert
+source, target, event, end = sys.argv[1:]
+
+def stop(name, arguments):
+    if name == event and ".partial-" in str(arguments[0]) and str(arguments[0]).endswith(end % os.getpid()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(stop)
+convert(source, target)
+"""
+# What the writer is about to do, to a path that ends so, and whether its folder is complete by then.
+MOMENTS = [
+    ("open", ".partial-%d/config.json", False),
+    ("os.rename", "params.orbax-checkpoint-tmp%.0s", False),
+    ("open", ".partial-%d/duetto.json", False),
+    ("os.rename", ".partial-%d", True),
+]
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_folders_or_none(source, tmp_path):
+    params = huggingface.load(source)[1]
+    for attempt, (event, end, whole) in enumerate(MOMENTS):
+        target = tmp_path / str(attempt) / "new"
+        target.parent.mkdir()
+        command = [sys.executable, "-c", WRITER, str(source), str(target), event, end]
+        assert subprocess.run(command, check=False, env=PATH).returncode == -signal.SIGKILL
+        (found,) = target.parent.iterdir()
+        assert found.name.startswith("new.partial-")
+        if whole:
+            assert same_params(orbax.load(found)[1], params)
+        else:
+            with pytest.raises(CheckpointError):
+                read_folder(found, "auto", jax.devices()[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(source, tmp_path, value):
+    params = huggingface.load(source)[1]
+    copy_description(source, tmp_path)
+    gain = params.norm.gain.at[3].set(value)
+    orbax.save(tmp_path, dataclasses.replace(params, norm=Norm(gain)))
+    with pytest.raises(
+        CheckpointError, match=f"params: parameter norm.gain holds NaN or infinity as {gain.dtype}"
+    ):
+        orbax.load(tmp_path)

@@ -1,0 +1,168 @@
+"""What a cold engine compiles beside serving: what the steps at hand lack, where the work to come is worth
+it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from duetto import LLM, SamplingParams
+from duetto.serve.engine.core import need as needs
+from duetto.serve.engine.core.need import EVERY, LOOKS, Need, seconds_left
+from duetto.serve.engine.core.plan import StepPlan, Work
+from duetto.serve.engine.metrics.meter import Meter
+from duetto.serve.planner.roofline.report import compiled
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.equal_bits.classes import Classes
+from duetto.serve.runtime.equal_bits.warmup import THREADS
+
+FIRST = Classes.of([Shape("prefill", 1, 64), Shape("decode", 8, 1)], same_bits=True)
+MISSING = [
+    Shape("decode", 32, 1),
+    Shape("prefill", 1, 512),
+    Shape("decode", 16, 1),
+    Shape("prefill", 16, 32),
+    Shape("prefill", 8, 32),
+]
+SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
+ALIKE = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def works(count: int, tokens: int) -> list[Work]:
+    return [Work(cast(Any, SimpleNamespace(constraint=None)), 0, tokens) for _ in range(count)]
+
+
+def need_of(plan: StepPlan, prefill: float = 1.0, decode: float = 1.0) -> Need:
+    """After some steps of one kind, of whose time so much was each phase's."""
+    meter = Meter()
+    meter.phase_seconds |= {"prefill": prefill, "decode": decode}
+    need = Need(Sizes(1024, 32, (512,), 64), meter, FIRST)
+    for _ in range(EVERY * LOOKS):
+        assert need.choice(MISSING, left=1000.0, cost=1.0) is None
+        need.saw(FIRST, MISSING, plan)
+    return need
+
+
+@pytest.mark.parametrize(
+    "plan, expected",
+    [
+        (StepPlan(prefill=works(8, 25)), "prefill[8,32]"),
+        (StepPlan(prefill=works(16, 25)), "prefill[16,32]"),
+        (StepPlan(prefill=works(1, 500)), "prefill[1,512]"),
+        (StepPlan(decode=works(32, 1)), "decode[32,1]"),
+        (StepPlan(decode=works(16, 1)), "decode[16,1]"),
+    ],
+    ids=["short prompts", "more of them", "a long one", "all seats", "half of them"],
+)
+def test_what_the_steps_lack_comes_first(plan, expected):
+    assert str(need_of(plan).choice(MISSING, left=1000.0, cost=1.0)) == expected
+
+
+def test_the_phase_that_takes_the_time_comes_first():
+    plan = StepPlan(prefill=works(8, 25), decode=works(32, 1))
+    assert need_of(plan, prefill=9.0, decode=1.0).choice(MISSING, 1000.0, 1.0) == Shape("prefill", 8, 32)
+    assert need_of(plan, prefill=1.0, decode=9.0).choice(MISSING, 1000.0, 1.0) == Shape("decode", 32, 1)
+
+
+def test_what_ends_before_it_pays_compiles_nothing():
+    """A shape that spares a share s of L seconds, once c of them have gone into it, pays if s (L - c) > c."""
+    need, best, cost = need_of(StepPlan(decode=works(32, 1))), Shape("decode", 32, 1), 4.0
+    enough = cost + cost / need.share(best)
+    assert need.choice(MISSING, enough - 0.01, cost) is None
+    assert need.choice(MISSING, enough + 0.01, cost) == best
+
+
+def test_what_the_steps_do_not_lack_comes_late():
+    need = need_of(StepPlan(decode=works(8, 1)))
+    assert need.choice(MISSING, left=50.0, cost=1.0) is None
+    assert need.choice(MISSING, left=60.0, cost=1.0) == MISSING[0]
+    assert need.choice([], left=60.0, cost=1.0) is None
+
+
+@pytest.mark.parametrize(
+    "ended, to_come, expected",
+    [(10, 0, 10.0), (10, 30, 40.0), (10, None, 10.0), (100, 0, 1.0), (100, None, 10.0), (1, 500, 10.0)],
+)
+def test_work_to_come_is_known_by_what_requests_have_taken(ended, to_come, expected):
+    meter = Meter(seconds=10.0)
+    for _ in range(ended):
+        meter.e2e.add(1.0)
+    queue = SimpleNamespace(waiting=[None] * 10, running={})
+    if ended == 1:
+        queue.running = {i: SimpleNamespace(computed=0, end=10) for i in range(2)}
+    assert seconds_left(cast(Any, queue), meter, to_come) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------ engines
+
+
+@pytest.fixture
+def added(monkeypatch, early) -> Iterator[list[str]]:
+    """Names of the shapes that are compiled beside serving."""
+    found, add = list[str](), Programs.add
+
+    def noted(programs: Programs, shape: Shape) -> None:
+        found.append(str(shape))
+        add(programs, shape)
+
+    monkeypatch.setattr(Programs, "add", noted)
+    yield found
+    for thread in threading.enumerate():  # what is begun would be kept where the next test looks
+        if thread.name.startswith(THREADS):
+            thread.join(600.0)
+
+
+def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, monkeypatch):
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        llm.expect(0)
+        monkeypatch.setattr(needs, "GRACE", 0.0)
+        outputs = llm.generate([[5, 6, 7]] * 16, ALIKE, use_tqdm=False)
+        assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
+        report = llm.report()
+    assert len(outputs) == 16 and not added
+    assert report["programs_missing"] == len(llm_missing(report)) > 2 and not report["programs_read"]
+    assert report["steps_beside_compiling_seconds"] == 0 < report["compile_seconds"]
+    assert f"{report['programs_missing']} not needed so far, 0 while requests waited" in compiled(report)
+
+
+def llm_missing(report: dict[str, Any]) -> set[str]:
+    """Names of the table's steps that were not there."""
+    prefills = {"prefill[1,64]", "prefill[1,128]", "prefill[2,32]", "prefill[4,32]"}
+    return {*prefills, "decode[8,1]", "decode[16,1]"} - report["compiled_at"].keys()
+
+
+def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(tiny, added, monkeypatch):
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
+        monkeypatch.setattr(needs, "GRACE", 0.0)
+        assert not llm._session.warm() and llm.engine.warmup is not None and llm.engine.warmup.idle
+
+
+def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added):
+    """Two prompts a step, and so few rows of decode that the narrow program holds them."""
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        llm.expect(0)
+        while not added:
+            llm.generate([[5, 6, 7]] * 8, ALIKE, use_tqdm=False)
+    assert added[0] == "prefill[2,32]"
+
+
+def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, added, monkeypatch):
+    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(needs, "GRACE", 1e6)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        missing = set(map(str, llm.engine.programs.missing))
+        llm.engine._warm_later()
+        end = time.monotonic() + 600.0
+        while not missing <= set(added):
+            assert time.monotonic() < end
+            time.sleep(0.01)

@@ -1,0 +1,237 @@
+"""Quantisation as an option: of a folder while it is loaded, of parameters at hand, in plans and in converted
+folders."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection, quantise, random_folder
+
+from duetto import LLM, SamplingParams
+from duetto.checkpoints import huggingface, orbax
+from duetto.checkpoints.huggingface import load, save
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import is_spec, nbytes, paths
+from duetto.model.weights.compress import FORMS, dequantize_params, quantize_params
+from duetto.model.weights.quant import Quantised
+from duetto.serve.cli.convert import convert
+from duetto.serve.cli.main import main
+from duetto.serve.engine.startup.folder import read_folder, read_shapes
+from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for
+from duetto.serve.planner.roofline.facts import facts
+from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import MissingCompiler, find_target
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+
+ROOT = Path(__file__).resolve().parents[4]
+CONFIG = ModelConfig.uniform(64, 48, 96, 2, 4, 2, 16)
+SMALL = {"max_num_seqs": 1, "max_prefill_tokens": 64, "max_model_len": 64, "page_size": 16}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+PROMPTS = [[3, 9, 4], [7, 1, 5, 2, 30]]
+
+
+def equal(a: Any, b: Any) -> bool:
+    a, b = paths(a), paths(b)
+    return list(a) == list(b) and all(
+        x.dtype == b[path].dtype and np.array_equal(np.asarray(x), np.asarray(b[path]))
+        for path, x in a.items()
+    )
+
+
+def schemes(params: Any) -> set[str]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
+    return {x.scheme for x in leaves if isinstance(x, Quantised)}
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    specs = decoder_spec(CONFIG)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    return jax.tree.map(lambda s: 0.3 * jax.random.normal(next(keys), s.shape), specs, is_leaf=is_spec)
+
+
+@pytest.fixture(scope="module")
+def folder(params, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("whole")
+    save(path, CONFIG, params)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> dict[str, Path]:
+    """Folders that are stored quantised: FP8 in blocks, GPTQ, and a gpt-oss with MXFP4 experts."""
+    made = {}
+    for case in ("fp8 blocks", "gptq asymmetric"):
+        path = tmp_path_factory.mktemp("stored") / "made"
+        made[case] = quantise(llama_folder(), path, *LLAMA_CASES[case], projection)[0]
+    path = tmp_path_factory.mktemp("stored") / "made"
+    wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})
+    made["mxfp4"] = quantise(wide, path, {"quant_method": "mxfp4"}, mxfp4, experts)[0]
+    return made
+
+
+def test_the_options_are_those_that_weights_can_have():
+    assert set(FORMS) == {None, *QUANTIZATIONS}
+    with pytest.raises(ValueError, match="quantization='int3' is not allowed: int8, int4, fp8, dequantize"):
+        EngineOptions(quantization="int3")
+    with pytest.raises(TypeError, match="quantization=8"):
+        LLM(quantization=8)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_folder_is_quantised_while_it_is_loaded(folder: Path, params, scheme: str):
+    _, found = load(folder, quantization=scheme)
+    assert equal(found, quantize_params(params, scheme)) and schemes(found) == {scheme}
+    shapes = read_shapes(folder, "float32", scheme)
+    assert jax.tree.structure(shapes) == jax.tree.structure(found) and nbytes(shapes) == nbytes(found)
+
+
+def test_parameters_at_hand_are_quantised_and_stay_the_callers(params):
+    with LLM.from_params(CONFIG, params, quantization="int8", **SMALL) as llm:
+        assert equal(llm.params, quantize_params(params, "int8"))
+        first = tokens(llm)
+        llm.update_params(jax.tree.map(jnp.negative, params))
+        assert tokens(llm) != first
+        llm.update_params(params)
+        assert tokens(llm) == first
+    given = quantize_params(params, "int8")
+    with LLM.from_params(CONFIG, given, **SMALL) as llm:
+        assert llm.params is given and tokens(llm) == first
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+def test_pages_of_another_precision_have_other_names(params):
+    """Of the weights, and of the cache."""
+    roots = []
+    for form, kept in ((None, "auto"), ("int8", "auto"), (None, "int8"), (None, "fp8_e4m3")):
+        with LLM.from_params(CONFIG, params, quantization=form, kv_cache_dtype=kept, **SMALL) as llm:
+            roots.append(llm.engine.scheduler.root)
+    assert len(set(roots)) == 4 and None not in roots
+
+
+@pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
+def test_kept_codes_say_what_widened_ones_say(stored: dict[str, Path], case: str):
+    with LLM(stored[case], dtype="float32", **SMALL) as llm:
+        assert schemes(llm.params) == {{"f": "fp8", "g": "int4", "m": "fp4"}[case[0]]}
+        kept, codes = tokens(llm), llm.params
+    with LLM(stored[case], dtype="float32", quantization="dequantize", **SMALL) as llm:
+        assert tokens(llm) == kept and not schemes(llm.params)
+        assert equal(llm.params, dequantize_params(codes, "float32")) and nbytes(codes) < nbytes(llm.params)
+
+
+def test_what_is_stored_in_the_scheme_asked_for_stays_and_other_schemes_are_made_of_it(
+    stored: dict[str, Path],
+):
+    kept, whole = (
+        load(stored["fp8 blocks"], "float32", quantization=form)[1] for form in (None, "dequantize")
+    )
+    assert equal(load(stored["fp8 blocks"], "float32", quantization="fp8")[1], kept)
+    assert equal(
+        load(stored["fp8 blocks"], "float32", quantization="int4")[1], quantize_params(whole, "int4")
+    )
+    assert equal(quantize_params(kept, "int4"), quantize_params(whole, "int4"))
+    assert equal(quantize_params(kept, "fp8"), kept)
+
+
+@pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
+def test_orbax_folders_hold_stored_codes(stored: dict[str, Path], case: str, tmp_path: Path):
+    convert(stored[case], tmp_path / "new")
+    (_, found), (_, kept) = orbax.load(tmp_path / "new"), huggingface.load(stored[case])
+    assert equal(found, kept) and jax.tree.structure(found) == jax.tree.structure(kept)
+    shapes = read_shapes(tmp_path / "new", "float32", None)
+    assert jax.tree.structure(shapes) == jax.tree.structure(kept) and nbytes(shapes) == nbytes(kept)
+    widened = read_folder(tmp_path / "new", "auto", jax.devices()[0], "dequantize")[1]
+    assert equal(widened, huggingface.load(stored[case], quantization="dequantize")[1])
+
+
+def plan(capsys: pytest.CaptureFixture, *flags: str) -> dict[str, Any]:
+    assert main(["plan", "--compile", "none", "--json", "--max-model-len", "64", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_counts_the_bytes_that_a_start_takes(stored: dict[str, Path], folder: Path, capsys):
+    for path, form in [(folder, None), (folder, "int4"), *((made, None) for made in stored.values())]:
+        flags = [] if form is None else ["--quantization", form]
+        found = plan(capsys, "--model", str(path), *flags)
+        params = read_folder(path, "float32", jax.devices()[0], form)[1]
+        assert found["memory"]["weights"] == nbytes(params)
+        assert found["memory"]["weights"] < nbytes(load(folder)[1]) or (path, form) != (folder, "int4")
+
+
+def test_an_8b_model_in_four_bits_is_planned_without_it(capsys):
+    whole, small = (
+        plan(capsys, "--shape", "8b", "--dtype", "bfloat16", *f) for f in ((), ("--quantization", "int4"))
+    )
+    assert small["memory"]["weights"] < 0.4 * whole["memory"]["weights"]
+    assert small["programs"][-1]["work"]["bytes"] < 0.5 * whole["programs"][-1]["work"]["bytes"]
+    assert small["programs"][-1]["work"]["flops"] == whole["programs"][-1]["work"]["flops"]
+
+
+def test_a_steps_bytes_are_those_of_the_codes_that_it_meets(params):
+    step, small = Shape("decode", 1, 1), quantize_params(params, "int8")
+    saved = demand(step, CONFIG, jnp.float32, 9).bytes - demand(step, CONFIG, jnp.float32, 9, small).bytes
+    assert saved == nbytes(params) - nbytes(small)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
+@pytest.mark.extras
+def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(scheme: str):
+    """Two layers of it, compiled for an H200; beside the tests of the same programs in test_targets.py."""
+    try:
+        target = find_target("h200")
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+    config = replace(PRESETS["8b"], layers=PRESETS["8b"].layers[:2], vocab_size=2048)
+    sizes = Sizes(max_model_len=2048, max_num_seqs=32, pages=(1024,), page_size=64)
+    job = EnginePlan(
+        "test", config, "bfloat16", EngineOptions(quantization=scheme), target, sizes, context=1024
+    )
+    arguments = abstract_arguments(job)
+    found = facts(compile_for(job, Shape("decode", 32, 1), arguments))
+    largest = 2 * 4096 * 14336  # bytes of one projection in bfloat16
+    assert schemes(arguments.params) == {scheme} and found.temporaries < 0.5 * largest
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from duetto.checkpoints.huggingface import load
+from duetto.model.tree import nbytes
+
+def resident(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+jax.block_until_ready(jnp.ones(3) + 1)
+before = resident("VmRSS")
+config, params = load(sys.argv[1], "float32", quantization=sys.argv[2])
+print(resident("VmHWM") - before, nbytes(params))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
+def test_loading_holds_the_quantised_model_and_one_weight(tmp_path: Path):
+    config = ModelConfig.uniform(512, 1024, 4096, 8, 8, 8, 128, tied_embeddings=True)
+    save(tmp_path, config, jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config)))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), "int8"],
+        capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    peak, model = map(int, done.stdout.split())
+    weight, whole = 4 * 1024 * 4096, 4 * 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    assert model < peak < model + 5 * weight + (24 << 20) < 0.5 * whole, (peak, model)

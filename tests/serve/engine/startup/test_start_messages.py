@@ -1,0 +1,269 @@
+"""What a start says on standard error, and that it can be silenced, or closed, without harm."""
+
+import io
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from duetto import LLM
+from duetto.serve.cli import common as command
+from duetto.serve.cli import main as cli
+from duetto.serve.engine.startup import start as loading
+from duetto.serve.engine.startup.folder import DEMO, load_folder
+from duetto.serve.host import progress
+from duetto.serve.jobs.batch.fingerprint import fingerprint
+from duetto.serve.llm import llm
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.runtime.compiled import compile as programs
+from duetto.serve.runtime.compiled.compile import Arguments
+from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
+from duetto.serve.runtime.equal_bits import classes
+from duetto.serve.runtime.equal_bits.probe import Runs
+from duetto.serve.runtime.steps.phases import Alone
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(9, "Bad file descriptor")
+
+
+def tell(monkeypatch, stderr, total: int = 3, patience: float = 0.0) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress.stage("compiling", total, patience) as done:
+        for i in range(total):
+            assert done(i) == i
+
+
+def test_plain_lines_are_few(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 600.0)
+    tell(monkeypatch, log := io.StringIO(), total=500)
+    assert log.getvalue().splitlines() == ["duetto: compiling: 0/500", "duetto: compiling: 500/500"]
+
+
+def test_plain_lines_go_on_while_a_stage_does(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    tell(monkeypatch, log := io.StringIO())
+    assert [line[-3:] for line in log.getvalue().splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
+
+
+Notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+
+
+@pytest.mark.parametrize("kind", [Terminal, Notebook])
+def test_a_terminal_or_notebook_has_one_line_that_is_rewritten(monkeypatch, kind):
+    tell(monkeypatch, log := kind())
+    assert log.getvalue() == "".join(f"\rduetto: compiling: {i}/3" for i in range(4)) + "\n"
+
+
+@pytest.mark.parametrize("total, patience", [(0, 0.0), (3, 600.0)])
+def test_nothing_is_said_of_what_is_quick_or_nothing(monkeypatch, total, patience):
+    tell(monkeypatch, log := io.StringIO(), total, patience)
+    assert log.getvalue() == ""
+
+
+def test_nothing_is_said_where_a_caller_wants_silence(monkeypatch):
+    with progress.telling(False):
+        tell(monkeypatch, log := io.StringIO())
+    assert log.getvalue() == ""
+    tell(monkeypatch, log)
+    assert log.getvalue()
+
+
+@pytest.mark.parametrize("stderr", [None, Closed(), "closed"])
+def test_a_closed_standard_error_is_no_error(monkeypatch, stderr):
+    if stderr == "closed":
+        stderr = io.StringIO()
+        stderr.close()
+    tell(monkeypatch, stderr)
+
+
+def test_a_stage_that_fails_ends_its_line(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", log := Terminal())
+    with pytest.raises(KeyboardInterrupt), progress.stage("compiling", 3) as done:
+        done(0)
+        raise KeyboardInterrupt
+    assert log.getvalue().endswith("1/3\n")
+
+
+def test_threads_count_together(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    with progress.stage("compiling", 400) as done:
+        threads = [threading.Thread(target=lambda: [done(0) for _ in range(50)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert log.getvalue().endswith("400/400\n")
+
+
+# ------------------------------------------------------------ a start
+
+
+@pytest.fixture
+def folder(tmp_path):
+    names = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
+    before = {name: jax.config.values[name] for name in names}
+    yield tmp_path
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+SEATS = jax.jit(lambda: 0).lower()
+SIZES = Sizes(max_model_len=96, max_num_seqs=8, pages=(16,), page_size=64)
+SHAPES = Shape("prefill", 1, 64), Shape("decode", 8, 1), Shape("verify", 8, 4)
+CANONICAL = Canonical(*SHAPES[:2])
+
+
+def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
+    there: set[str] = set()
+    monkeypatch.setattr(programs.kept, "key", lambda phases, phase, arguments: phase)
+    monkeypatch.setattr(programs.kept, "load", lambda key, device: key if key in there else None)
+    monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key)
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
+    monkeypatch.setattr(progress, "PATIENCE", 600.0)
+    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+    def start() -> list[str]:
+        made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES)
+        assert list(made.steps.values()) == ["prefill", "decode", "verify"]
+        return capfd.readouterr().err.splitlines()
+
+    line = "duetto: compiling 3 programs, kept for the next start: "
+    assert start() == [f"{line}0/3", f"{line}3/3"]
+    there |= {"prefill", "verify"}
+    assert start()[-1] == "duetto: compiling 1 program, kept for the next start: 1/1"
+    there |= {"decode"}
+    assert start() == []
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    assert start()[-1] == "duetto: reading kept programs: 3/3"
+
+
+def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
+    monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key or "compiled")
+    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
+    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
+    made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
+    assert (
+        tuple(made.steps) == SHAPES[:2] and made.missing == [SHAPES[2]] and set(made.ready) == {*SHAPES[:2]}
+    )
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; 1 more while they serve: 2/2")
+    made.add(SHAPES[2])
+    assert tuple(made.steps) == SHAPES == tuple(made.ready)
+
+
+def runs(found: Any) -> Runs[Any]:
+    yield
+    return found
+
+
+class Silent(SimpleNamespace):
+    """A probe without programs, whose shapes all agree."""
+
+    def __init__(self, *_: Any):
+        super().__init__(
+            needed=1,
+            capacity=2,
+            take=lambda params, cache: None,
+            give=lambda: None,
+            agrees=lambda shape: runs(True),
+            same_bits=lambda: runs(True),
+            seconds=lambda shape, tokens: runs(1.0),
+        )
+
+
+FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
+
+
+@pytest.mark.usefixtures("unchecked")  # its programs are fakes
+def test_probing_is_told(monkeypatch, capfd):
+    monkeypatch.setattr(classes, "Probe", Silent)
+    found, _ = classes.find_classes(FAKE, Arguments(None, None, None), CANONICAL)
+    assert found == classes.Classes.of(SHAPES, same_bits=True)
+    line = "duetto: probing which programs give the same bits: "
+    assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
+
+
+def test_only_what_is_kept_is_said_to_be(folder):
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    assert programs.compiling(12) == "compiling 12 programs, kept for the next start"
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert programs.compiling(1) == "compiling 1 program"
+
+
+@pytest.mark.usefixtures("unchecked")  # its programs are fakes
+def test_measuring_steps_is_told(monkeypatch, capfd):
+    monkeypatch.setattr(classes, "Probe", Silent)
+    verify = Shape("verify", 8, 4, 8), Shape("verify", 8, 4, 16)
+    found = classes.Classes((), (Shape("decode", 8, 1),), True, verify)
+    seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, (1, 3))
+    assert seconds == {(8, 0): 1.0} | {(tokens, k): 1.0 for tokens in (8, 16) for k in (1, 3)}
+    assert "duetto: measuring steps: 5/5\n" in capfd.readouterr().err
+
+
+def test_reading_weights_is_told_where_it_takes_long(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "PATIENCE", 600.0)
+    load_folder(DEMO, "float32")
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    load_folder(DEMO, "float32")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("duetto: reading weights: 0/") and lines[-1].startswith(
+        "duetto: reading weights: "
+    )
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_use_tqdm_on_load_silences_a_start(tiny, monkeypatch, capfd, shown):
+    class Started(Exception):
+        pass
+
+    def warm_engine(*_):
+        with progress.stage("compiling", 1):
+            raise Started
+
+    monkeypatch.setattr(loading, "warm_engine", warm_engine)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    for start in (LLM, lambda **options: LLM.from_params(tiny.config, tiny.params, **options)):
+        with pytest.raises(Started):
+            start(use_tqdm_on_load=shown)
+        assert bool(capfd.readouterr().err) == shown
+
+
+@pytest.mark.parametrize(
+    "flags, shown", [([], True), (["--quiet"], False), (["--no-progress"], False), (["--progress"], True)]
+)
+def test_the_flags_that_silence_a_command_silence_its_start(monkeypatch, flags, shown):
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(llm, "LLM", lambda model, **options: given.update(options))
+    command.start(cli.parse(["batch", "in", "out", *flags]), EngineOptions())
+    assert given["use_tqdm_on_load"] == shown
+
+
+def test_what_silences_a_start_makes_no_other_job():
+    jobs = [fingerprint(DEMO, None, "auto", EngineOptions(use_tqdm_on_load=told)) for told in (True, False)]
+    assert jobs[0] == jobs[1]
+
+
+# ------------------------------------------------------------ python -m duetto
+
+
+def test_the_package_runs_as_a_module_also_without_standard_error():
+    command = [sys.executable, "-m", "duetto", "--version"]
+    for prefix in ([], ["sh", "-c", 'exec "$@" 2>&-', "sh"]):
+        found = subprocess.run(
+            [*prefix, *command], check=False, stdout=subprocess.PIPE, text=True, timeout=600
+        )
+        assert (found.returncode, found.stdout) == (0, f"duetto {cli.version('duetto')}\n")

@@ -1,0 +1,198 @@
+"""A key that both ends of a connection have to know, and the file that it is in."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from duetto.serve.host.sockets.link import Link
+from duetto.serve.host.sockets.secret import (
+    DECODER,
+    Answer,
+    Challenge,
+    Denied,
+    Proof,
+    Refusal,
+    Secret,
+    key_in,
+)
+
+KEY = Secret("pages", b"k" * 32)
+LONG = 60.0
+
+
+@pytest.fixture
+def pair():
+    """The two ends of a connection, the caller's first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = socket.create_connection(server.getsockname())
+        second, _ = server.accept()
+    yield first, second
+    first.close()
+    second.close()
+
+
+def outcomes(*works: Callable[[], None]) -> list[str]:
+    """What comes of works that run at the same time: nothing, or the name of an error."""
+
+    def one(work: Callable[[], None]) -> str:
+        try:
+            work()
+        except (Refusal, EOFError, ValueError, OSError) as error:
+            return type(error).__name__
+        return ""
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(one, works))
+
+
+@pytest.mark.parametrize("key", [b"", b"k" * 32])
+def test_ends_with_one_key_meet(pair, key):
+    secret = Secret("pages", key)
+    assert outcomes(lambda: secret.prove(pair[0]), lambda: secret.check(pair[1])) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "other", [Secret("pages", b"j" * 32), Secret("pages"), Secret("group", b"k" * 32)], ids=str
+)
+def test_ends_with_two_keys_refuse_each_other(pair, other):
+    assert outcomes(lambda: other.prove(pair[0]), lambda: KEY.check(pair[1])) == ["Refusal", "Refusal"]
+    assert "kkkk" not in repr(KEY)
+
+
+def test_ends_refuse_each_other_the_other_way_round(pair):
+    found = outcomes(lambda: KEY.prove(pair[0]), lambda: Secret("pages").check(pair[1]))
+    assert found == ["Refusal", "Refusal"]
+
+
+def test_a_proof_that_was_recorded_opens_nothing(pair):
+    caller, listener = (Link(end, LONG, DECODER) for end in pair)
+    recorded = []
+
+    def call() -> None:
+        challenge = caller.receive()
+        own = recorded[0] if recorded else Answer(b"n" * 32, KEY._proof("caller", challenge.nonce, b"n" * 32))
+        recorded.append(own)
+        caller.send(own)
+        assert isinstance(caller.receive(), Denied if len(recorded) > 1 else Proof)
+
+    assert outcomes(call, lambda: KEY.check(pair[1])) == ["", ""]
+    assert outcomes(call, lambda: KEY.check(pair[1])) == ["", "Refusal"]
+    assert listener.is_closed is False
+
+
+def test_a_proof_that_is_sent_back_proves_nothing(pair):
+    """A listener without the key, which takes both its number and its proof from the caller."""
+    link = Link(pair[1], LONG, DECODER)
+
+    def listen(nonce: bytes) -> None:
+        link.send(Challenge(nonce))
+        answer = link.receive()
+        assert isinstance(answer, Answer)
+        link.send(Proof(answer.proof))
+
+    assert outcomes(lambda: KEY.prove(pair[0]), lambda: listen(b"n" * 32)) == ["Refusal", ""]
+
+
+ANSWERS = Answer(b"", b""), Answer(b"n" * 32, b"")
+
+
+@pytest.mark.parametrize(
+    "word", [Denied(), Proof(b""), Proof(b"x" * 32), Challenge(b"n" * 32), *ANSWERS], ids=repr
+)
+def test_no_other_word_opens_a_port(pair, word):
+    link = Link(pair[0], LONG, DECODER)
+
+    def call() -> None:
+        link.receive()
+        link.send(word)
+
+    assert outcomes(call, lambda: KEY.check(pair[1]))[1] in ("Refusal", "ValueError")
+
+
+@pytest.mark.parametrize("word", [Denied(), Proof(b""), Proof(b"x" * 32), Challenge(b"n" * 32)])
+def test_no_other_word_convinces_a_caller(pair, word):
+    link = Link(pair[1], LONG, DECODER)
+
+    def listen() -> None:
+        link.send(Challenge(b"n" * 32))
+        link.receive()
+        link.send(word)
+
+    assert outcomes(lambda: KEY.prove(pair[0]), listen)[0] == "Refusal"
+
+
+def test_words_are_short(pair):
+    pair[0].sendall(msgspec.msgpack.encode("x" * 5000))
+    assert outcomes(lambda: KEY.check(pair[1])) == ["ValueError"]
+
+
+def test_a_message_has_a_time_as_a_whole(pair):
+    """Bytes that come one by one do not make it longer."""
+    sent, ended = [], threading.Event()
+
+    def drip() -> None:
+        pair[0].sendall(b"\0\0\1\0")
+        while len(sent) < 200 and not ended.wait(0.05):
+            pair[0].sendall(b"x")
+            sent.append(time.monotonic())
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with pytest.raises(TimeoutError):
+        Link(pair[1], 0.5, DECODER).receive()
+    ended.set()
+    dripping.join()
+    assert 0 < len(sent) < 200
+
+
+def test_an_idle_end_is_waited_for_but_not_within_a_message(pair):
+    link = Link(pair[1], 0.05, DECODER)
+    threading.Timer(0.5, lambda: Link(pair[0], LONG, DECODER).send(Denied())).start()
+    assert link.receive(idle=True) == Denied()
+    pair[0].sendall(b"\0")
+    with pytest.raises(TimeoutError):
+        link.receive(idle=True)
+
+
+# ---------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize(
+    "content, mode, why",
+    [
+        (b"k" * 64, 0o644, r"others own it or may read it \(mode 0644\): chmod 600"),
+        (b"k" * 64, 0o602, r"others own it or may read it \(mode 0602\): chmod 600"),
+        (b"short\n", 0o600, "5 bytes, expected 16 to 65536; make one with `openssl rand -hex 32`"),
+        (b" \n", 0o600, "0 bytes"),
+        (b"k" * 70000, 0o600, "65537 bytes"),
+    ],
+)
+def test_a_file_that_keeps_no_secret_is_refused(tmp_path, content, mode, why):
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=f"cluster_key_file '.*key' is not allowed: {why}"):
+        key_in(str(file))
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No such file"):
+        key_in(str(tmp_path / "key"))
+    with pytest.raises(ValueError, match="directory"):
+        key_in(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match="it is no file"):
+        key_in(str(tmp_path / "pipe"))
+
+
+def test_a_key_is_its_file_without_the_end_of_the_line(tmp_path):
+    file = tmp_path / "key"
+    file.write_bytes(b"0123456789abcdef\n")
+    file.chmod(0o600)
+    assert key_in(str(file)) == b"0123456789abcdef" and key_in(None) == b""

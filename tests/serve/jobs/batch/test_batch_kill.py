@@ -1,0 +1,140 @@
+"""The real batch command, killed again and again: nothing is lost, nothing is computed twice, the bytes are
+the same."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from fakes import jobs
+
+from duetto.serve.jobs.batch.journal import about_and_answer
+
+ROOT = Path(__file__).resolve().parents[4]
+KILLS = 20
+MAIN = "from duetto.serve.cli.main import main; raise SystemExit(main())"
+FLAGS = [
+    "--max-num-seqs",
+    "4",
+    "--max-model-len",
+    "128",
+    "--max-prefill-tokens",
+    "32",
+    "--decode-steps",
+    "1",
+    "--quiet",
+]
+LINES = 160
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """An input of lines of both formats, greedy and sampled, short and long, some of them wrong; a model
+    stands beside it."""
+    shutil.copytree(ROOT / "checkpoints" / "demo-draft", tmp_path / "model")
+    path = tmp_path / "in.jsonl"
+    prompts = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]
+    with open(path, "w") as file:
+        for i in range(LINES):
+            fields = {"prompt": prompts[i % 6], "max_tokens": 4 + 7 * i % 40, "temperature": i % 3 * 0.5}
+            if i % 5 == 0:
+                fields = {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": fields}
+            file.write(json.dumps(fields) + "\n" if i % 17 else "not JSON\n")
+    return path
+
+
+def arguments(source: Path, out: Path) -> list[str]:
+    return ["batch", str(source), str(out), "--model", str(source.with_name("model")), *FLAGS]
+
+
+def start(source: Path, out: Path, code: str = MAIN, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code, *words, *arguments(source, out)]
+    return subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    )
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def killed(process: BaseProcess, journal: Path, chance: random.Random) -> bool:
+    """Kills a job at a random point, mostly while it answers; False if it was done before."""
+    goal = size(journal) + chance.choice([0, 1, 1, 1000, 4000, 8000])
+    while process.is_alive() and size(journal) < goal:
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.02 if goal > size(journal) else 1.5) if chance.random() < 0.7 else 0)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def answered(journal: Path) -> list[int]:
+    """The indices of the lines that a journal has answers of."""
+    if not journal.exists():
+        return []
+    records = [about_and_answer(line) for line in journal.read_bytes().splitlines(keepends=True)[1:]]
+    return [record[0]["index"] for record in records if record is not None]
+
+
+def test_a_job_killed_twenty_times_ends_with_the_same_bytes(source):
+    whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
+    journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
+    assert start(source, whole).wait() == 0
+    expected = whole.read_bytes()
+    assert expected.count(b"\n") == LINES
+
+    chance, kills, before = random.Random(7), 0, set()
+    while kills < KILLS:
+        process = jobs.start(*arguments(source, out))
+        if killed(process, journal, chance):
+            kills += 1
+            found = answered(journal)
+            assert len(found) == len(set(found)), "a finished line was computed again"
+            assert before <= set(found) or not journal.exists(), "a finished line was lost"
+            before = set(found)
+            assert not out.exists() or out.read_bytes() == expected
+        else:
+            assert process.exitcode == 0 and out.read_bytes() == expected and not journal.exists()
+            before = set()
+            out.unlink()
+            report.unlink()
+    assert start(source, out).wait() == 0
+    assert out.read_bytes() == expected and not journal.exists()
+    assert json.loads(report.read_bytes())["output"]["lines"] == LINES
+
+
+INTERRUPTED = """
+import os, sys
+from duetto.serve.jobs.batch.journal import Journal
+from duetto.serve.cli.main import main
+append, sync, appended = Journal.append, Journal.sync, []
+
+def counted(*arguments):
+    append(*arguments)
+    appended.append(1)
+
+def interrupted(journal):
+    sync(journal)
+    if len(appended) >= 20:
+        appended.clear()
+        os.kill(os.getpid(), int(signum))
+
+Journal.append, Journal.sync, signum = counted, interrupted, sys.argv.pop(1)
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_says_so_by_its_exit_code(source, signum, code):
+    out = source.with_name("out.jsonl")
+    journal = out.with_name(out.name + ".journal")
+    process = start(source, out, INTERRUPTED, str(int(signum)))
+    assert process.wait() == code and 20 <= len(answered(journal)) < LINES and not out.exists()

@@ -1,0 +1,134 @@
+"""What makes a batch another job: whatever decides its answers, and nothing else."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from duetto.serve.cli.batch import own_dtype
+from duetto.serve.cli.main import main
+from duetto.serve.engine.startup import dtype
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.jobs.batch import fingerprint as module
+from duetto.serve.jobs.batch.fingerprint import contents, fingerprint
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.runtime import provenance
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"\0" * 100)
+    return folder
+
+
+def changed(model: Path, monkeypatch, change, **options) -> set[str]:
+    """The fields that differ after a change."""
+    options = EngineOptions(**options)
+    before = fingerprint(model, None, "auto", options)
+    change()
+    after = fingerprint(model, None, "auto", options)
+    return {name for name in {**before, **after} if before.get(name) != after.get(name)}
+
+
+def test_the_same_job_has_the_same_fingerprint(model):
+    options = EngineOptions(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    found = fingerprint(model, None, "auto", options)
+    assert found == fingerprint(model, None, "auto", options)
+    assert all(type(x) is str for x in [*found, *found.values()])
+    assert {"model", "device", "runtime", "cores", "processor", "jax", "jaxlib", "tokenizers"} <= found.keys()
+    assert "seed" not in found and "--seed" not in found
+
+
+def test_the_machine_counts(model, monkeypatch):
+    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(provenance.kept, "cores", lambda: 97)) == {
+        "cores"
+    }
+    other = SimpleNamespace(
+        device_kind="NVIDIA H100", platform="gpu", client=SimpleNamespace(platform_version="cuda 1")
+    )
+    replaced = changed(
+        model, monkeypatch, lambda: monkeypatch.setattr(module, "default_device", lambda: other)
+    )
+    assert replaced == {"device", "runtime", "cores", "processor"}, "of a GPU's host nothing counts"
+
+
+def test_the_processor_counts_by_its_name_and_its_instructions(monkeypatch):
+    before = provenance.processor_name()
+    monkeypatch.setattr(provenance, "processor", lambda: "flags: avx99")
+    assert provenance.processor_name.__wrapped__() != before
+
+
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"])
+def test_the_compilers_settings_count(model, monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    assert changed(model, monkeypatch, lambda: monkeypatch.setenv(name, "")) == set()
+    assert changed(model, monkeypatch, lambda: monkeypatch.setenv(name, "--x=1")) == {name}
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib", "tokenizers", "jinja2"])
+def test_versions_count(model, monkeypatch, package):
+    version = provenance.version
+    newer = lambda name: "99.0" if name == package else version(name)
+    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(provenance, "version", newer)) == {package}
+
+
+def test_the_draft_models_content_counts_and_not_its_name(model, monkeypatch, tmp_path):
+    draft, moved = tmp_path / "draft", tmp_path / "moved"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"1")
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    change = lambda: (draft / "model.safetensors").write_bytes(b"2")
+    assert changed(model, monkeypatch, change, speculative_config=config) == {"draft"}
+    before = fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
+    draft.rename(moved)
+    config = {**config, "model": str(moved)}
+    assert fingerprint(model, None, "auto", EngineOptions(speculative_config=config)) == before
+    config = {**config, "num_speculative_tokens": 2}
+    after = fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
+    assert json.loads(after["--speculative-config"])["num_speculative_tokens"] == 2
+
+
+@pytest.mark.parametrize("name", ["params/d/data", "params/_METADATA", "duetto.json"])
+def test_an_orbax_folder_counts_with_all_its_files(model, monkeypatch, name):
+    (model / "params" / "d").mkdir(parents=True)
+    for file in ("params/d/data", "params/_METADATA", "duetto.json"):
+        (model / file).write_text("1")
+    assert changed(model, monkeypatch, lambda: (model / name).write_text("2")) == {"model"}
+    before = contents(model)
+    (model / name).rename((model / name).with_name("renamed.json"))
+    assert contents(model) != before
+
+
+def test_files_that_make_no_model_do_not_count(model, monkeypatch):
+    (model / "original").mkdir()
+    (model / "original" / "model.safetensors").write_bytes(b"1")
+    change = lambda: (model / "original" / "model.safetensors").write_bytes(b"2")
+    assert changed(model, monkeypatch, change) == set()
+
+
+def test_acceptance_by_rejection_is_refused_in_a_batch(tmp_path, capsys):
+    """Which tokens it draws depends on how far guesses reach, and that on what else runs."""
+    (tmp_path / "in").write_text('{"prompt": "a"}\n')
+    config = '{"method": "ngram", "acceptance": "rejection"}'
+    with pytest.raises(SystemExit) as ended:
+        main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--speculative-config", config])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "acceptance=rejection is not allowed in a batch" in said
+    assert not (tmp_path / "out").exists() and sys.stdout is not None
+
+
+def test_the_dtype_that_auto_chooses_on_this_machine_counts(monkeypatch):
+    """On Ray the actors' machines choose, and their answers name it."""
+    args, options = SimpleNamespace(ray=None, dtype="auto", compilation_cache="none"), EngineOptions()
+    chosen = []
+    for gain in (1.0, 2.0):
+        monkeypatch.setattr(dtype, "bfloat16_gain", lambda *_, gain=gain: gain)
+        chosen.append(own_dtype(args, DEMO, options))
+    assert chosen == ["float32", "bfloat16"]
+    assert own_dtype(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == "auto"
+    assert own_dtype(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options) == "float16"

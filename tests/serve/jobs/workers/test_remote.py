@@ -1,0 +1,124 @@
+"""Several engines elsewhere as one, which are lost now and then."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.batch import LINES, MODEL, FakeEngine, characters, runner
+
+from duetto import SamplingParams
+from duetto.serve.jobs.workers.remote import Remote
+from duetto.serve.jobs.workers.worker import Facts, Gone, Worker
+from duetto.serve.options.engine import EngineOptions
+
+
+class FakeCrew:
+    """Workers that are lost with some probability whenever they are asked for what they have promised."""
+
+    def __init__(self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",)):
+        self.draw, self.loss, self.products = random.Random(0), loss, list(products)
+        self.realms = list(realms)
+        self.hired, self.is_closed = [], False
+
+    def hire(self) -> FakeEngine:
+        self.hired.append(FakeEngine())
+        return self.hired[-1]
+
+    def facts(self, worker: FakeEngine) -> Facts:
+        place = self.hired.index(worker)
+        product, realm = (of[min(place, len(of) - 1)] for of in (self.products, self.realms))
+        return Facts(256, 64, (0,), product, realm=realm)
+
+    def take(self, worker: FakeEngine, new: Any) -> Any:
+        for id, prompt, params, adapter in new:
+            worker.add_request(prompt, params, id, lora_request=adapter)
+        return worker, worker.step()
+
+    def first(self, promises: Any) -> Any:
+        return self.draw.choice(promises)
+
+    def got(self, promise: Any) -> Any:
+        if self.draw.random() < self.loss:
+            raise Gone("killed")
+        return promise[1]
+
+    def report(self, worker: FakeEngine, explained: bool) -> dict[str, Any]:
+        return worker.report(explained)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def remote(crew: FakeCrew, count: int = 3) -> Remote:
+    return Remote(crew, count, characters(), EngineOptions())
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+def test_a_job_on_workers_that_are_lost_has_the_same_bytes(tmp_path, loss):
+    lines = [*LINES, {"prompt": "x" * 100}, *({"prompt": f"q{i}", "max_tokens": 9} for i in range(40))]
+    one = runner(tmp_path)(lines, name="one.jsonl")
+    crew = FakeCrew(loss)
+    several = runner(tmp_path)(lines, engine=remote(crew), name="several.jsonl", in_flight=12)
+    assert one.code == several.code == 0 and crew.is_closed
+    without = [{k: v for k, v in answer.items() if k != "error"} for answer in one.answers]
+    assert without == [{k: v for k, v in answer.items() if k != "error"} for answer in several.answers]
+    assert sum("error" in answer for answer in several.answers) == 2
+    assert (len(crew.hired) > 3) == (loss > 0)
+    assert sum(bool(engine.ran) for engine in crew.hired) >= 3
+
+
+def test_a_job_on_one_engine_goes_on_with_several(tmp_path):
+    run, lines = runner(tmp_path), [{"prompt": f"q{i}"} for i in range(30)]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run(lines, engine=FakeEngine(die_after=4), in_flight=6)
+    crew = FakeCrew()
+    done = run(lines, engine=remote(crew), in_flight=6)
+    assert done.code == 0 and sum(len(engine.ran) for engine in crew.hired) == 22
+    assert done.answers == run(lines, name="other.jsonl").answers and MODEL
+
+
+def test_workers_that_are_always_lost_end_the_job():
+    engine = remote(FakeCrew(loss=1.0))
+    engine.add_request([1], SamplingParams(), "a")
+    with pytest.raises(RuntimeError, match="6 workers were lost, one after the other: killed"):
+        for _ in range(9):
+            engine.step()
+    assert engine.lost == 6
+
+
+DIFFERENT = [
+    ({"products": ("a", "b")}, "a worker's products are b, the first one's a"),
+    ({"realms": ("a", "b")}, "a worker has other weights"),
+]
+
+
+@pytest.mark.parametrize("own, message", DIFFERENT)
+def test_a_worker_that_multiplies_otherwise_or_has_other_weights_is_refused(own, message):
+    engine = remote(FakeCrew(**own))
+    for i in range(6):
+        engine.add_request([1], SamplingParams(), str(i))
+    assert engine.report()["workers"] == 3
+    with pytest.raises(RuntimeError, match=message):
+        for _ in range(6):
+            engine.step()
+
+
+def test_what_no_worker_could_run_is_refused_at_once():
+    engine = remote(FakeCrew())
+    assert engine.longest_prompt == 63
+    with pytest.raises(ValueError, match="outside the vocabulary of 256"):
+        engine.add_request([300], SamplingParams(), "a")
+    with pytest.raises(ValueError, match="save_cache is not allowed"):
+        engine.save_cache("x")
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("report", "said"), [({}, "bfloat16"), ({"products": None}, "bfloat16"), ({"products": "a"}, "a")]
+)
+def test_a_workers_products_on_a_host_are_its_dtype(report: dict[str, Any], said: str):
+    """Two hosts may choose other ones."""
+    worker = object.__new__(Worker)
+    worker._llm = SimpleNamespace(report=lambda _: {"dtype": "bfloat16"} | report)  # type: ignore[assignment]
+    assert worker.report()["products"] == said

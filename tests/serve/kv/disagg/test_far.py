@@ -1,0 +1,250 @@
+"""Pages between processes: over TCP and in shared memory, in time, undamaged, and whoever ends."""
+
+import errno
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+from fakes.engine import ask, expected, prompt_of
+from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
+
+from duetto.serve.kv.disagg import far as far_module
+from duetto.serve.kv.disagg import memory
+from duetto.serve.kv.disagg.door import Door
+from duetto.serve.kv.disagg.memory import Seen, Shared
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    monkeypatch.setattr(far_module, "LONGER", 0.01)
+
+
+@pytest.fixture
+def reached():
+    """Makes sources that are reached through a door."""
+    ends = []
+
+    def reach(source: FakeSource, seconds: float = 60.0, realm: bytes = REALM, keys=(None, None)):
+        door = Door(("127.0.0.1", 0), key_file=keys[0])
+        door.renew(REALM, [len(PAGE)])
+        door.serve(source)
+        far = far_at(door.address[1], seconds, key_file=keys[1])
+        ends.extend((far, door))
+        far.renew(realm, [len(PAGE)])
+        if realm == REALM and keys[0] == keys[1]:
+            soon(lambda: far.is_here)
+        return far, door
+
+    yield reach
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pages_and_answers_arrive_as_they_were_sent(reached, monkeypatch, shared):
+    if shared and not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no memory without a file")
+    if not shared:
+        monkeypatch.setattr(memory.os, "memfd_create", lambda _: os.open("/nowhere/at/all", 0), raising=False)
+    source, told = FakeSource(), []
+    source.pages[KEY] = PAGE
+    far, _ = reached(source)
+    assert (far._memory is not None) == shared and far.room == source.room
+    far.begin([1, 2, 3], told.append)
+    soon(lambda: bool(source.asked))
+    source.asked[0][1]([KEY])
+    soon(lambda: bool(told))
+    assert source.asked[0][0] == (1, 2, 3) and told == [(KEY,)]
+    assert far.fetch(KEY) == PAGE and far.fetch(b"m" + KEY[1:]) is None
+
+
+def test_a_damaged_page_is_not_taken(reached, monkeypatch):
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source)
+    monkeypatch.setattr("duetto.serve.kv.disagg.door.sum_of", lambda *_: 0)
+    assert far.fetch(KEY) is None and far.damaged == 1
+
+
+def test_a_source_that_is_too_slow_for_a_page_is_lost_and_found_again(reached):
+    source, may = FakeSource(), threading.Event()
+    source.pages[KEY], source.before = PAGE, lambda: may.wait(60)
+    far, _ = reached(source, seconds=0.1)
+    assert far.fetch(KEY) is None
+    may.set()
+    soon(lambda: far.is_here and far.fetch(KEY) == PAGE)
+
+
+def test_who_wants_other_pages_is_refused_and_asks_for_nothing(reached, caplog):
+    far, door = reached(FakeSource(), realm=b"others")
+    soon(lambda: "computes no prompts for this engine" in caplog.text)
+    told = []
+    far.begin([1], told.append)
+    assert not far.is_here and told == [[]] and far.fetch(KEY) is None
+    door.renew(b"others", [len(PAGE)])
+    soon(lambda: far.is_here)
+
+
+def test_other_parameters_send_everybody_away(reached):
+    source, told = FakeSource(), []
+    source.pages[KEY] = PAGE
+    far, door = reached(source)
+    far.begin([1], told.append)
+    soon(lambda: bool(source.asked))
+    door.renew(b"others", [len(PAGE)])
+    soon(lambda: bool(told))
+    assert told == [[]] and far.fetch(KEY) is None
+    soon(lambda: source.left == [0])
+
+
+def test_who_is_no_engine_does_no_harm(reached):
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, door = reached(source)
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\1\xc0", b"\xff" * 64):
+        with socket.create_connection(door.address) as stranger:
+            stranger.sendall(words)
+    assert far.fetch(KEY) == PAGE
+
+
+@pytest.mark.parametrize("keys", [("a", "a"), ("a", "b"), ("a", None), (None, "a")])
+def test_only_engines_with_one_key_meet(reached, tmp_path, caplog, keys):
+    files = {None: None}
+    for name in "ab":
+        files[name] = str(tmp_path / name)
+        (tmp_path / name).write_text(16 * name)
+        (tmp_path / name).chmod(0o600)
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source, keys=tuple(files[name] for name in keys))
+    if keys[0] != keys[1]:
+        soon(lambda: "cluster_key_file: the other end has another key, or one end has none" in caplog.text)
+        assert not far.is_here
+    assert far.fetch(KEY) == (PAGE if keys[0] == keys[1] else None)
+
+
+def test_a_port_outlives_a_process_without_descriptors(reached, monkeypatch):
+    accept, fails = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def accepted(own: socket.socket) -> object:
+        if fails:
+            raise fails.pop()
+        return accept(own)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source)
+    assert far.fetch(KEY) == PAGE and not fails
+
+
+def test_memory_of_another_host_is_not_taken_for_ours():
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no memory without a file")
+    own = Shared(64)
+    own.write(PAGE)
+    seen = Seen.at(own.path, own.proof)
+    assert seen is not None and seen.read(64, 0.0) == PAGE
+    assert Seen.at(own.path, b"another" * 2) is None and Seen.at("/etc/passwd", b"root") is None
+    own.close()
+    assert Seen.at(own.path, own.proof) is None and seen.read(64, 0.0) == PAGE
+    seen.close()
+
+
+def finished(engine, *requests, sight=None) -> None:
+    until = time.monotonic() + 60
+    while engine.has_work:
+        engine.step()
+        assert time.monotonic() < until
+    assert [r.outputs for r in requests] == [expected(r, sight=sight)[0] for r in requests]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
+def test_pages_are_computed_in_one_engine_and_found_in_another(windows):
+    side = PrefillSide(windows=windows)
+    far = far_at(side.port)
+    engine = decode_side(far, windows=windows)
+    soon(lambda: far.is_here)
+    requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    finished(engine, *requests, sight=windows[0])
+    assert all(r.cached == (len(r.prompt) - 1) // 4 * 4 for r in requests)
+    assert peer_of(engine).answered == 5
+    far.close()
+    side.end()
+
+
+def test_prompts_that_the_prefill_engine_does_not_allow_are_computed_here():
+    side = PrefillSide(max_model_len=12)
+    far = far_at(side.port)
+    engine = decode_side(far)
+    soon(lambda: far.is_here)
+    long = ask(prompt_of(0, 30), 4)
+    engine.submit(long)
+    finished(engine, long)
+    assert long.cached == 0 and peer_of(engine).late == 0
+    far.close()
+    side.end()
+
+
+class Sides:
+    """Two engines that are joined, either of which may be ended and started again."""
+
+    def __init__(self):
+        self.prefill = PrefillSide()
+        self.begin()
+
+    def begin(self) -> None:
+        self.far = far_at(self.prefill.port)
+        self.engine = decode_side(self.far)
+
+    def join(self) -> None:
+        soon(lambda: self.far.is_here)
+
+    def end_prefill(self) -> None:
+        self.prefill.end()
+        self.prefill = PrefillSide(self.prefill.port)
+
+    def end_decode(self) -> None:
+        self.far.close()
+        self.engine.close()
+        self.begin()
+        soon(lambda: not self.prefill.prefills._under_way and not self.prefill.prefills._offers)
+
+
+def test_either_side_may_end_at_any_moment():
+    """The one that prefills: requests go on. The one that decodes: its requests end with it, and nothing of
+    them stays with the other, which serves the next."""
+    chance, count, sides = random.Random(0), len(threading.enumerate()), Sides()
+    for kill in range(30):
+        if kill % 3:
+            sides.join()
+        prompts = [prompt_of(chance.randrange(6), 9 + 4 * chance.randrange(6)) for _ in range(4)]
+        requests = [ask(prompt, 5, 4 * kill + i) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            sides.engine.submit(request)
+        for _ in range(chance.randrange(8)):
+            sides.engine.step()
+            time.sleep(chance.random() / 1000)
+        if kill % 2:
+            sides.end_prefill()
+            finished(sides.engine, *requests)
+        else:
+            sides.end_decode()
+    sides.join()
+    last = ask(prompt_of(7, 21), 5, 1000)
+    sides.engine.submit(last)
+    finished(sides.engine, last)
+    assert last.cached == 20
+    sides.far.close()
+    sides.engine.close()
+    sides.prefill.end()
+    soon(lambda: len(threading.enumerate()) <= count)

@@ -1,0 +1,140 @@
+"""Pages read through NIXL: in time, undamaged, another way where they cannot be, and whoever ends."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from fakes.engine import ask, expected, prompt_of, run
+from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
+
+from duetto.serve.kv.disagg import far as far_module
+from duetto.serve.kv.disagg.door import Door
+from duetto.serve.kv.disagg.registered import Agent, Reached, nixl
+from duetto.serve.runtime.multihost.supervisor import free_port
+
+MOST = 1 << 20
+KEYS = [bytes([i]) * 16 + b"\0" for i in range(8)]
+PAGES = {key: random.Random(i).randbytes(MOST >> i) for i, key in enumerate(KEYS)}
+OTHER_PROCESS = """
+import random, sys
+from duetto.serve.kv.disagg.door import Door
+from duetto.serve.kv.disagg.registered import Agent
+
+class Pages:
+    room, is_here = 1000, True
+    def fetch(self, key):
+        return random.Random(key[0]).randbytes(int(sys.argv[2]) >> key[0])
+
+door = Door(("127.0.0.1", int(sys.argv[1])), Agent())
+door.renew(b"fake", [int(sys.argv[2])])
+door.serve(Pages())
+sys.stdin.read()
+"""
+
+
+def test_without_its_package_it_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ValueError, match=r"kv_transport nixl is not allowed: .*duetto\[nixl\]"):
+        nixl()
+
+
+@pytest.fixture(scope="module")
+def agents():
+    pytest.importorskip("nixl")
+    return Agent(), Agent()
+
+
+@pytest.fixture
+def reached(agents, monkeypatch):
+    """Makes sources that are reached through a door, by an agent of NIXL on either side."""
+    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    ends = []
+
+    def reach(theirs: Agent | None = agents[0], seconds: float = 60.0):
+        door, source = Door(("127.0.0.1", 0), theirs), FakeSource()
+        source.pages = PAGES
+        door.renew(REALM, [MOST])
+        door.serve(source)
+        far = far_at(door.address[1], seconds, agents[1])
+        ends.extend((far, door))
+        far.renew(REALM, [MOST])
+        soon(lambda: far.is_here)
+        return far, door
+
+    yield reach
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.extras
+def test_pages_arrive_as_they_were_sent_also_by_the_next_connection(reached):
+    far, door = reached()
+    for _ in range(3):
+        soon(lambda: far.is_here)
+        assert isinstance(far._memory, Reached)
+        assert all(far.fetch(key) == PAGES[key] for key in KEYS) and far.fetch(b"m" * 17) is None
+        first = far._link
+        door.renew(REALM, [MOST])  # sends everybody away
+        soon(lambda link=first: far._link is not link)
+
+
+@pytest.mark.extras
+def test_a_damaged_page_is_not_taken(reached, monkeypatch):
+    far, _ = reached()
+    monkeypatch.setattr("duetto.serve.kv.disagg.door.sum_of", lambda *_: 0)
+    assert far.fetch(KEYS[0]) is None and far.damaged == 1 and far.is_here
+
+
+@pytest.mark.extras
+def test_where_the_other_side_has_none_pages_come_another_way(reached, caplog):
+    far, _ = reached(None)
+    assert "do not come through NIXL: it has none" in caplog.text
+    assert not isinstance(far._memory, Reached) and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
+
+
+@pytest.mark.extras
+def test_where_reads_do_not_come_in_time_pages_come_another_way(reached, monkeypatch, caplog):
+    monkeypatch.setattr(Agent, "has_come", lambda *_: False)  # the owner moves nothing on
+    far, _ = reached(seconds=0.3)
+    assert far.fetch(KEYS[0]) is None
+    soon(lambda: far.is_here and far.fetch(KEYS[0]) == PAGES[KEYS[0]])
+    assert "nothing was read" in caplog.text and not isinstance(far._memory, Reached)
+
+
+@pytest.mark.extras
+def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, monkeypatch):
+    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    far = far_at(port := free_port(), agent=agents[1])
+    far.renew(REALM, [MOST])
+    other_process = [sys.executable, "-c", OTHER_PROCESS, str(port), str(MOST)]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(2):
+        with subprocess.Popen(other_process, stdin=subprocess.PIPE, env=os.environ | path) as other:
+            soon(lambda: far.is_here)
+            assert isinstance(far._memory, Reached)
+            assert all(far.fetch(key) == PAGES[key] for key in KEYS)
+            other.kill()
+            assert far.fetch(KEYS[0]) is None
+        soon(lambda: not far.is_here)
+    far.close()
+
+
+@pytest.mark.extras
+@pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+def test_pages_are_computed_in_one_engine_and_found_in_another(agents):
+    side = PrefillSide(agent=agents[0])
+    far = far_at(side.port, agent=agents[1])
+    engine = decode_side(far)
+    soon(lambda: far.is_here)
+    assert isinstance(far._memory, Reached)
+    requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    run(engine, 100_000)
+    assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
+    assert all(r.cached == (len(r.prompt) - 1) // 4 * 4 for r in requests)
+    assert peer_of(engine).answered == 5
+    far.close()
+    side.end()

@@ -1,0 +1,287 @@
+"""Pages in the host's memory and in files: bounded, and never another's or a damaged one's."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duetto.serve.kv.offload.disk import ABANDONED, FOLDERS, HEAD, PARTIAL, DiskTier, place_at
+from duetto.serve.kv.offload.host import HostTier
+from duetto.serve.kv.offload.tier import Chain, key_of
+
+REALM, OTHER = b"r" * 32, b"s" * 32
+PAGE = 100  # bytes
+
+
+def key(i: int) -> bytes:
+    return key_of(i.to_bytes(16, "big"), 0)
+
+
+def content(i: int) -> bytes:
+    return bytes([i % 256]) * PAGE
+
+
+def on_disk(folder: Path, pages: int = 100, realm: bytes = REALM) -> DiskTier:
+    return DiskTier(folder, realm, pages * (HEAD + PAGE))
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> HostTier | DiskTier:
+    """Room for three pages."""
+    return HostTier(3 * PAGE) if request.param == "host" else on_disk(tmp_path / "pages", 3)
+
+
+def test_what_was_used_least_recently_goes_first(tier):
+    for i in range(3):
+        tier.offer(key(i), content(i))
+    assert tier.fetch(key(0)) == content(0)
+    tier.offer(key(3), content(3))
+    assert [tier.has(key(i)) for i in range(4)] == [True, False, True, True]
+    assert tier.fetch(key(1)) is None and tier.fetch(key(3)) == content(3)
+    assert tier.report()["pages"] == 3 and tier.report()["hits"] == 2
+
+
+def test_a_page_that_is_larger_than_the_tier_is_left_out(tier):
+    tier.offer(key(0), content(0))
+    tier.offer(key(1), bytes(10 * PAGE))
+    assert tier.has(key(0)) and not tier.has(key(1))
+
+
+def test_a_page_that_is_offered_again_takes_no_more_room(tier):
+    for _ in range(5):
+        tier.offer(key(0), content(0))
+    assert tier.report()["pages"] == 1 and tier.nbytes in (PAGE, HEAD + PAGE)
+
+
+def test_a_quicker_tier_gets_what_a_slower_one_has(tmp_path):
+    slow, quick = on_disk(tmp_path), HostTier(10 * PAGE)
+    slow.offer(key(0), content(0))
+    both = Chain([quick, slow])
+    assert both.has(key(0)) and not quick.has(key(0))
+    assert both.fetch(key(0)) == content(0) and quick.has(key(0))
+    both.offer(key(1), content(1))
+    assert quick.has(key(1)) and slow.has(key(1))
+    assert set(both.report()) == {"host", "disk"} and both.keeps
+    assert not Chain([DiskTier(tmp_path, REALM, 0)]).keeps
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_processes_find_each_others_pages_of_the_same_realm(tmp_path):
+    first, second, stranger = on_disk(tmp_path), on_disk(tmp_path), on_disk(tmp_path, realm=OTHER)
+    first.offer(key(0), content(0))
+    assert not second.has(key(0))
+    second.refresh()
+    stranger.refresh()
+    assert second.fetch(key(0)) == content(0) and not stranger.has(key(0))
+    assert on_disk(tmp_path).fetch(key(0)) == content(0)
+
+
+def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatch):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    folder = tier._file(key(0))[:FOLDERS]
+    second = next(i for i in range(1, 10_000) if tier._file(key(i)).startswith(folder))
+    files = tier._files
+
+    def meanwhile(place: Path) -> list[tuple[float, str, int]]:
+        found = files(place)
+        tier.offer(key(second), content(second))
+        return found
+
+    monkeypatch.setattr(tier, "_files", meanwhile)
+    tier._seen.clear()
+    tier.refresh()
+    assert tier.has(key(second)) and tier.fetch(key(second)) == content(second)
+    assert tier.nbytes == 2 * (HEAD + PAGE)
+
+
+def test_files_of_other_realms_take_room_too(tmp_path):
+    on_disk(tmp_path, realm=OTHER).offer(key(0), content(0))
+    tier = on_disk(tmp_path, 2)
+    for i in range(1, 3):
+        tier.offer(key(i), content(i))
+    stranger = on_disk(tmp_path, realm=OTHER)
+    assert tier.has(key(1)) and tier.has(key(2)) and not stranger.has(key(0))
+
+
+def damage(file: Path, how: str) -> None:
+    found = bytearray(file.read_bytes())
+    if how == "flipped":
+        found[-1] ^= 1
+    elif how == "cut":
+        del found[-1:]
+    elif how == "empty":
+        found.clear()
+    elif how == "longer":
+        found += b"\0"
+    file.write_bytes(found)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "longer"])
+def test_a_damaged_file_is_no_page(tmp_path, how):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    (file,) = tmp_path.rglob("*.page")
+    damage(file, how)
+    assert tier.fetch(key(0)) is None and not file.exists() and not tier.has(key(0))
+    assert tier.report()["damaged"] == 1 and tier.report()["pages"] == 0
+    tier.offer(key(0), content(0))
+    assert tier.fetch(key(0)) == content(0)
+
+
+def test_a_file_under_another_pages_name_is_no_page(tmp_path):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    (zero,) = tmp_path.rglob("*.page")
+    tier.offer(key(1), content(1))
+    (one,) = set(tmp_path.rglob("*.page")) - {zero}
+    one.write_bytes(zero.read_bytes())
+    assert tier.fetch(key(1)) is None and tier.fetch(key(0)) == content(0)
+
+
+def test_a_file_that_is_gone_is_no_page(tmp_path):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    next(tmp_path.rglob("*.page")).unlink()
+    assert tier.has(key(0)) and tier.fetch(key(0)) is None and not tier.has(key(0))
+
+
+def test_a_file_that_was_cut_off_is_written_again_by_who_saves_it(tmp_path):
+    on_disk(tmp_path).write(key(0), content(0))
+    (file,) = tmp_path.rglob("*.page")
+    whole = file.read_bytes()
+    damage(file, "cut")
+    on_disk(tmp_path).write(key(0), content(0))
+    assert file.read_bytes() == whole
+
+
+def test_files_of_others_in_the_folder_stay_there(tmp_path):
+    """Whatever they are called, and however old they are, as the folder fills up."""
+    mine, pages = [], tmp_path / "pages"
+    for name in ("in/index.page", "en/.partial-download", "ab/cdef.page", "ab/ab.page", "notes.page"):
+        mine.append(pages / name)
+        mine[-1].parent.mkdir(parents=True, exist_ok=True)
+        mine[-1].write_bytes(b"mine" * PAGE)
+        os.utime(mine[-1], (0, 0))
+    pages.chmod(0o700)
+    tier = on_disk(pages, 3)
+    for i in range(5):
+        tier.offer(key(i), content(i))
+    tier.refresh()
+    assert tier.report()["pages"] == 3 and all(file.read_bytes() == b"mine" * PAGE for file in mine)
+
+
+def refused(path: Path | str) -> str:
+    with pytest.raises(ValueError) as found:
+        place_at(path, "kv_disk_path")
+    return str(found.value)
+
+
+def test_what_is_no_folder_for_pages_is_named_with_the_argument(tmp_path, monkeypatch):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to("nowhere")
+    assert refused(file) == f"kv_disk_path: {str(file)!r} is not allowed for pages: {file} is no folder"
+    assert "file is no folder" in refused(file / "below") and "link is no folder" in refused(link)
+    assert "null byte" in refused("a\0b") and "expected a folder" in refused("")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "you may not write there" in refused(tmp_path)
+
+
+def test_a_path_may_begin_with_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert place_at("~/pages", "kv_disk_path") == tmp_path / "pages" == place_at(tmp_path / "pages", "")
+
+
+def test_a_full_disk_keeps_nothing_and_hurts_nobody(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    tier = on_disk(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        tier.offer(key(0), content(0))
+    assert not tier.has(key(0)) and not [f for f in tmp_path.rglob("*") if f.is_file()]
+    tier.offer(key(0), content(0))
+    assert tier.fetch(key(0)) == content(0)
+
+
+def test_what_was_left_behind_is_deleted_once_nobody_writes_it(tmp_path):
+    tier = on_disk(tmp_path)
+    tier.offer(key(0), content(0))
+    folder = next(tmp_path.rglob("*.page")).parent
+    old, new = folder / f"{PARTIAL}old", folder / f"{PARTIAL}new"
+    old.touch()
+    new.touch()
+    os.utime(old, (0, old.stat().st_mtime - 2 * ABANDONED))
+    on_disk(tmp_path)
+    assert not old.exists() and new.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has no users")
+def test_files_and_folders_are_the_users_only(tmp_path):
+    place = tmp_path / "a" / "pages"
+    on_disk(place).offer(key(0), content(0))
+    modes = {oct(p.stat().st_mode & 0o777) for p in [place.parent, place, *place.rglob("*")] if p.is_dir()}
+    assert modes == {"0o700"}
+    (file,) = place.rglob("*.page")
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o666)
+    assert on_disk(place).fetch(key(0)) is None
+    place.chmod(0o777)
+    with pytest.raises(ValueError, match="others own it or can write"):
+        on_disk(place)
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from duetto.serve.kv.offload.disk import DiskTier, HEAD
+from duetto.serve.kv.offload.tier import key_of
+size, folder = 20_000, Path(sys.argv[1])
+for turn in range(50):
+    tier = DiskTier(folder, b"r" * 32, 40 * (HEAD + size))  # room for fewer than are written
+    child = os.fork()
+    if not child:
+        for i in range(turn, 10_000):
+            tier.offer(key_of((i % 97).to_bytes(16, "big"), 0), bytes([i % 97]) * size)
+    time.sleep(random.Random(turn).uniform(0, 0.01))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+tier = DiskTier(folder, b"r" * 32, 40 * (HEAD + size))
+found = [i for i in range(97) if (page := tier.fetch(key_of(i.to_bytes(16, "big"), 0))) is not None
+         and (page == bytes([i]) * size or sys.exit(f"page {i} is wrong"))]
+assert tier.counts.damaged == 0, "a file was not whole"
+print(len(found))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_fifty_kills_leave_whole_pages_or_none(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], check=False, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) > 0
+
+
+def test_a_page_that_cannot_be_read_for_now_is_counted_again(tmp_path, monkeypatch, caplog):
+    """Or the files of a folder would outgrow its limit."""
+    tier = on_disk(tmp_path)
+    tier.offer(key(1), content(1))
+    before, opened = tier.nbytes, os.open
+
+    def lacking(*given: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", lacking)
+    assert tier.fetch(key(1)) is None and "Too many open files" in caplog.text
+    monkeypatch.setattr(os, "open", opened)
+    tier.refresh()
+    assert tier.fetch(key(1)) == content(1) and tier.nbytes == before

@@ -1,0 +1,183 @@
+"""Events of the cache: what a pool says, how it is written, and what a router makes of it."""
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from cases.requests import SIZES
+
+from duetto import LLM, SamplingParams
+from duetto.kvcache.names import extend
+from duetto.kvcache.tables import PageTables
+from duetto.serve.kv.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Events,
+    EventsConfig,
+    Publisher,
+    Translator,
+    events_of,
+    merged,
+)  # fmt: skip
+from duetto.serve.kv.routing.memory import Told
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.server.router.events import Listener, Pages
+from duetto.serve.server.router.prompts import TOKENS
+
+ROOT = b"r" * 16
+
+
+class Noted:
+    """Keeps what a pool says, as a subscriber would."""
+
+    def __init__(self, page_size: int = 4, root: bytes = ROOT):
+        self.translator, self.memory, self.count = Translator(root, page_size), Told(), 0
+        self.pages, self.names = Pages(self.memory, page_size), set[bytes]()
+
+    def stored(self, parent: bytes | None, name: bytes, tokens: Any) -> None:
+        self.names.add(name)
+        self._tell(self.translator.stored(parent, name, tokens))
+
+    def removed(self, name: bytes) -> None:
+        self.names.remove(name)
+        self._tell(self.translator.removed(name))
+
+    def cleared(self) -> None:
+        self.names.clear()
+        self._tell(self.translator.cleared())
+
+    def _tell(self, event: Any) -> None:
+        told = msgspec.msgpack.encode(Events(0.0, [event], 0))
+        self.pages.take(self.count, msgspec.msgpack.decode(told, type=Events))
+        self.count += 1
+
+
+def names_of(tokens: list[int], page_size: int, start: bytes) -> list[bytes]:
+    names: list[bytes] = []
+    extend(names, tokens, len(tokens) // page_size, page_size, start)
+    return names
+
+
+def test_what_a_router_hears_is_what_the_pool_has():
+    tables, draw = PageTables([None], [12], 4, work=8), random.Random(0)
+    noted = Noted()
+    tables.tell(noted)
+    prompts = [[draw.choice((1, 2)) for _ in range(12)] + [3] * 8 for _ in range(12)]
+    for i, prompt in enumerate(draw.choices(prompts, k=300)):
+        names = names_of(prompt, 4, ROOT)
+        found = tables.find(names)
+        assert noted.memory.hits(names_of(prompt, 4, TOKENS)) == len(found[0])
+        own = tables.admit(found, len(prompt), len(prompt) + 1)
+        tables.name(own, names, len(found[0]), prompt)
+        tables.release(own, len(prompt) + 1)
+        assert noted.names == {name for name, _ in tables.pools[0].named()}
+        if i % 100 == 99:
+            tables.forget()
+            assert not noted.names and not noted.memory.hits(names_of(prompt, 4, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny) -> Iterator[LLM]:
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        yield llm
+
+
+def test_an_engine_tells_of_prompts_and_of_what_it_has_generated(llm):
+    scheduler, size = llm.engine.scheduler, llm.engine.tables.page_size
+    noted = Noted(size, scheduler.root)
+    llm.engine.tables.tell(noted)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, 300) for _ in range(3 * size + 1)] for _ in range(4)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=size, ignore_eos=True), use_tqdm=False)
+    pool = llm.engine.tables.pools[0]
+    assert noted.names == {name for name, _ in pool.named()} != set()
+    for output in outputs:
+        text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        found = noted.memory.hits(names_of(text, size, TOKENS))
+        full = names_of(text[:-1], size, scheduler.root)
+        assert found == len(llm.engine.tables.find(full)[0]) >= 3
+    llm.engine.scheduler.forget()
+    assert not noted.names
+    pool.heard = None
+
+
+def test_events_have_the_form_that_vllm_gives_them():
+    translator = Translator(ROOT, 2)
+    first, second = names_of([5, 6, 7, 8], 2, ROOT)
+    made = [translator.stored(None, first, [5, 6]), translator.stored(first, second, [7, 8])]
+    own = b"written by decode"[:16]
+    made += [translator.stored(second, own, [9, 9]), translator.stored(None, first, [5, 6])]
+    assert made.pop() is None and translator.removed(first) is None  # another shard's copy
+    made += [translator.removed(first), translator.removed(second), translator.cleared()]
+    ts, events, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(Events(1.5, merged(made), 0)))
+    one, two, three = (int.from_bytes(name[8:]) for name in (first, second, own))
+    assert (ts, rank) == (1.5, 0) and events == [
+        {
+            "type": "BlockStored", "block_hashes": [one, two, three], "parent_block_hash": None,
+            "token_ids": [5, 6, 7, 8, 9, 9], "block_size": 2, "medium": "GPU",
+            "extra_keys": [None, None, ["written by decode"]], "group_idx": 0,
+        },
+        {"type": "BlockRemoved", "block_hashes": [one, two], "medium": "GPU", "group_idx": 0},
+        {"type": "AllBlocksCleared"},
+    ]  # fmt: skip
+
+
+def test_events_that_are_missed_are_not_guessed():
+    memory = Told()
+    pages = Pages(memory, 2)
+    first, second = names_of([5, 6, 7, 8], 2, TOKENS)
+    stored = BlockStored([1], None, [5, 6], 2)
+    behind = BlockStored([b"2"], 1, [7, 8], 2)
+    pages.take(0, Events(0.0, [stored, behind]))
+    assert memory.hits([first, second]) == 2
+    pages.take(2, Events(0.0, [behind]))  # its parent may be gone
+    assert memory.hits([first]) == 0 and not pages._names
+    pages.take(3, Events(0.0, [BlockStored([3], None, [5, 6, 7, 8], 4), BlockRemoved([1, 9])]))
+    pages.take(4, Events(0.0, [BlockStored([4], None, [5, 6], 2, extra_keys=[("salt",)])]))
+    assert memory.hits([first]) == 0
+    pages.take(5, Events(0.0, [stored, AllBlocksCleared()]))
+    assert memory.hits([first]) == 0
+
+
+def test_events_go_over_zeromq():
+    pytest.importorskip("zmq", reason="needs duetto[events]")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place, heard = f"tcp://127.0.0.1:{port}", []
+    options = ServerOptions(kv_events_endpoint=f"tcp://*:{port}", kv_events_config={"topic": "kv@x"})
+    publisher = Publisher(events_of(options), ROOT, 2)
+    with pytest.raises(ValueError, match="cannot be had: Address already in use"):
+        Publisher(events_of(options), ROOT, 2)
+    listener = Listener([place], lambda replica, number, events: heard.append((replica, number, events)))
+    names, end = names_of([5, 6], 2, ROOT), time.monotonic() + 20
+    while not heard and time.monotonic() < end:  # who joins late misses what was told before
+        publisher.stored(None, names[0], [5, 6])
+        publisher.removed(names[0])
+        time.sleep(0.02)
+    publisher.close()
+    listener.close()
+    replica, _, events = heard[0]
+    assert replica == 0 and {type(event) for event in events.events} == {BlockStored, BlockRemoved}
+    numbers = [number for _, number, _ in heard]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+WRONG = [
+    ({"endpiont": "x"}, "did you mean 'endpoint'"),
+    ({"publisher": "kafka"}, "publisher='kafka' is not allowed: zmq, or null"),
+    ({"replay_endpoint": "tcp://*:1"}, "replay_endpoint='tcp://"),
+    ({"hwm": "x"}, "hwm='x'"),
+]
+
+
+@pytest.mark.parametrize("given, message", WRONG)
+def test_what_is_not_allowed_is_named(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        events_of(ServerOptions(kv_events_config=given))
+    assert not EventsConfig.of({"enable_kv_cache_events": True, "publisher": "null"}).is_on

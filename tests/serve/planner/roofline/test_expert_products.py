@@ -1,0 +1,107 @@
+"""What mixtures of experts touch on accelerators that are not there: each expert's weights once, where they
+lie."""
+
+from dataclasses import replace
+
+import pytest
+from cases.targets import LAYERS, found_target, job_for
+
+from duetto.model import grouped
+from duetto.model.config import Experts
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for, make_row
+from duetto.serve.planner.roofline.hlo import FREE, Computation, Instruction, Module, buffers, sizes_of
+from duetto.serve.runtime.compiled.shapes import Shape
+
+pytestmark = pytest.mark.as_served
+
+PRODUCTS = 3  # gate, up and down
+WIDE = Shape("decode", 64, 1)
+# Bytes touched over the least, and MiB of temporaries: what was reached, rounded up. At 64 rows 1.3 is the
+# most that we accept. Eight rows go to 40 % of 128 experts, and the kernel reads all.
+MOST = {
+    ("h200", "30b-a3b", WIDE): (1.08, 232),
+    ("h200", "30b-a3b", Shape("decode", 8, 1)): (1.86, 32),
+    ("h200", "30b-a3b", Shape("prefill", 1, 512)): (1.11, 42),
+    ("h200", "gpt-oss-20b", WIDE): (1.07, 300),
+    ("v6e:1x1", "30b-a3b", WIDE): (1.03, 13),
+}
+# Kernels of a layer, counted from its experts' first product to the next layer's.
+KERNELS = {"30b-a3b": 26, "gpt-oss-20b": 29}
+
+
+def compiled(plan: EnginePlan, shape: Shape) -> Module:
+    text = compile_for(plan, shape, abstract_arguments(plan)).as_text()
+    assert text is not None
+    return Module.read(text)
+
+
+def layers(module: Module) -> Computation:
+    """The computation that all layers are in."""
+    return module.computations[module.entry]
+
+
+def is_product(x: Instruction) -> bool:
+    """Whether an instruction is the grouped product's kernel."""
+    return "mosaic_gpu" in x.rest
+
+
+def copied(module: Module, plan: EnginePlan) -> list[str]:
+    """Instructions that write an expert's matrix, or more of them."""
+    kind, D = plan.config.layers[0].ffn, plan.config.hidden_size
+    assert isinstance(kind, Experts)
+    matrices = [D, kind.size], [kind.size, D]
+    written = (x for x in module.written() if x.operation not in (*FREE, "while", "conditional"))
+    return [x.name for x in written if any(sizes_of(kind)[-2:] in matrices for kind in buffers(x.kind))]
+
+
+@pytest.mark.parametrize("target, model, shape", MOST, ids=str)
+@pytest.mark.extras
+def test_a_step_reads_each_expert_little_more_than_once(target: str, model: str, shape: Shape):
+    plan = job_for(found_target(target), model)
+    row, (ratio, temporaries) = make_row(plan, abstract_arguments(plan), shape), MOST[target, model, shape]
+    assert row.facts is not None and row.excess is not None
+    assert row.excess <= ratio
+    assert row.facts.temporaries <= temporaries * 2**20
+
+
+@pytest.mark.parametrize("model", KERNELS)
+@pytest.mark.extras
+def test_a_layer_of_experts_copies_none_and_asks_the_host_nothing(model: str):
+    plan = job_for(found_target("h200"), model)
+    module = compiled(plan, WIDE)
+    run = [x for x in layers(module).values() if x.operation not in FREE]
+    places = [i for i, x in enumerate(run) if is_product(x)]
+    assert len(places) == PRODUCTS * LAYERS
+    assert not copied(module, plan)
+    until = run[: places[-1]]
+    assert not [x.name for x in until if x.operation in ("while", "conditional", "call")]
+    assert places[PRODUCTS] - places[0] <= KERNELS[model]
+
+
+@pytest.mark.extras
+def test_quantised_experts_are_widened_beside_the_kernel():
+    """As many bytes as a widened copy costs, and no loop."""
+    plan = replace(job_for(found_target("h200"), "30b-a3b"), options=EngineOptions(quantization="int8"))
+    row = make_row(plan, abstract_arguments(plan), WIDE)
+    assert row.excess is not None and row.excess <= 3.3
+    assert sum(map(is_product, layers(compiled(plan, WIDE)).values())) == PRODUCTS * LAYERS
+
+
+@pytest.mark.extras
+def test_without_the_kernel_tiles_are_copied_in_a_loop(monkeypatch: pytest.MonkeyPatch):
+    """A control of the test above."""
+    monkeypatch.setattr(grouped, "kernel", lambda: None)
+    plan = job_for(found_target("h200"), "30b-a3b")
+    module = compiled(plan, Shape("decode", 16, 1))
+    loops = [x for x in layers(module).values() if x.operation == "while"]
+    assert len(loops) >= LAYERS and copied(module, plan)
+    assert not any(map(is_product, module.written()))
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=str)
+@pytest.mark.extras
+def test_each_of_several_gpus_multiplies_with_what_it_has(options: dict[str, bool]):
+    plan = replace(job_for(found_target("4xh200"), "30b-a3b"), options=EngineOptions(**options))
+    module = compiled(plan, Shape("decode", 8, 1))
+    assert sum(map(is_product, layers(module).values())) == PRODUCTS * LAYERS

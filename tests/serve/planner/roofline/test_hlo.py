@@ -1,0 +1,117 @@
+"""The reader of optimised modules: its bytes are XLA's own where nothing loops, and loops and branches count
+as they run."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from duetto.serve.planner.roofline.hlo import Module, Pool, Walk, held, nbytes
+
+pytestmark = pytest.mark.as_served
+
+X, W = jnp.ones((64, 512)), jnp.ones((512, 1024))
+TABLE, ROWS = jnp.ones((4096, 256)), jnp.arange(16, dtype=jnp.int32)
+
+
+def compiled(function, *arguments, **options) -> jax.stages.Compiled:
+    return jax.jit(function, **options).lower(*arguments).compile()
+
+
+def counted(text: str, **options) -> int:
+    return Walk(Module.read(text), **options).bytes
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (lambda x, w: jax.nn.relu(x @ w) + 1, (X, W)),
+        (lambda x: jnp.exp(x - x.max(-1, keepdims=True)), (W,)),
+        (lambda x: x.T.reshape(-1)[:4096] + 1, (W,)),
+    ],
+    ids=["product", "softmax", "slice"],
+)
+def test_bytes_are_those_that_xla_counts(function, arguments):
+    program = compiled(function, *arguments)
+    analysed = program.cost_analysis()
+    assert analysed is not None
+    assert counted(program.as_text() or "") == pytest.approx(analysed["bytes accessed"], rel=0.02)
+
+
+def test_a_gather_touches_its_rows():
+    """XLA's own analysis charges it the whole table."""
+    text = compiled(lambda table, rows: table[rows] * 2, TABLE, ROWS).as_text() or ""
+    assert counted(text) == 2 * 16 * 256 * 4 + ROWS.nbytes
+
+
+def test_an_update_in_place_touches_what_is_new():
+    def put(x, new, i):
+        return jax.lax.dynamic_update_slice(x, new * 2, (i, 0))
+
+    new = jnp.ones((4, 256))
+    program = compiled(put, TABLE, new, 7, donate_argnums=0)
+    assert 2 * new.nbytes <= counted(program.as_text() or "") < 4 * new.nbytes
+    kept = compiled(put, TABLE, new, 7)  # a control: what may not be written over is copied first
+    assert counted(kept.as_text() or "") > 2 * TABLE.nbytes
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def steps(n):
+        return lambda x: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x) @ x, x)
+
+    x = jnp.ones((256, 256))
+    few, many = (counted(compiled(steps(n), x).as_text() or "") for n in (10, 30))
+    assert 2.8 < many / few < 3.0
+
+
+def test_a_loop_of_unknown_length_takes_what_it_is_told():
+    def over(pool, n):
+        return jax.lax.fori_loop(0, n, lambda i, x: x + pool[i].sum(), jnp.float32(0))
+
+    text = compiled(over, TABLE, 5).as_text() or ""
+    blocks = Pool(TABLE.nbytes, TABLE.nbytes, 9)
+    one, three = counted(text), counted(text, steps=3)
+    assert three - one == 2 * (counted(text, steps=2) - one) > 0
+    assert counted(text, pools=(blocks,)) == counted(text, steps=9)
+
+
+def test_of_branches_the_cheapest_or_the_dearest_counts():
+    def either(x, w, wanted):
+        return jax.lax.cond(wanted, lambda: jnp.tanh(x @ w).sum(), lambda: x[0, 0])
+
+    module = Module.read(compiled(either, X, W, True).as_text() or "")
+    assert Walk(module).bytes < 4096 < W.nbytes < Walk(module, dearest=True).bytes
+
+
+KERNEL = """HloModule jit_step, num_partitions=2
+
+ENTRY %main (pool: bf16[8,64,64,128], q: bf16[4,128]) -> bf16[4,128] {
+  %pool = bf16[8,64,64,128]{3,2,1,0} parameter(0)
+  %q = bf16[4,128]{1,0} parameter(1)
+  %call = (bf16[4,128]{1,0}, bf16[8,64,64,128]{3,2,1,0}) custom-call(%q, /*index=1*/%pool), \
+custom_call_target="kernel"ALIAS
+  %far = bf16[4,128]{1,0:T(8,128)S(1)} copy(%q)
+  ROOT %out = bf16[4,128]{1,0} get-tuple-element(%call), index=0
+}
+"""
+POOL, ONE = 8 * 64 * 64 * 128 * 2, 4 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    "rest, pools, bytes",
+    [
+        (", output_to_operand_aliasing={{1}: (1, {})}", (), POOL + 2 * ONE),
+        (", output_to_operand_aliasing={{1}: (1, {})}", (Pool(POOL, 1000, 1),), 2 * 1000 + 2 * ONE),
+        (', backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"777"}}', (), 777),
+        ("", (), 2 * POOL + 2 * ONE),
+    ],
+    ids=["aliased", "live", "estimated", "copied"],
+)
+def test_a_kernel_touches_its_live_pages_or_what_it_says(rest: str, pools: tuple[Pool, ...], bytes: int):
+    module = Module.read(KERNEL.replace("ALIAS", rest))
+    assert module.devices == 2
+    assert Walk(module, pools).bytes == bytes + ONE  # and the copy into fast memory reads its operand
+
+
+def test_types_are_read_with_their_memory():
+    assert nbytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/f32[5]{0}, pred[])") == 12 + 20 + 1
+    assert held("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[5]{0}, u32[]{:S(2)})") == 20

@@ -1,0 +1,88 @@
+"""How products were configured is read from a module's text, and tells which shapes would have equal bits."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from cases.targets import LAYERS, found_target, job_for
+
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.planning import abstract_arguments, make_row
+from duetto.serve.planner.roofline.hlo import Module
+from duetto.serve.planner.roofline.products import Product, alike, products
+from duetto.serve.runtime.compiled.shapes import Shape
+
+FUSION = (
+    '%{name} = {kind} fusion(%x, %w), kind=kCustom, calls=%inside, backend_config={{"fusion_backend_config":'
+    '{{"kind":"__triton_nested_gemm_fusion","block_level_fusion_config":{{"num_warps":"{warps}"}}}}}}'
+)
+LIBRARY = (
+    '%lt = bf16[8,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={"gemm_backend_config":{"selected_algorithm":"3"}}'
+)
+KERNEL = (
+    '%mpmd_map.1 = bf16[8,128]{1,0} custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", '
+    'metadata={op_name="jit(decode)/jit(in_rows)/tiles_64x32x32x16/anonymous/mpmd_map"}, '
+    'backend_config={kernel_hash = "\\AD", module = "ML(\\EF"}'
+)
+OTHER = '%add = f32[8,64]{1,0} fusion(%x), kind=kLoop, calls=%inside, backend_config={"device_type":"X"}'
+
+
+def module(*lines: str) -> Module:
+    text = "\n".join(f"  {line}" for line in lines)
+    return Module.read(f"HloModule test\n\nENTRY %main (x: f32[8,64]) -> f32[8,64] {{\n{text}\n}}\n")
+
+
+def fusion(kind: str, warps: int = 2) -> str:
+    return FUSION.format(name="gemm", kind=kind, warps=warps)
+
+
+def test_products_are_read_with_their_parts():
+    found = products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY, KERNEL))
+    assert [(p.columns, p.parts, p.kind) for p in found] == [
+        (256, 4, "__triton_nested_gemm_fusion"),
+        (512, 1, "__cublas$lt$matmul"),
+        (128, 1, "mosaic_gpu_v2"),
+    ]
+    assert found[2].config == "tiles_64x32x32x16"
+    assert '"num_warps": "2"' in found[0].config and '"selected_algorithm": "3"' in found[1].config
+
+
+def test_shapes_are_alike_where_every_product_of_a_layer_is():
+    def program(parts: int, warps: int, logits: int) -> tuple[Product, ...]:
+        lines = fusion(f"f32[{parts},8,256]{{2,1,0}}", warps), fusion("f32[8,999]{1,0}", logits)
+        return sum((products(module(line)) for line in lines), ())
+
+    programs = {
+        "a": program(4, 2, 1), "b": program(4, 2, 8), "split": program(2, 2, 1), "warps": program(4, 4, 1),
+    }  # fmt: skip
+    assert alike(programs, vocabulary=999) == [["a", "b"], ["split"], ["warps"]]
+
+
+@pytest.mark.extras
+def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
+    plan = job_for(found_target("h200"), "8b")
+    shapes = Shape("prefill", 1, 512), Shape("prefill", 16, 32), Shape("decode", 8, 1), Shape("decode", 64, 1)
+    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    found = {str(row.shape): row.facts.products for row in rows if row.facts}
+    assert all(len(p) >= 5 * len(plan.config.layers) for p in found.values())
+    groups = alike(found, plan.config.vocab_size)
+    assert groups == [["prefill[1,512]", "prefill[16,32]"], ["decode[8,1]"], ["decode[64,1]"]]
+
+
+@pytest.mark.extras
+def test_fixed_products_are_alike_at_every_number_of_rows():
+    plan = job_for(found_target("h200"), "8b")
+    plan = dataclasses.replace(plan, options=EngineOptions(fixed_products=True))
+    shapes = Shape("decode", 64, 1), Shape("decode", 128, 1), Shape("prefill", 1, 512)
+    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    found = {str(row.shape): row.facts.products for row in rows if row.facts}
+    assert alike(found, plan.config.vocab_size) == [[str(shape) for shape in shapes]]
+    narrow, wide = "tiles_64x32x32x16", "tiles_64x64x64x8"
+    expected = {(1024, narrow): 2, (4096, narrow): 3, (14336, wide): 2}
+    for own in found.values():
+        head = [p.config for p in own if p.columns == plan.config.vocab_size]
+        layers = [p for p in own if p.columns != plan.config.vocab_size]
+        assert set(head) == {"tiles_64x64x64x6"}
+        assert all(p.kind.startswith("mosaic_gpu") for p in own)
+        assert Counter((p.columns, p.config) for p in layers) == {k: LAYERS * n for k, n in expected.items()}

@@ -1,0 +1,136 @@
+"""No step of a GPU waits for its host: compiled for one that is absent, each is one command buffer."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from duetto.serve.planner.roofline.targets import MissingCompiler, find_target
+from duetto.serve.planner.roofline.thunks import Thunks, count
+
+# A process of its own: XLA reads its flags once, and these are what duetto itself sets.
+PROGRAMS = """
+import json
+import warnings
+from dataclasses import asdict, replace
+
+import jax
+import jax.numpy as jnp
+
+from duetto.model.config import Dense, Experts, Latent, LayerKind
+from duetto.model.heads import head_spec
+from duetto.model.pair import Pair, PairConfig
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import abstract
+from duetto.serve.cli.main import main
+from duetto.serve.planner.planning import abstract_params
+from duetto.serve.runtime.compiled.compile import arguments_like, lower
+from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.targets import described, find_target
+from duetto.serve.planner.roofline.thunks import compile_thunks
+from duetto.serve.engine.speculation.chain import ChainPhases
+from duetto.serve.engine.speculation.guessers import DraftModel, HeadGuesser
+
+main(["plan", "--shape", "135m", "--target", "h200", "--compile", "none", "--json"])
+warnings.simplefilter("ignore")  # jax cannot read back what it compiled for an absent device
+target = find_target("h200")
+whole = replace(PRESETS["0.6b"], vocab_size=2048)
+latent, experts = Latent(8, 512, 128, 64, 128), Experts(16, 4, 256, shared=256, scoring="sigmoid")
+layers = {
+    "dense": whole.layers[:2],
+    "windows": (LayerKind(replace(whole.layers[0].mixer, window=128), Dense(512)), whole.layers[0]),
+    "latent": (LayerKind(latent, Dense(512)), LayerKind(latent, experts)),
+    "experts": (LayerKind(whole.layers[0].mixer, experts),) * 2,
+}
+
+
+def thunks(kind, phase, rows, tokens):
+    config = replace(whole, layers=layers[kind.split()[0]])
+    pair, params, hidden = PairConfig(config), abstract_params(config, "bfloat16", target), 0
+    phases = Alone(config)
+    if "head" in kind:
+        head, one = abstract(head_spec(config.hidden_size, 256), jnp.dtype("bfloat16")), params.embed.sharding
+        head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), head)
+        params, hidden = Pair(params, head), config.hidden_size
+        phases = ChainPhases(pair, HeadGuesser(config), "coupled")
+    if "draft" in kind:
+        pair, params = PairConfig(config, config), Pair(params, params)
+        phases = ChainPhases(pair, DraftModel(config, "rejection"), "rejection")
+    sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
+    with described(target):
+        lowered = lower(phases, Shape(phase, rows, tokens), arguments_like(pair, params, sizes), sizes)
+    return asdict(compile_thunks(lowered)[1])
+
+
+for program in PROGRAMS:
+    print(json.dumps(thunks(*program)))
+"""
+STEPS = (
+    ("dense", "decode", 64, 1),
+    ("dense", "prefill", 1, 128),
+    ("dense", "verify", 8, 4),
+    ("dense head", "verify", 8, 4),
+    ("dense draft rejection", "verify", 8, 4),
+    ("windows", "decode", 8, 4),
+    ("latent", "decode", 8, 1),
+    ("experts", "decode", 64, 1),
+)
+SEQUENCE = """000: kCommandBuffer [source       | next=005 (1)]
+    001: kCustomKernel [source       | next=002 (1)] gemm_fusion_dot grid: [64, 1, 1] threads: [64, 1, 1]
+    002: kConditional  [prev=001 (1) | sink        ]
+      false_branch:
+        003: kCustomKernel [source | sink] loop_select_fusion grid: [4, 1, 1] threads: [128, 1, 1]
+      true_branch:
+        004: kCopy [source | sink] kCopy
+005: kConditional   [prev=000 (1) | next=009 (1)]
+  false_branch:
+    000: kCommandBuffer [source | sink]
+        006: kCustomKernel [source | sink] loop_add_fusion grid: [4, 1, 1] threads: [128, 1, 1]
+  true_branch:
+    007: kWhile         [source | sink]
+condition:
+        008: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+      body:
+        010: kCustomKernel [source | sink] loop_add_fusion_1 grid: [1, 1, 1] threads: [1, 1, 1]
+009: kWhile         [prev=005 (1) | sink]
+condition:
+    011: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink]
+        012: kCustomKernel [source | sink] loop_add_fusion_2 grid: [1, 1, 1] threads: [1, 1, 1]
+"""
+
+
+def test_a_sequence_is_read_by_its_indentation():
+    assert count(SEQUENCE) == Thunks(buffers=3, read_backs=3, kernels=3)
+    assert count(SEQUENCE, known=[9]) == Thunks(buffers=3, read_backs=2, kernels=3)
+    assert count("") == Thunks(0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[str | None, dict[tuple[str, str, int, int], Thunks]]:
+    """XLA's flags as a plan prints them, and the thunks of every step."""
+    try:
+        find_target("h200")
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-c", f"PROGRAMS = {STEPS}\n{PROGRAMS}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    plan, *found = map(json.loads, ran.stdout.splitlines())
+    return plan["xla_flags"], {step: Thunks(**x) for step, x in zip(STEPS, found, strict=True)}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_a_step_is_one_command_buffer(compiled, step: tuple[str, str, int, int]):
+    found = compiled[1][step]
+    assert (found.buffers, found.read_backs) == (1, 0)
+    assert found.kernels > 20
+
+
+@pytest.mark.extras
+def test_a_plan_says_what_xla_was_told(compiled):
+    assert "--xla_gpu_enable_command_buffer=+WHILE" in compiled[0].split()

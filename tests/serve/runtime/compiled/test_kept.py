@@ -1,0 +1,106 @@
+"""Programs kept on disk: a second start finds them, and nothing else is taken for them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from duetto import LLM, SamplingParams
+from duetto.serve.runtime.compiled import compile as programs
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.equal_bits import classes
+from duetto.serve.runtime.steps.phases import Alone
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    names = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
+    before = {name: jax.config.values[name] for name in names}
+    yield tmp_path
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def tokens(tiny, folder: Path) -> list[int]:
+    with LLM.from_params(tiny.config, tiny.params, compilation_cache=str(folder), **OPTIONS) as llm:
+        return list(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids)
+
+
+def fails(*args, **kwargs):
+    raise AssertionError("this was kept")
+
+
+def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
+    first = tokens(tiny, folder)
+    kept_files = list((folder / "duetto").iterdir())
+    assert len(kept_files) == 6  # prefill[1,64], [2,32], decode[8,1], their classes and cost, jax's checksums
+    monkeypatch.setattr(programs, "lower", fails)
+    monkeypatch.setattr(classes, "find_classes", fails)
+    assert tokens(tiny, folder) == first
+
+
+def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
+    tokens(tiny, folder)
+    monkeypatch.setattr(classes, "find_classes", fails)
+    other = jax.tree.map(lambda x: x * 2, tiny.params)
+    with pytest.raises(AssertionError, match="kept"):
+        LLM.from_params(tiny.config, other, compilation_cache=str(folder), **OPTIONS)
+
+
+def test_edited_code_in_a_room_makes_other_programs(tmp_path):
+    (tmp_path / "room").mkdir()
+    (file := tmp_path / "room" / "step.py").write_text("x = 1")
+    before = kept.sources_hash([tmp_path])
+    file.write_text("x = 2")
+    assert kept.sources_hash([tmp_path]) != before
+
+
+def test_damaged_files_are_made_anew(tiny, folder):
+    first = tokens(tiny, folder)
+    for file in (folder / "duetto").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    assert tokens(tiny, folder) == first
+    assert tokens(tiny, folder) == first
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tiny, folder):
+    (folder / "duetto").write_text("in the way")
+    assert tokens(tiny, folder) == tokens(tiny, folder)
+
+
+def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatch):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def key(phase: str = "decode", size: int = 8, dtype=jnp.float32, config=tiny.config) -> str | None:
+        arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
+        return kept.key(Alone(config), phase, arguments)
+
+    plain = key()
+    assert plain == key()
+    found = [
+        plain,
+        key("prefill"),
+        key(size=9),
+        key(dtype=jnp.bfloat16),
+        key(config=replace(tiny.config, vocab_size=7)),
+    ]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    found.append(key())
+    monkeypatch.setattr(kept, "source", lambda: "edited")
+    found.append(key())
+    assert len(set(found)) == len(found)
+
+
+def test_nothing_is_kept_without_a_cache(folder):
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert kept.folder() is None
+    kept.write("key", 1)
+    assert kept.read("key", int) is None
+    assert kept.combined(["a", None]) is None

@@ -1,0 +1,324 @@
+"""Kept programs: only what this user has written, and whole, is ever deserialised; the folder does not grow
+for ever."""
+
+import os
+import pickle
+import stat
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from duetto.serve.host import store
+from duetto.serve.runtime.compiled import jaxcache, kept
+
+NAMES = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
+KEY = "a" * 64
+DEVICE = jax.devices()[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    """A cache that nobody has used; jax's settings come back afterwards."""
+    before = {name: jax.config.values[name] for name in NAMES}
+    store.warn.cache_clear()
+    yield tmp_path / "cache"
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def program(offset: int = 1) -> jax.stages.Lowered:
+    return jax.jit(lambda x: x * 2 + jnp.float32(offset)).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
+def runs(compiled, offset: int = 1) -> bool:
+    return compiled is not None and compiled(jnp.ones(3)).tolist() == [2.0 + offset] * 3
+
+
+def fails(*args, **kwargs):
+    raise AssertionError("this was deserialised")
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "duetto"]
+
+
+# ------------------------------------------------------------ damage
+
+
+def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypatch, caplog):
+    jaxcache.keep_compiled(folder)
+    kept.compile(KEY, program())
+    file = folder / "duetto" / KEY
+    whole = file.read_bytes()
+    assert runs(kept.load(KEY, DEVICE))
+    for bit in (0, 8 * 20, 8 * 50, 4 * len(whole), 8 * len(whole) - 1):
+        file.write_bytes(flipped(whole, bit))
+        store.warn.cache_clear()
+        caplog.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(pickle, "loads", fails)
+            patched.setattr(serialize_executable, "deserialize_and_load", fails)
+            assert kept.load(KEY, DEVICE) is None
+            assert kept.load(KEY, DEVICE) is None  # of which nothing more is said
+        (line,) = said(caplog)
+        assert str(file) in line and "damaged" in line
+        assert file.read_bytes() != flipped(whole, bit)
+
+
+def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder):
+    """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and
+    probe."""
+    jaxcache.keep_compiled(folder)
+    kept.compile(KEY, program(5))
+    file = folder / "duetto" / KEY
+    file.write_bytes(file.read_bytes()[:-100])
+    assert kept.load(KEY, DEVICE) is None
+    jax.clear_caches()
+    assert runs(kept.compile(KEY, program(5)), 5)
+    assert runs(kept.load(KEY, DEVICE), 5)
+
+
+def test_a_file_under_another_name_is_damaged(folder):
+    folder.mkdir(mode=0o700)
+    store.write(folder, "a", b"content")
+    (folder / "a").rename(folder / "b")
+    assert store.read(folder, "b") == b""
+
+
+def test_records_of_ours_are_read_without_pickle(folder, monkeypatch):
+    jaxcache.keep_compiled(folder)
+    monkeypatch.setattr(pickle, "loads", fails)
+    kept.write(KEY, {"a": (1, 2)})
+    assert kept.read(KEY, dict[str, tuple[int, int]]) == {"a": (1, 2)}
+    assert kept.read(KEY, list[int]) is None
+
+
+def test_what_is_damaged_in_jax_s_own_cache_is_deleted_before_jax_reads_it(folder, caplog):
+    jaxcache.keep_compiled(folder)
+    program(11).compile()
+    jaxcache.seal()
+    (file,) = folder.glob("*-cache")
+    whole = file.read_bytes()
+    file.write_bytes(flipped(whole, 4 * len(whole)))
+    for _ in range(2):
+        jaxcache.keep_compiled(folder)
+    (line,) = said(caplog)
+    assert f"1 of jax's programs in {folder} were damaged" in line and not file.exists()
+    jax.clear_caches()
+    assert runs(program(11).compile(), 11)  # jax would warn, and warnings are errors here
+    jaxcache.seal()
+    jaxcache.keep_compiled(folder)
+    assert file.exists() and len(said(caplog)) == 1
+
+
+def test_what_others_can_write_in_jax_s_own_cache_is_deleted(folder, caplog):
+    before = os.umask(0o002)
+    try:
+        jaxcache.keep_compiled(folder)
+        program(23).compile()
+        jaxcache.seal()
+    finally:
+        os.umask(before)
+    (file,) = folder.glob("*-cache")
+    jaxcache.keep_compiled(folder)
+    assert file.exists() and not said(caplog)  # that the umask lets a group write is mended
+    (folder / "planted-cache").write_bytes(b"0")
+    (folder / "planted-cache").chmod(0o666)
+    (folder / "linked-cache").symlink_to(file)
+    jaxcache.keep_compiled(folder)
+    assert list(folder.glob("*-cache")) == [file] and "2 of jax's programs" in said(caplog)[0]
+
+
+def test_without_its_checksums_nothing_of_jax_s_cache_is_trusted(folder, caplog):
+    jaxcache.keep_compiled(folder)
+    program(19).compile()
+    jaxcache.seal()
+    (file,) = folder.glob("*-cache")
+    sums = folder / "duetto" / jaxcache.SUMS
+    sums.write_bytes(flipped(sums.read_bytes(), 500))
+    jaxcache.keep_compiled(folder)
+    assert not file.exists() and [str(sums) in said(caplog)[0], str(folder) in said(caplog)[1]] == [
+        True,
+        True,
+    ]
+    jaxcache.keep_compiled(folder)
+    assert len(said(caplog)) == 2
+
+
+def test_a_program_that_jax_has_written_again_is_not_damaged(folder, caplog):
+    jaxcache.keep_compiled(folder)
+    program(13).compile()
+    jaxcache.seal()
+    (file,) = folder.glob("*-cache")
+    file.write_bytes(b"evicted, and compiled once more")
+    jaxcache.seal()
+    jaxcache.keep_compiled(folder)
+    assert file.exists() and not said(caplog)
+
+
+def test_nothing_is_noted_of_a_folder_that_is_the_users(folder):
+    folder.mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    program(17).compile()
+    jaxcache.seal()
+    assert not (folder / "duetto" / jaxcache.SUMS).exists()
+
+
+# ------------------------------------------------------------ rights
+
+
+def test_folders_are_made_for_one_user_whatever_the_umask_says(folder):
+    before = os.umask(0)
+    try:
+        jaxcache.keep_compiled(folder / "above" / "xla")
+        kept.write(KEY, 1)
+    finally:
+        os.umask(before)
+    made = [folder, folder / "above", folder / "above" / "xla", folder / "above" / "xla" / "duetto"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4
+    assert stat.S_IMODE((made[-1] / KEY).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_can_write_is_not_used(folder, mode, monkeypatch, caplog):
+    jaxcache.keep_compiled(folder)
+    kept.compile(KEY, program())
+    (folder / "duetto").chmod(mode)
+    monkeypatch.setattr(pickle, "loads", fails)
+    assert kept.load(KEY, DEVICE) is None
+    kept.write("b", 1)
+    assert not (folder / "duetto" / "b").exists() and (folder / "duetto" / KEY).exists()
+    (line,) = said(caplog)
+    assert f"not kept in {folder / 'duetto'}" in line and "chmod go-w" in line
+
+
+def test_jax_gets_no_folder_that_others_can_write(folder, caplog):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    folder.mkdir()
+    folder.chmod(0o777)
+    jaxcache.keep_compiled(folder)
+    assert jax.config.values["jax_compilation_cache_dir"] == before
+    assert str(folder) in said(caplog)[0]
+
+
+def test_a_file_that_others_can_write_or_that_is_a_link_is_not_read(folder, monkeypatch):
+    jaxcache.keep_compiled(folder)
+    kept.compile(KEY, program())
+    file = folder / "duetto" / KEY
+    monkeypatch.setattr(pickle, "loads", fails)
+    file.chmod(0o620)
+    assert kept.load(KEY, DEVICE) is None and file.exists()
+    file.chmod(0o600)
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+    assert kept.load(KEY, DEVICE) is None and file.is_symlink()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="a system without users")
+def test_owners_are_the_user_and_root(monkeypatch):
+    def found(uid: int, mode: int = 0o40700) -> bool:
+        return store.owned(os.stat_result((mode, 0, 0, 0, uid, 0, 0, 0, 0, 0)))
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert found(1000) and found(0) and found(1000, 0o40755)
+    assert not found(1001) and not found(1000, 0o40775) and not found(0, 0o40757)
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(folder, monkeypatch, caplog):
+    folder.write_text("in the way")
+    jaxcache.keep_compiled(folder)
+    assert str(folder) in said(caplog)[0]
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    jax.config.update("jax_compilation_cache_dir", None)
+    jaxcache.keep_compiled()
+    assert "no home" in said(caplog)[1] and jax.config.values["jax_compilation_cache_dir"] is None
+
+
+# ------------------------------------------------------------ writing
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(Path(a).name), replace(a, b)))
+    store.write(folder, "a", b"1")
+    store.write(folder, "a", b"2")
+    assert done[0] == done[2] == "fsync" and len({*done}) == 3  # and temporary names are never the same
+    assert store.read(folder, "a") == b"2" and os.listdir(folder) == ["a"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    store.write(folder, "a", b"1")
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        store.write(folder, "a", b"2")
+    assert store.read(folder, "a") == b"1" and os.listdir(folder) == ["a"]
+
+
+# ------------------------------------------------------------ a limit
+
+
+def aged(folder: Path, name: str, seconds: float) -> None:
+    used = time.time() - seconds
+    os.utime(folder / name, (used, used))
+
+
+def test_the_least_recently_used_go_first_and_never_what_was_just_used(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    for name in "abcd":
+        store.write(folder, name, bytes(1000))
+    for age, name in enumerate("dcba"):
+        aged(folder, name, store.GRACE + 100 + age)
+    assert store.read(folder, "a") is not None  # the oldest, and now the newest
+    monkeypatch.setattr(store, "LIMIT", 3 * 1100)
+    store.write(folder, "e", bytes(1000))
+    assert sorted(os.listdir(folder)) == ["a", "d", "e"]
+    monkeypatch.setattr(store, "LIMIT", 1)
+    store.trim(folder)
+    assert sorted(os.listdir(folder)) == ["a", "e"]
+
+
+def test_two_processes_may_trim_at_once(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    for name in "ab":
+        store.write(folder, name, bytes(10))
+        aged(folder, name, store.GRACE + 100)
+    monkeypatch.setattr(store, "LIMIT", 1)
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda path: (unlink(path), unlink(path)))  # the other one was first
+    store.trim(folder)
+    assert os.listdir(folder) == []
+
+
+def test_jax_bounds_its_own_cache_also_one_that_had_no_limit(folder, monkeypatch):
+    folder.mkdir(mode=0o700)
+    (folder / "old-cache").write_bytes(bytes(100_000))  # without the time of its last use
+    monkeypatch.setattr(jaxcache, "LIMIT", 100_000)
+    jax.config.update("jax_compilation_cache_max_size", -1)
+    jaxcache.keep_compiled(folder)
+    assert jax.config.values["jax_compilation_cache_max_size"] == 100_000
+    program(7).compile()  # jax would warn, and warnings are errors here
+    assert not (folder / "old-cache").exists() and len(list(folder.glob("*-cache"))) >= 1
+
+
+def test_a_size_that_the_user_has_set_stays(folder):
+    jax.config.update("jax_compilation_cache_max_size", 12345678)
+    jaxcache.keep_compiled(folder)
+    assert jax.config.values["jax_compilation_cache_max_size"] == 12345678

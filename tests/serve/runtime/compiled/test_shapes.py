@@ -1,0 +1,125 @@
+"""The table of shapes, and what is chosen about the load, follow the device."""
+
+from dataclasses import replace
+from itertools import product
+
+import jax.numpy as jnp
+import pytest
+
+from duetto.kvcache.pages import page_bytes
+from duetto.model.config import ModelConfig
+from duetto.model.pair import PairConfig
+from duetto.serve.host.devices import MEMORY_FRACTION
+from duetto.serve.options.checks import round_up
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.planning import abstract_params
+from duetto.serve.planner.roofline.targets import here
+from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, table
+from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
+
+GIB = 1 << 30
+
+
+def shapes(platform: str, **options: object) -> dict[str, list[tuple[int, int]]]:
+    chosen = EngineOptions(**options)
+    found = table(chosen, Sizes(4096, chosen.seats, (64,), 64), shared=True, platform=platform)
+    phases = ("prefill", "decode", "verify")
+    return {phase: [(s.rows, s.tokens) for s in found if s.phase == phase] for phase in phases}
+
+
+def test_shapes_of_a_cpu_are_narrow_and_those_of_an_accelerator_wide():
+    load = {"max_num_seqs": 256, "max_prefill_tokens": 2048}
+    cpu, gpu = shapes("cpu", **load), shapes("gpu", **load)
+    assert cpu["decode"][0] == (8, 1) and cpu["prefill"][0] == (1, 64)
+    assert gpu["decode"] == [(64, 1), (128, 1), (256, 1)]
+    assert gpu["prefill"] == [(1, 512), (1, 1024), (1, 2048), (32, 32), (64, 32)]
+
+
+def test_without_the_contract_an_accelerator_has_narrow_ones_too():
+    load = {"max_num_seqs": 64, "max_prefill_tokens": 512, "reproducible": False}
+    found, cpu = shapes("gpu", **load), shapes("cpu", **load)
+    assert found == cpu | {"prefill": [s for s in cpu["prefill"] if s not in ((2, 32), (4, 32))]}
+    assert found["decode"][0] == (1, 1) and found["prefill"][0] == (1, 64)
+
+
+def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contract():
+    load = {"max_num_seqs": 64, "max_prefill_tokens": 512}
+    cpu = shapes("cpu", **load)
+    wide = {"prefill": [s for s in cpu["prefill"] if s not in ((2, 32), (4, 32))]}
+    assert shapes("gpu", **load, fixed_products=True) == cpu | wide
+    assert shapes("cpu", **load, fixed_products=True) == shapes("cpu", **load)
+
+
+def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 7}}
+    options = EngineOptions(max_num_seqs=64, **guesses)
+    found = [
+        shape
+        for shape in table(options, Sizes(4096, 64, (64,), 64), shared=True, platform="gpu")
+        if shape.phase == "verify"
+    ]
+    assert [shape.area for shape in found] == [64, 128, 256]
+    assert all((shape.rows, shape.tokens) == (64, 8) for shape in found)
+
+
+def test_what_guesses_beside_the_model_does_not_do_so_for_all_seats():
+    config = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3}
+    options = EngineOptions(max_num_seqs=8, speculative_config=config)
+    found = table(options, Sizes(4096, 8, (64,), 64), shared=True, platform="cpu")
+    verify = [(s.rows, s.packed) for s in found if s.phase == "verify"]
+    assert verify == [(1, 8), (2, 16), (4, 32), (8, 8), (8, 16), (8, 32)]
+
+
+@pytest.mark.parametrize("seats, prefill", [(1, 16), (8, 64), (40, 300), (64, 512), (256, 8192)])
+def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
+    options = EngineOptions(max_num_seqs=seats, max_prefill_tokens=prefill)
+    sizes = Sizes(4096, seats, (64,), 64)
+    buckets = tuple(sorted({64, round_up(prefill, 64)}))
+    others = replace(options, prefill_buckets=buckets), replace(options, fixed_products=True)
+    both = replace(options, prefill_buckets=buckets, fixed_products=True)
+    for platform, chosen in product(("cpu", "gpu", "tpu"), (options, *others, both)):
+        canonical = Canonical.on(platform, chosen, sizes)
+        assert set(canonical) <= set(table(chosen, sizes, True, platform))
+        assert canonical.decode.tokens == canonical.prefill.rows == 1
+
+
+def test_a_bucket_that_was_asked_for_stays_beside_the_canonical_one():
+    found = shapes("gpu", max_prefill_tokens=1024, prefill_buckets=(64, 768, 1024))["prefill"]
+    assert [tokens for rows, tokens in found if rows == 1] == [64, 512, 768, 1024]
+
+
+@pytest.mark.parametrize(
+    "memory, seats, tokens",
+    [(None, 32, 512), (16 * GIB, 64, 512), (40 * GIB, 128, 1024), (75 * GIB, 256, 2048)],
+)
+def test_the_load_follows_the_memory_unless_it_is_chosen(memory: int | None, seats: int, tokens: int):
+    found = EngineOptions().on(memory)
+    assert (found.max_num_seqs, found.max_prefill_tokens) == (seats, tokens)
+    mine = EngineOptions(max_num_seqs=3, prefill_buckets=(64, 192)).on(memory)
+    assert (mine.max_num_seqs, mine.max_prefill_tokens) == (3, 192)
+
+
+def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
+    """Qwen3-8B in bfloat16, with what is chosen for such a card."""
+    config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
+    memory = int(85_000_000_000 * MEMORY_FRACTION)
+    options = EngineOptions().on(memory)
+    sizes = choose_sizes(PairConfig(config), options, abstract_params(config, jnp.bfloat16, here()), memory)
+    (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0], sizes.stride)
+    (page,) = page_bytes(config.layers, sizes.page_size, jnp.bfloat16)
+    assert sizes.max_num_seqs == 256 and pages * page >= 50 * GIB
+
+
+def test_a_cache_in_eight_bits_holds_twice_the_tokens():
+    """Where the memory says how many there are, but for the scales: one of 16 bits for 128 numbers."""
+    config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
+    params = abstract_params(config, jnp.bfloat16, here())
+
+    def tokens(kv_cache_dtype: str) -> int:
+        options = EngineOptions(kv_cache_dtype=kv_cache_dtype, max_num_seqs=64)
+        sizes = choose_sizes(PairConfig(config), options, params, 30 * GIB)
+        assert sizes.kv_cache_dtype == kv_cache_dtype
+        return sizes.pages[0] * sizes.page_size
+
+    for name in ("int8", "fp8_e4m3", "fp8_e5m2"):
+        assert tokens(name) / tokens("auto") == pytest.approx(2 * 128 / 130, rel=0.01)

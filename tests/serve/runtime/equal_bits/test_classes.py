@@ -1,0 +1,51 @@
+"""Which shapes serve together: a difference that few texts show is found too."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from duetto.kvcache.pages import KVCache
+from duetto.serve.runtime.compiled.shapes import Canonical, Shape
+from duetto.serve.runtime.equal_bits.probe import TEXTS, Probe, Runs, Written, finish
+
+CANONICAL, OTHER = Canonical(Shape("prefill", 1, 64), Shape("decode", 8, 1)), Shape("prefill", 4, 32)
+
+
+class Rounded(Probe):
+    """A model whose two shapes write other bits for one text only."""
+
+    def __init__(self, pool: jax.Array, differs: int):
+        self.tokens, self.pool_, self.differs, self.canonical = 128, pool, differs, CANONICAL
+        self.forget()
+
+    @property
+    def _cache(self) -> KVCache:
+        return KVCache((self.pool_,), (None,))
+
+    def _pools(self, cache: KVCache) -> Iterator[tuple[jax.Array, int]]:
+        yield self.pool_, 0
+
+    def _is_state(self, window: int) -> bool:
+        return False
+
+    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
+        yield
+        return Written(b"other" if text == self.differs and shape != CANONICAL.prefill else b"same", {})
+
+
+@pytest.mark.parametrize("differs", [0, 5, TEXTS - 1, TEXTS])
+def test_a_small_model_is_probed_with_many_texts(differs: int):
+    small = Rounded(jnp.zeros((1, 4, 64, 16), jnp.bfloat16), differs)
+    assert finish(small.agrees(OTHER)) == (differs == TEXTS)
+    assert finish(small.agrees(CANONICAL.prefill))
+
+
+def test_a_large_model_is_probed_with_one():
+    assert finish(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER))
+
+
+def test_numbers_that_are_not_rounded_tell_sooner():
+    whole = Rounded(jnp.zeros((1, 4, 64, 16), jnp.float32), 40)
+    assert finish(whole.agrees(OTHER))

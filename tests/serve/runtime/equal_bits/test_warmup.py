@@ -1,0 +1,285 @@
+"""A cold engine serves with its first programs while the others are compiled; when those come changes no
+result."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from duetto import LLM, SamplingParams
+from duetto.kvcache.tables import PageTables
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.shapes import Canonical, Shape
+from duetto.serve.runtime.equal_bits.probe import Probe
+from duetto.serve.runtime.equal_bits.warmup import Warmup, first_shapes, in_turn
+
+SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
+PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=2)
+PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 150)), [7], list(range(60, 90))] * 4
+PATIENCE = 600.0
+
+
+class Gate:
+    """Holds the compilation of what comes later back until it opens; some shapes cannot be compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.open, self.broken, add = threading.Event(), set[str](), Programs.add
+
+        def later(programs: Programs, shape: Shape) -> None:
+            assert self.open.wait(PATIENCE)
+            if str(shape) in self.broken:
+                raise RuntimeError(f"no room to compile {shape}")
+            add(programs, shape)
+
+        monkeypatch.setattr(Programs, "add", later)
+
+
+@pytest.fixture
+def gate(monkeypatch, early) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+def cold(tiny, gate) -> Iterator[LLM]:
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def warm(tiny) -> Iterator[LLM]:
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        yield llm
+
+
+def answers(llm: LLM) -> list[Any]:
+    llm.engine.tables.forget()
+    found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in found]
+
+
+def wait(llm: LLM) -> None:
+    """Until an idle engine's warm-up is over."""
+    end = time.monotonic() + PATIENCE
+    while llm.engine.warmup is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def steps(llm: LLM) -> set[str]:
+    return set(llm.report()["steps"])
+
+
+def test_it_answers_before_its_table_is_there(cold, warm, gate):
+    first = {"prefill[1,64]", "decode[8,1]"}
+    assert set(cold.report()["compiled_at"]) == first == set(cold.report()["serving_since"])
+    assert answers(cold) == answers(warm) and steps(cold) == first
+    gate.open.set()
+    wait(cold)
+    assert cold.engine.classes == warm.engine.classes
+    assert cold.report()["compiled_at"].keys() == warm.report()["compiled_at"].keys() > first
+    assert cold.report()["serving_since"].keys() == set(map(str, warm.engine.classes.shapes))
+    assert answers(cold) == answers(warm) and steps(cold) > first
+    assert cold.engine.tables.occupancy == 0 and cold.report()["compilations"] == 0
+
+
+def test_shapes_join_between_the_steps_of_what_runs(cold, warm, gate):
+    expected = answers(warm)
+    gate.open.set()
+    while cold.engine.warmup is not None:
+        assert answers(cold) == expected
+    assert cold.engine.classes == warm.engine.classes and answers(cold) == expected
+
+
+def test_what_cannot_be_compiled_is_left_out(cold, warm, gate, caplog):
+    gate.broken.add("decode[16,1]")
+    gate.open.set()
+    wait(cold)
+    lost = set(warm.engine.classes.shapes) - set(cold.engine.classes.shapes)
+    assert set(map(str, lost)) == {"decode[16,1]"} and "decode[16,1] does not serve" in caplog.text
+    assert answers(cold) == answers(warm)
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, serving):
+    """However often it fails: no caller hears of it, and the first programs go on."""
+    run, expected = Programs.run, answers(warm)
+
+    def fails(programs: Programs, shape: Shape, *rest: Any) -> Any:
+        if str(shape) not in ("prefill[1,64]", "decode[8,1]"):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return run(programs, shape, *rest)
+
+    monkeypatch.setattr(Programs, "run", fails)
+    gate.open.set()
+    while serving and cold.engine.warmup is not None:
+        assert answers(cold) == expected
+    wait(cold)
+    monkeypatch.undo()
+    assert set(map(str, cold.engine.classes.shapes)) == {"prefill[1,64]", "decode[8,1]"}
+    assert answers(cold) == expected and cold.engine.tables.occupancy == 0
+
+
+@pytest.mark.parametrize("broken", ["__init__", "same_bits"])
+def test_what_cannot_be_compared_at_all(tiny, gate, warm, monkeypatch, caplog, broken):
+    def fails(*_: Any) -> Any:
+        raise ValueError("nothing to read with")
+
+    monkeypatch.setattr(Probe, broken, fails)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        gate.open.set()
+        wait(llm)
+        assert "nothing to read with" in caplog.text
+        assert answers(llm) == answers(warm) and llm.engine.tables.occupancy == 0
+
+
+def test_a_stop_token_leaves_no_step_in_the_way(cold, gate):
+    """The step after a stop token is on its way already when its request ends."""
+    (output,) = cold.generate([PROMPTS[0]], PARAMS, use_tqdm=False)
+    stop = output.outputs[0].token_ids[4]
+    cold.generate([PROMPTS[0]], replace(PARAMS, stop_token_ids=[stop]), use_tqdm=False)
+    assert cold.engine.has_work
+    gate.open.set()
+    wait(cold)
+    assert not cold.engine.has_work
+
+
+def test_what_another_thread_compiles_meanwhile_is_compared_too(tiny, warm, early, monkeypatch):
+    """Of several threads one may take a shape, the largest, before the pages are counted that comparing
+    takes."""
+    prepare, add = Warmup._prepare, Programs.add
+    taken, counted = threading.Event(), threading.Event()
+
+    def late(warmup: Warmup) -> None:
+        assert taken.wait(PATIENCE)
+        prepare(warmup)
+        counted.set()
+
+    def slow(programs: Programs, shape: Shape) -> None:
+        taken.set()
+        assert counted.wait(PATIENCE)
+        add(programs, shape)
+
+    monkeypatch.setattr(Warmup, "_prepare", late)
+    monkeypatch.setattr(Programs, "add", slow)
+    monkeypatch.setattr(kept, "cores", lambda: 4)
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        wait(llm)
+        assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)
+
+
+def test_sleep_and_other_parameters_while_it_compares(tiny, cold, warm, gate):
+    gate.open.set()
+    while not cold._session.warm():  # until something is compared
+        time.sleep(0.01)
+    cold.sleep(level=1)
+    assert not cold._session.warm()
+    cold.wake_up()
+    doubled = jax.tree.map(lambda x: x * 2, tiny.params)
+    cold.update_params(doubled)
+    wait(cold)
+    cold.update_params(tiny.params)
+    assert cold.engine.classes == warm.engine.classes and answers(cold) == answers(warm)
+
+
+def test_a_closed_engine_compiles_nothing_more(tiny, gate):
+    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        programs, missing = llm.engine.programs, len(llm.engine.programs.missing)
+    gate.open.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("duetto-warmup"):
+            thread.join(PATIENCE)
+    assert missing > 2 and len(programs.steps) < 2 + missing
+
+
+def test_settings_of_a_block_of_code_keep_threads_out(tiny, early):
+    with jax.default_matmul_precision("float32"), LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+        assert llm.engine.warmup is None and not llm.engine.programs.missing
+
+
+@pytest.mark.parametrize("broken", [set(), {"verify[16,4] of 16", "decode[16,1]"}])
+def test_speculation_begins_once_its_steps_are_known(tiny, gate, warm, broken):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    gate.broken |= broken
+    with LLM.from_params(tiny.config, tiny.params, speculative_config=ngram, **SIZES) as llm:
+        assert answers(llm) == answers(warm) and llm.engine.speculation is None
+        gate.open.set()
+        wait(llm)
+        classes, speculation = llm.engine.classes, llm.engine.speculation
+        assert classes.verify and not broken & set(map(str, classes.shapes))
+        assert speculation is not None and speculation.controller is not None
+        timed = {(s.rows, 0) for s in classes.decode} | {(s.packed, 3) for s in classes.verify}
+        assert set(speculation.controller.seconds) == timed
+        assert answers(llm) == answers(warm)
+
+
+def test_without_any_verification_it_goes_on_without_guesses(tiny, gate, warm, caplog):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM.from_params(tiny.config, tiny.params, speculative_config=ngram, **SIZES) as llm:
+        gate.broken |= {str(s) for s in llm.engine.programs.missing if s.phase == "verify"}
+        gate.open.set()
+        wait(llm)
+        assert llm.engine.speculation is None and "no verification gives the bits of decode" in caplog.text
+        assert answers(llm) == answers(warm)
+
+
+def test_without_the_contract_all_shapes_join(tiny, early):
+    with LLM.from_params(tiny.config, tiny.params, reproducible=False, **SIZES) as llm:
+        wait(llm)
+        assert set(llm.engine.classes.shapes) == set(llm.engine.programs.steps)
+
+
+# ------------------------------------------------------------ parts
+
+
+def test_the_first_shapes_serve_everything():
+    canonical = Canonical(Shape("prefill", 1, 64), Shape("decode", 8, 1))
+    shapes = [Shape("prefill", 1, 128), Shape("prefill", 8, 32), Shape("decode", 1, 1), Shape("decode", 4, 1)]
+    assert first_shapes([*shapes, *canonical], canonical) == canonical
+    assert first_shapes([*shapes, Shape("decode", 8, 4)], canonical) == (shapes[0], shapes[3])
+
+
+def test_it_ends_under_a_load_that_takes_all_pages(tiny, gate):
+    """Requests that come one after the other, the longest as long as the pool, do not starve it."""
+    with LLM.from_params(tiny.config, tiny.params, max_batched_token_mem=256, **SIZES) as llm:
+        gate.open.set()
+        for i in range(2000):
+            size = 250 if i % 5 == 0 else 90
+            llm.engine.tables.forget()
+            llm.add_request([i % 300] * size, SamplingParams(temperature=0.0, max_tokens=5))
+            for _ in range(4):
+                llm.step()
+            if llm.engine.warmup is None:
+                break
+        assert llm.engine.warmup is None
+        while llm.has_unfinished_requests():
+            llm.step()
+
+
+def test_the_largest_of_each_phase_come_first():
+    small, large = Shape("prefill", 1, 64), Shape("prefill", 1, 128)
+    narrow, wide = Shape("decode", 8, 1), Shape("decode", 16, 1)
+    assert in_turn([small, narrow, large, wide]) == [wide, large, narrow, small]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 20), (20, 40)])
+def test_lent_pages_leave_what_requests_need(windows):
+    tables = PageTables(windows, [8] * len(windows), 16, 16)
+    one = tables.admit([[] for _ in windows], 40, 64)
+    assert tables.growth(one, 64) == (windows[0] is None)
+    assert tables.lend(9, spare=0) is None
+    assert windows[0] is not None or tables.lend(3, spare=3) is None
+    assert tables.is_lending and not tables.fits([[] for _ in windows], 48, 64, spare=0)  # they are claimed
+    lent = tables.lend(3, spare=1)
+    assert lent is not None and [len(pages) for pages in lent] == [3] * len(windows)
+    assert not set(lent[0]) & set(one[0])
+    assert tables.is_lending and tables.fits([[] for _ in windows], 1, 16, spare=1)
+    tables.take_back(lent)
+    tables.release(one, 64)
+    assert tables.occupancy == 0 and tables.reserved == [0] * len(windows) and not tables.is_lending

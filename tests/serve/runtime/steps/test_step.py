@@ -1,0 +1,153 @@
+"""The one step at its other shapes: verification of guesses, several decode steps in one dispatch, stops on
+the device."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto import SamplingParams
+from duetto.kvcache.pages import Batch, empty_cache
+from duetto.sampling.params import knobs_row
+from duetto.serve.runtime.steps.scoring import NEVER
+from duetto.serve.runtime.steps.step import Seat, decode, empty_slots, prefill, seat, verify
+
+pytestmark = pytest.mark.as_served
+
+PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+SEEDED = SamplingParams(temperature=0.9, frequency_penalty=0.5, logprobs=0)
+SLOT = 1
+
+
+class Device:
+    """One request in slot 1 of a small device state, stepped by hand."""
+
+    def __init__(self, model, params: SamplingParams, stop_ids=(), end=100):
+        self.config, self.params = model.config, model.params
+        self.cache = empty_cache(model.config.layers, (16,), 64, jnp.float32)
+        knobs = knobs_row(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
+        new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER), knobs)
+        self.slots = seat(empty_slots(3, model.config.vocab_size), jnp.int32(SLOT), new)
+        self.length = 0
+
+    def run(self, program, tokens, count=None, packed=None):
+        """Feed tokens after those that were fed before; gives the emitted tokens and their
+        log-probabilities."""
+        batch = Batch(
+            tokens=jnp.array([tokens, [0] * len(tokens)], jnp.int32),
+            start=jnp.array([self.length, 0], jnp.int32),
+            count=jnp.array([count or len(tokens), 0], jnp.int32),
+            page_tables=(jnp.array([[3, 7], [0, 0]], jnp.int32),),
+            slot=jnp.array([SLOT, 3], jnp.int32),
+            packed=None if packed is None else jnp.array(packed, jnp.int32),
+        )
+        self.cache, self.slots, out = compiled(program, self.config)(
+            self.params, self.cache, self.slots, batch
+        )
+        emitted = np.asarray(out.sampled.token[0]) >= 0
+        return [np.asarray(x[0])[emitted].tolist() for x in (out.sampled.token, out.sampled.logprob)]
+
+    def prompt(self):
+        first, _ = self.run(prefill, PROMPT.tolist())
+        self.length = len(PROMPT)
+        return first
+
+
+@cache
+def compiled(program, config):
+    return jax.jit(partial(program, config=config))
+
+
+def plain(model, params, count, **limits):
+    """Tokens by decoding one at a time."""
+    device = Device(model, params, **limits)
+    tokens = device.prompt()
+    for _ in range(count - 1):
+        tokens += device.run(decode, [-1])[0]
+        device.length += 1
+    return tokens
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_verify_emits_what_decode_would(tiny, params, right):
+    """Guesses that are right are kept, and the sample after the last right one comes on top."""
+    want = plain(tiny, params, 6)
+    guesses = [t if i < right else (t + 1) % 300 for i, t in enumerate(want[1:4])]
+    device = Device(tiny, params)
+    device.prompt()
+    emitted, _ = device.run(verify, [-1, *guesses])
+    assert emitted == want[1 : right + 2]
+    device.length += len(emitted)
+    after, _ = device.run(decode, [-1])
+    assert after == [want[right + 2]], "a wrong guess has left something behind"
+
+
+def test_verify_takes_shorter_guesses_in_the_same_shape(tiny):
+    want = plain(tiny, GREEDY, 4)
+    device = Device(tiny, GREEDY)
+    device.prompt()
+    emitted, _ = device.run(verify, [-1, want[1], 0, 0], count=2)
+    assert emitted == want[1:3]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_places_without_a_token_need_not_be_computed(tiny, params):
+    """Three of eight places hold a token; in any order among the rows that are computed."""
+    want = plain(tiny, params, 5)
+    for packed in ([0, 1, 2, 8], [8, 2, 0, 1, 8]):
+        device = Device(tiny, params)
+        device.prompt()
+        emitted, _ = device.run(verify, [-1, *want[1:3], 0], count=3, packed=packed)
+        assert emitted == want[1:4]
+        device.length += 3
+        assert device.run(decode, [-1])[0] == want[4:5]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_several_steps_in_one_dispatch(tiny, params):
+    want = plain(tiny, params, 9)
+    device = Device(tiny, params)
+    found = device.prompt()
+    for _ in range(2):
+        tokens, logprobs = device.run(decode, [-1] * 4)
+        found += tokens
+        device.length += 4
+        assert all(p < 0 for p in logprobs)
+    assert found == want
+
+
+def test_decode_replays_the_tokens_it_is_given(tiny):
+    """As for a preempted request: known tokens are fed, nothing is emitted for them, then sampling goes
+    on."""
+    want = plain(tiny, SEEDED, 8)
+    device = Device(tiny, SEEDED)
+    knobs = knobs_row(
+        SamplingParams(temperature=0.9, logprobs=0), seed=9, stop_ids=(), prompt_len=len(PROMPT)
+    )
+    free = plain(tiny, SamplingParams(temperature=0.9, logprobs=0), 8)
+    new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER), knobs)
+    device.slots = seat(device.slots, jnp.int32(SLOT), new)
+    assert device.prompt() == []
+    emitted, _ = device.run(decode, [*free[:3], -1])
+    assert emitted == free[3:5]
+    assert want[:1] == free[:1]
+
+
+def test_stop_ids_and_the_end_stop_on_the_device(tiny):
+    want = plain(tiny, GREEDY, 8)
+    stop = next(t for i, t in enumerate(want) if i >= 2 and t not in want[:i])
+    device = Device(tiny, GREEDY, stop_ids=(stop,))
+    found = device.prompt()
+    for _ in range(2):
+        found += device.run(decode, [-1] * 4)[0]
+        device.length += 4
+    assert found == want[: want.index(stop) + 1]
+    ended = Device(tiny, GREEDY, end=len(PROMPT) + 3)
+    found = ended.prompt()
+    found += ended.run(decode, [-1] * 4)[0]
+    assert found == want[:3]
+    assert not bool(ended.slots.live[SLOT])

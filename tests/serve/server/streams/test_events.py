@@ -1,0 +1,130 @@
+"""Chats and responses of a model that reasons, whole and as events that OpenAI's own types accept."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.server.streams import completion_stream
+from duetto.serve.server.streams import responses_stream as responses
+from duetto.serve.server.streams.completion_request import asked_of, asked_of_response
+from duetto.serve.text.openai.replies import Replies
+from duetto.serve.text.outputs import CompletionOutput, RequestOutput
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+
+TEMPLATE = "{{ messages[-1].content }}{% if '</think>' in messages[0].content %}{% endif %}"
+PIECES = ["<th", "ink>may", "be</thi", "nk>", "y", "es"]
+ASKED = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 6}
+INPUT = {"input": "Is it?", "max_output_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def replies() -> Replies:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    assert tokenizer is not None
+    tokenizer.chat_template = TEMPLATE
+    return Replies("demo", tokenizer)
+
+
+def pieces(texts: list[str], reason: str = "stop") -> list[CompletionOutput]:
+    ends = [*[None] * (len(texts) - 1), reason]
+    return [CompletionOutput(0, text, [7], finish_reason=end) for text, end in zip(texts, ends, strict=True)]
+
+
+def result(texts: list[str], prompt_ids: list[int], reason: str = "stop") -> RequestOutput:
+    ids = [7] * len(texts)
+    return RequestOutput(
+        "0", None, prompt_ids, [CompletionOutput(0, "".join(texts), ids, finish_reason=reason)]
+    )
+
+
+def records(written: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in written.decode().splitlines() if line.startswith("data: {")]
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+
+
+def streamed(events: Any, outputs: list[CompletionOutput]) -> list[dict[str, Any]]:
+    written = events.begin() + b"".join(events.chunks([one]) for one in outputs)
+    return records(written + events.end(3, 1))
+
+
+def test_a_chat_has_its_reasoning_beside_its_answer(replies):
+    asked = asked_of("chat", ASKED, {})
+    reply = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])
+    ChatCompletion.model_validate(reply)
+    message = reply["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == (
+        "maybe",
+        "maybe",
+        "yes",
+    )
+    deltas = [
+        c["delta"]
+        for r in streamed(completion_stream.Events(replies, "1", asked), pieces(PIECES))
+        for c in r["choices"]
+    ]
+    for name, text in (("reasoning", "maybe"), ("reasoning_content", "maybe"), ("content", "yes")):
+        assert "".join(delta.get(name, "") for delta in deltas) == text
+
+
+def test_reasoning_that_nobody_wants_is_left_out(replies):
+    asked = asked_of("chat", ASKED | {"include_reasoning": False}, {})
+    message = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "yes"}
+
+
+def test_a_template_may_begin_the_reasoning(replies):
+    begun = replies.tokenizer.encode("Is it?<think>\n")
+    asked = asked_of("chat", ASKED, {})
+    message = completion_stream.whole(replies, "1", asked, [result(["maybe</think>yes"], begun)])["choices"][
+        0
+    ]["message"]
+    assert (message["reasoning"], message["content"]) == ("maybe", "yes")
+
+
+def test_models_that_do_not_reason_have_their_text_as_it_is():
+    plain = Replies("demo", Tokenizer.from_folder(DEMO))
+    message = completion_stream.whole(plain, "1", asked_of("chat", ASKED, {}), [result(PIECES, [5])])[
+        "choices"
+    ][0]["message"]
+    assert message == {"role": "assistant", "content": "".join(PIECES)}
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
+def test_a_response_is_an_item_of_reasoning_and_a_message(replies, reason, status):
+    asked = asked_of_response(INPUT, {})
+    whole = responses.whole(replies, "1", asked, [result(PIECES, [5, 6, 7], reason)])
+    response: Any = Response.model_validate(whole)
+    assert response.output_text == "yes" and response.status == status
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "maybe"
+    assert whole["usage"]["output_tokens"] == 6 and whole["usage"]["total_tokens"] == 9
+    events = streamed(responses.ResponseEvents(replies, "1", asked, [5, 6, 7]), pieces(PIECES, reason))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    known: Any = TypeAdapter(ResponseStreamEvent)
+    parsed = [known.validate_python(event) for event in events]
+    assert [e.type for e in parsed if "delta" not in e.type] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.reasoning_text.done", "response.output_item.done", "response.output_item.added",
+        "response.content_part.added", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", f"response.{status}",
+    ]  # fmt: skip
+    texts = [
+        "".join(e["delta"] for e in events if e["type"] == f"response.{kind}.delta")
+        for kind in ("reasoning_text", "output_text")
+    ]
+    assert texts == ["maybe", "yes"]
+    last = events[-1]["response"]
+    assert last | {"created_at": 0, "usage": None} == whole | {"created_at": 0, "usage": None}
+
+
+def test_an_answer_without_text_is_an_empty_message(replies):
+    asked = asked_of_response(INPUT, {})
+    events = streamed(responses.ResponseEvents(replies, "1", asked, []), pieces([""]))
+    assert [item["content"] for item in events[-1]["response"]["output"]] == [
+        [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+    ]

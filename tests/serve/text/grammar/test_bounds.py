@@ -1,0 +1,156 @@
+"""What compiling grammars may cost, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cases.text.letters import letters
+from cases.waiting import until
+from tokenizers import AddedToken
+
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.text.grammar.gauge import Bounds
+from duetto.serve.text.grammar.grammars import BOUNDS, Grammars
+
+END, V = 256, 300
+SMALL = StructuredOutputsParams(choice=["yes", "no"])
+COSTLY = [  # each takes seconds and hundreds of MiB
+    StructuredOutputsParams(json={"type": "integer", "multipleOf": 999979}),
+    StructuredOutputsParams(regex="(x{1000}){1000}"),
+    StructuredOutputsParams(
+        grammar="\n".join(
+            ["root ::= a20", *(f"a{i} ::= a{i - 1} a{i - 1}" for i in range(1, 21)), 'a0 ::= "x"']
+        )
+    ),
+]
+SECONDS = 60.0  # a test that waits for longer has failed
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Grammars]]:
+    made: list[Grammars] = []
+
+    def one(bounds: Bounds = BOUNDS) -> Grammars:
+        made.append(Grammars(letters(None, AddedToken("<end>", special=True)), V, [END], bounds))
+        return made[-1]
+
+    yield one
+    for grammars in made:
+        grammars.close()
+
+
+def multiple(n: int) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json={"type": "integer", "multipleOf": n})
+
+
+@pytest.mark.parametrize("asked", COSTLY)
+def test_a_costly_grammar_is_refused_by_the_option(make, asked):
+    for bounds, why in (
+        (Bounds(0.1, 1 << 30), "compiling it takes more than the 0.1 s that max_grammar_seconds allows"),
+        (Bounds(60.0, 24 << 20), "compiling it takes more than the 24 MiB that max_grammar_mib allows"),
+    ):
+        grammars = make(bounds)
+        with pytest.raises(ValueError, match=f"^structured_outputs is not allowed: {why}"):
+            grammars.constraint(asked, 0)
+        assert grammars.constraint(SMALL, 0).failure is None and not grammars._jobs
+
+
+def test_many_choices_are_compiled(make):
+    grammars = make()
+    grammars.constraint(StructuredOutputsParams(choice=[f"choice {i}" for i in range(50_000)]), 0)
+    assert 0 < grammars._kept.bytes <= BOUNDS.bytes
+
+
+def test_kept_grammars_are_bounded_by_their_bytes(make):
+    """And those that requests still have are found, kept or not."""
+    grammars = make(Bounds(10.0, 12 << 20))
+    held = grammars.constraint(multiple(9973), 0)
+    for n in (9967, 9949, 9941, 9931, 9929, 9923):
+        grammars.constraint(multiple(n), 0)
+        assert 0 < grammars._kept.bytes <= 12 << 20
+    until(lambda: grammars._kept.alive <= 16 << 20)
+    wanted = grammars.wanted(multiple(9973))
+    assert wanted.future.done() and wanted.future.result() is held._origin
+    wanted.leave()
+
+
+def test_a_grammar_for_which_no_request_waits_is_dropped(make):
+    grammars = make(Bounds(600.0, 64 << 30))
+    first, second = (grammars.wanted(multiple(999979)) for _ in range(2))
+    assert first.future is second.future
+    until(lambda: grammars._slow.job is not None)
+    queued = grammars.wanted(multiple(999983))
+    first.leave()
+    queued.leave()
+    assert grammars._slow.job is not None and not second.future.done()
+    second.leave()
+    until(lambda: not grammars._jobs)
+    assert not second.future.done() and grammars.constraint(SMALL, 0).failure is None
+
+
+def test_small_grammars_do_not_wait_for_large_ones(make):
+    grammars = make(Bounds(600.0, 64 << 30))
+    slow = [grammars.wanted(multiple(n)) for n in (999979, 999983, 999961)]
+    grammars.constraint(SMALL, 0)
+    assert not any(wanted.future.done() for wanted in slow)
+    for wanted in slow:
+        wanted.leave()
+    until(lambda: not grammars._jobs)
+
+
+def test_a_process_that_is_lost_is_replaced(make):
+    grammars = make()
+    grammars.constraint(SMALL, 0)
+    running = grammars._quick.gauge._running
+    os.killpg(running[0].pid, signal.SIGKILL)
+    assert grammars.constraint(StructuredOutputsParams(regex="a+"), 0).failure is None
+
+
+def test_large_grammars_wait_for_memory_of_others(make):
+    """Unless the thread that wants one makes requests ahead of those that give it back."""
+    most = 40 << 20
+    grammars = make(Bounds(60.0, most))
+    held = [grammars.constraint(multiple(n), 0) for n in range(39_970, 39_990, 2)]
+    assert grammars._kept.alive > 2 * most >= 2 * grammars._kept.bytes
+    wanted = grammars.wanted(multiple(39_989))
+    time.sleep(1.0)
+    assert not wanted.future.done()
+    held.clear()
+    assert 8 << 20 < wanted.future.result(SECONDS).bytes <= most
+    wanted.leave()
+
+
+OWNER = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).resolve().parents[3])]!r}
+from cases.text.letters import letters
+from tokenizers import AddedToken
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.text.grammar.grammars import Grammars
+grammars = Grammars(letters(None, AddedToken("<end>", special=True)), {V}, [{END}])
+grammars.constraint(StructuredOutputsParams(choice=["yes"]), 0)
+print(grammars._quick.gauge._running[0].pid, "jax" in sys.modules, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
+def test_the_process_ends_with_a_server_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        with closing(owner.stdout):
+            pid, has_jax = owner.stdout.readline().split()
+            owner.kill()
+    assert has_jax == "False"
+    until(lambda: not is_running(pid))
+
+
+def is_running(pid: str) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"

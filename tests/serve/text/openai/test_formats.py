@@ -1,0 +1,90 @@
+"""What bodies say of an output's form, under all the names that there are for it."""
+
+from typing import Any
+
+import pytest
+
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.jobs.batch.lines import task_of
+from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.responses import task_of_response
+from duetto.serve.text.openai.tasks import task_of_body
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OPENAI = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def asked(body: dict[str, Any]) -> StructuredOutputsParams | None:
+    """Of a completion and of a chat, alone and in a line of a batch."""
+    completion, chat = {"prompt": "x"} | body, CHAT | body
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    tasks = [
+        task_of_body("completion", None, completion, {}, None),
+        task_of_body("chat", None, chat, {}, None),
+        task_of(line, {}, 0),
+    ]
+    first, *others = [task.params.structured_outputs for task in tasks]
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("body", "meant"),
+    [
+        ({"response_format": OPENAI}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ],
+)  # fmt: skip
+def test_names_of_an_outputs_form(body, meant):
+    assert asked(body) == StructuredOutputsParams(**meant)
+
+
+def test_text_is_no_form():
+    assert asked({"response_format": {"type": "text"}, "guided_json": None}) is None
+    line = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
+    assert task_of(line, {}, 0).params.structured_outputs == StructuredOutputsParams(choice=["a"])
+
+
+def test_a_responses_format_is_in_its_text():
+    own = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    found = task_of_response({"input": "x", "text": {"format": own, "verbosity": "low"}}, {})
+    assert found.params.structured_outputs == StructuredOutputsParams(json=SCHEMA)
+    assert task_of_response({"input": "x", "text": {}}, {}).params.structured_outputs is None
+    with pytest.raises(RequestError, match='text="schema"'):
+        task_of_response({"input": "x", "text": {"schema": SCHEMA}}, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"response_format": {"type": "grammar"}}, r'response_format.type="grammar" .*json_schema'),
+        ({"response_format": "json"}, r"response_format.type=null"),
+        ({"response_format": {"type": "json_schema"}}, "response_format needs a schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format needs a schema"),
+        ({"response_format": OPENAI, "guided_regex": "a"}, "guided_regex and response_format.*only one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs=regex and choice"),
+        ({"structured_outputs": {}}, "structured_outputs=None .*one of json"),
+        ({"structured_outputs": {"rx": "a"}}, "unknown field of structured_outputs 'rx'"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag='a' is not sup"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json='{' .*a JSON object"),
+        ({"structured_outputs": {"json": "[1]"}}, r"structured_outputs.json='\[1\]' .*a JSON object"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, r"structured_outputs.choice=\['a', ''\]"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice='a'.*array"),
+        ({"guided_regex": 3}, "structured_outputs.regex=3"),
+    ],
+)
+def test_what_is_wrong_is_named(body, named):
+    with pytest.raises(RequestError, match=named):
+        asked(body)
+
+
+def test_a_text_is_no_list_of_choices():
+    with pytest.raises(TypeError, match="structured_outputs.choice='ab'"):
+        StructuredOutputsParams(choice="ab")

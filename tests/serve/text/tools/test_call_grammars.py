@@ -1,0 +1,150 @@
+"""What grammars of calls allow: what templates write, and only what reads as calls of the tools."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from cases.text.dialects import ARGUMENTS, ASKED, CALL, FAMILIES, TOKENS, TOOL, template
+from cases.text.letters import letters
+from tokenizers import AddedToken
+
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.text.openai.dialect import Dialect
+from duetto.serve.text.tokenizer.chat import render_chat
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.incoming import Text
+from duetto.serve.text.tools.notations import LAYOUTS, notation_of
+from duetto.serve.text.tools.parting import Parting, Thought, text_of, whole_calls
+from duetto.serve.text.tools.reader import CallReader
+from duetto.serve.text.tools.tool import Tool
+from duetto.serve.text.tools.toolbox import Toolbox
+
+pytest.importorskip("llguidance")
+
+SAY = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 8},
+        "to": {"$ref": "#/$defs/Place"}, "loud": {"type": "boolean"},
+        "times": {"type": ["integer", "null"], "minimum": 0, "maximum": 99},
+    },
+    "required": ["to"],
+    "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],
+                        "additionalProperties": False}},
+}  # fmt: skip
+FUNCTIONS = [{"name": "say", "parameters": SAY}, {"name": "now"}, TOOL["function"]]
+TOOLS = [{"type": "function", "function": one} for one in FUNCTIONS]
+SCHEMAS = {one["name"]: one.get("parameters", {}) for one in FUNCTIONS}
+LONGEST = 120  # tokens of a walk
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    own = Tokenizer.from_folder(DEMO)
+    assert own is not None
+    return own
+
+
+@pytest.fixture(scope="module")
+def grammars(words) -> Grammars:
+    return Grammars(words, len(words), [words.eos_token_id])
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(grammars, words, asked, seed: int) -> tuple[str, bool]:
+    """A text that a grammar allows, and whether it is whole: it ends where it may, more often than not."""
+    rng, ids, end = random.Random(seed), [], words.eos_token_id
+    follower = grammars.constraint(asked, 0)
+    while len(ids) < LONGEST:
+        found = allowed(follower.masks()[0])
+        if end in found and (len(found) == 1 or rng.random() < 0.6):
+            return words.decode(ids), True
+        ids.append(rng.choice([id for id in found if id != end]))
+        follower.follow(ids)
+        assert follower.failure is None
+    return words.decode(ids), False
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_whatever_is_drawn_is_calls_with_arguments_of_their_schemas(words, grammars, name):
+    dialect, whole = Dialect(words, name), 0
+    boxes = [Toolbox(TOOLS, "required"), Toolbox(TOOLS, "required", is_several=False)]
+    for seed, box in enumerate([*boxes, Toolbox(TOOLS, "required", "say")] * 3):
+        text, is_whole = walk(grammars, words, dialect.asked(box, []), seed)
+        parting = Parting("key", None, CallReader(dialect.known(), box.tools))
+        parts = parting.take(text, at_end=True)
+        calls = whole_calls(parts)
+        if is_whole:
+            whole += 1
+            assert calls and not text_of(parts, Text), text
+            assert len({one["id"] for one in calls}) == len(calls)
+            assert len(calls) == 1 or (box.is_several and box.only is None)
+            for one in calls:
+                assert box.only in (None, one["function"]["name"])
+                checked = dict(SCHEMAS[one["function"]["name"]])
+                if name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45"):  # texts are of any length
+                    checked = json.loads(json.dumps(checked).replace("maxLength", "title-"))
+                jsonschema.validate(json.loads(one["function"]["arguments"]), checked)
+    assert whole >= 2
+
+
+# Those of which the templates of the tests sort keys, or write Python's words.
+WRITTEN = [name for name, one in FAMILIES.items() if one.calls in LAYOUTS and name not in ("granite",)]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_grammar_allows_what_the_template_writes(words, grammars, family):
+    arguments = {name: ARGUMENTS[name] for name in ("city", "days")}
+    function = {"name": "rain", "arguments": json.dumps(arguments, ensure_ascii=False)}
+    called = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": function}]}
+    whole = render_chat(template(family), [ASKED, called], **TOKENS, add_generation_prompt=False)
+    begin = notation_of(template(family)).begin
+    text = whole[whole.index(begin) :].removesuffix(FAMILIES[family].ends)
+    dialect = Dialect(words, FAMILIES[family].calls)
+    follower = grammars.constraint(dialect.asked(Toolbox([TOOL], "required"), []), 0)
+    follower.follow(words.encode(text))
+    assert follower.failure is None and words.eos_token_id in allowed(follower.masks()[0])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    source = "{{ messages[0].content }}<think></think>{{ tools }}<tool_call>"
+    own = letters(
+        source, *(AddedToken(mark, special=True) for mark in marks), AddedToken("<end>", special=True)
+    )
+    dialect, ids = Dialect(own), [own.token_id(mark) for mark in marks]
+    grammars = Grammars(own, len(own), [own.token_id("<end>")])
+    prompt = own.encode("a<think>" if begun else "a")
+    follower = grammars.constraint(dialect.asked(Toolbox(TOOLS, "required", "now"), prompt), 0)
+    first = allowed(follower.masks()[0])
+    assert (ids[1] in first and own.token_id("b") in first) if begun else first == [ids[0], ids[2]]
+    text = (
+        "" if begun else "<think>"
+    ) + 'b"</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    follower.follow(own.encode(text))
+    assert follower.failure is None and own.token_id("<end>") in allowed(follower.masks()[0])
+    parting = Parting("key", dialect.reasoning(prompt), CallReader(dialect.known(), Toolbox(TOOLS).tools))
+    parts = parting.take(text, at_end=True)
+    assert text_of(parts, Thought) == 'b"' and not text_of(parts, Text) and parting.count == 1
+    assert dialect.calls_special and dialect.keeps_special
+
+
+def test_schemas_of_arguments_are_closed_where_they_name_all():
+    place = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    closed = {"additionalProperties": False}
+    assert Tool("f").arguments == {"type": "object"} | closed
+    assert Tool("f", place).arguments == place | closed
+    assert Tool("f", place | {"additionalProperties": True}).arguments["additionalProperties"] is True
+    assert Tool("f", {"type": "object"}).arguments == {"type": "object"}
+    either = {"anyOf": [place, {"type": "object", "properties": {"y": {}}}]}
+    assert Tool("f", either).arguments == {"type": "object"} | either
+    named = Tool("f", {"$ref": "#/$defs/Place", "$defs": {"Place": place}})
+    assert named.arguments == place | closed | {"$defs": {"Place": place}}
+    assert named.schema("x") == {"type": "integer"} and named.schema("y") == {}

@@ -1,0 +1,199 @@
+"""Calls of tools told from text: by notation, however it is cut, and nothing is lost."""
+
+import json
+from typing import Any
+
+import pytest
+from cases.text.dialects import (
+    ARGUMENTS,
+    ASKED,
+    CALL,
+    CALLED,
+    FAMILIES,
+    SPELLED,
+    TOKENS,
+    TOOL,
+    template,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duetto.checkpoints.dialects import calls_of
+from duetto.serve.text.tokenizer.chat import render_chat
+from duetto.serve.text.tools.incoming import Arguments, Begun, Ended, Event, Text
+from duetto.serve.text.tools.notations import LAYOUTS, named, notation_of
+from duetto.serve.text.tools.reader import CallReader
+from duetto.serve.text.tools.tool import Tool
+
+RAIN = Tool("rain", TOOL["function"]["parameters"])
+TYPED = Tool(
+    "typed",
+    {
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "is_far": {"type": "boolean"},
+            "place": {"$ref": "#/$defs/Place"},
+            "kind": {"enum": ["1", "2"]},
+        },
+        "$defs": {"Place": {"type": "object"}},
+    },
+)
+TOOLS = (RAIN, TYPED, Tool("now"))
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Neighbours of a kind as one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            found[-1] = Text(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            found[-1] = Arguments(last.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+def read(name: str, text: str, is_several: bool = True) -> list[Event]:
+    return joined(CallReader(named(name), TOOLS, is_several).take(text, at_end=True))
+
+
+def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
+    return [Begun(name, id), Arguments(arguments), Ended()]
+
+
+HERMES = '<tool_call>\n{"name": "rain", "arguments": {"city": "O\\"}<"}}\n</tool_call>'
+IN_HERMES = call("rain", '{"city": "O\\"}<"}')
+NOW = call("now", "{}")
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now"
+BROKEN = '<tool_call>{"name": "now", "arguments": {"a": '
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "events"),
+    [
+        ("hermes", f"Look:\n\n{HERMES}\n{HERMES}\n", [Text("Look:"), *IN_HERMES, *IN_HERMES]),
+        ("hermes", f"\n\n{HERMES}\nAnd?", [*IN_HERMES, Text("\nAnd?")]),
+        ("hermes", '<tool_call>{"arguments":{},"x":[1,{}],"name":"now"}</tool_call>', NOW),
+        ("hermes", '<tool_call>{"name":"now"}\n{"name":"now"}</tool_call>', NOW * 2),
+        ("llama3_json", '{"name": "now", "parameters": {}}; {"type": "function", "name": "now"}', NOW * 2),
+        ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', NOW),
+        ("llama3_json", 'So: {"name": "now"}', [Text('So: {"name": "now"}')]),
+        ("llama4_json", 'So: <|python_start|>{"name": "now"}<|python_end|>', [Text("So:"), *NOW]),
+        ("mistral", '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]now{}',
+         [*call("now", "{}", "abc123def"), *NOW]),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now"}]', NOW * 2),
+        ("deepseek_v3", f"{DEEPSEEK}\n```json\n{{}}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", NOW),
+        ("hunyuan_a13b", '<tool_calls>[{"name": "now"}, {"name": "now"}]</tool_calls>', NOW * 2),
+        ("glm45", "<tool_call>now</tool_call>\n<tool_call>now\n</tool_call>", NOW * 2),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", NOW),
+    ],
+)  # fmt: skip
+def test_calls_by_notation(name, text, events):
+    assert read(name, text) == joined(events)
+
+
+TAGGED = [
+    ("text", " 7\nx\n", '" 7\\nx\\n"'), ("count", "7", "7"), ("count", "many", '"many"'),
+    ("share", "0.5", "0.5"), ("share", "None", "null"), ("is_far", "True", "true"), ("kind", "1", '"1"'),
+    ("place", '{"x": [1]}', '{"x": [1]}'), ("place", "{'x'}", '"{\'x\'}"'), ("other", "[]", "[]"),
+    ("share", "NaN", '"NaN"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "written", "value"), TAGGED)
+def test_values_between_tags_are_of_the_kinds_that_the_schema_says(key, written, value):
+    for name, text in {
+        "qwen3_coder": f"<function=typed>\n<parameter={key}>\n{written}\n</parameter>\n</function>\n",
+        "minimax_m2": f'<invoke name="typed"><parameter name="{key}">{written}</parameter></invoke>',
+        "glm45": f"typed\n<arg_key>{key}</arg_key>\n<arg_value>{written}</arg_value>\n",
+    }.items():
+        text = named(name).begin + text + named(name).end
+        assert read(name, text) == call("typed", f'{{"{key}": {value}}}'), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "snow", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "x"}</tool_call>'),
+        ("hermes", "<tool_call> is how I call."),
+        ("hermes", '<tool_call>{"name": "now'),
+        ("hermes", "A <tool_cal"),
+        ("llama3_json", ' {"name": "snow", "parameters": {}} '),
+        ("llama3_json", '[{"a": 1}]'),
+        ("mistral", "[TOOL_CALLS]snow[ARGS]{}"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0{"),
+        ("qwen3_coder", "<tool_call>\n<function=now\n"),
+    ],
+)
+def test_what_is_no_call_of_a_tool_stays_text(name, text):
+    assert read(name, text) == [Text(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "events"),
+    [
+        ("hermes", BROKEN + '"b', [Begun("now"), Arguments('{"a": "b'), Ended()]),
+        ("hermes", BROKEN + "</tool_call>x",
+         [Begun("now"), Arguments('{"a": '), Ended(), Text("x")]),
+        ("qwen3_coder", "<tool_call><function=typed><parameter=text>\na\"b",
+         [Begun("typed"), Arguments('{"text": "a\\"b'), Ended()]),
+        ("qwen3_coder", "<tool_call><function=typed><parameter=count>1</parameter>?",
+         [*call("typed", '{"count": 1}'), Text("?")]),
+        ("qwen3_coder", "<tool_call><function=typed><parameter=cou",
+         [Begun("typed"), Arguments("{"), Ended(), Text("<parameter=cou")]),
+    ],
+)  # fmt: skip
+def test_calls_that_are_cut_off_or_broken_keep_what_there_is(name, text, events):
+    assert read(name, text) == events
+
+
+def test_where_one_call_is_allowed_the_others_are_text():
+    assert read("hermes", HERMES + "\n" + HERMES, False) == [*IN_HERMES, Text("\n" + HERMES)]
+
+
+MARKS = sorted({mark for name in LAYOUTS for mark in (named(name).begin, named(name).end) if mark})
+FRAGMENTS = [
+    *MARKS, *"{}[]\":,;\\ \n<a", '"name": ', '"arguments": ', '{"name": "now", "arguments": {}}', "now",
+    "functions.now:0", "<function=typed>", "<parameter=text>", "</parameter>", "</function>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    HERMES, "[ARGS]",
+    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", '<invoke name="typed">', '<parameter name="count">', "1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), data=st.data())
+def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
+    begin = named(name).begin if data.draw(st.booleans()) else ""
+    text = begin + "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    whole = read(name, text)
+    reader, found = CallReader(named(name), TOOLS), []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found += reader.take(text[start:end])
+    assert joined(found + reader.take("", at_end=True)) == whole
+    if not any(isinstance(event, Begun) for event in whole):
+        assert whole == ([Text(text)] if text else [])
+
+
+@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in LAYOUTS])
+def test_calls_are_found_in_what_templates_write(family):
+    """Two of them, whose arguments are as they were."""
+    source, calls = template(family), [CALL, {**CALL, "id": "functions.rain:1"}]
+    if FAMILIES[family].as_text:
+        calls = [{**one, "function": SPELLED} for one in calls]
+    message = {**CALLED, "reasoning": None, "tool_calls": calls}
+    whole = render_chat(source, [ASKED, message], **TOKENS, add_generation_prompt=False)
+    notation = notation_of(source)
+    assert notation is not None and calls_of(source).begin == notation.begin
+    text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
+    found: list[Any] = joined(CallReader(notation, [RAIN]).take(text, at_end=True))
+    assert [type(event) for event in found] == [Begun, Arguments, Ended] * 2
+    assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * 2
+    ids = [event.id for event in found[::3]]
+    assert ids == (["functions.rain:0", "functions.rain:1"] if family == "kimi_k2" else [None, None])
