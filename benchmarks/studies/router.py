@@ -39,16 +39,15 @@ from duetto.kvcache.names import extend, root
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import Events, Translator
 from duetto.serve.kv.routing.memory import Sent, Told
-from duetto.serve.kv.routing.replicas import ROW, Job, Replica, best, in_turn
+from duetto.serve.kv.routing.replicas import ROW, Job, Prompt, Replica, best, in_turn
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.app import app
 from duetto.serve.server.router.events import Pages
 from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.http import Target
 from duetto.serve.server.router.main import replicas_of
 from duetto.serve.server.router.prefills import Prefills
-from duetto.serve.server.router.prompts import TOKENS, Prompt, Texts, Tokens, named
+from duetto.serve.server.router.prompts import TOKENS, Texts, Tokens, named
 from duetto.serve.server.router.proxy import Proxy
 from duetto.serve.server.router.queue import Line
 
@@ -68,7 +67,7 @@ class Books:
 
     def __init__(self, pages: int, memory: Sent | Told):
         self.tables, self.memory = PageTables([None], [pages], PAGE, work=512), memory
-        self.replica = Replica(Target("simulated", 1), memory, ROW // DIVISOR)
+        self.replica = Replica("simulated", memory, ROW // DIVISOR)
         self.replica.is_ready = True
         self.line: deque[Any] = deque()
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0

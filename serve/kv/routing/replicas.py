@@ -1,13 +1,27 @@
-"""The servers behind a router: what each has to do, and which one is the best for a prompt."""
+"""Placement of prompts: the load of each replica, and the best replica for a prompt."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ...server.router.http import Connection, Target
-from ...server.router.prompts import Prompt
 from .memory import Memory
 
 ROW = 32  # tokens of prefill that a request which generates is reckoned as
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The names of a prompt's full pages of `page` tokens each, and how many tokens it has, or about has."""
+
+    names: Sequence[bytes] = ()
+    page: int = 1
+    tokens: int = 0
+
+
+class Connection(Protocol):
+    """A request's way to its replica."""
+
+    def abort(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -36,10 +50,10 @@ class Job:
 
 
 class Replica:
-    """A server: whether it is there and takes requests, and those that it has."""
+    """A server at an address: whether it is there and takes requests, and those that it has."""
 
-    def __init__(self, target: Target, memory: Memory, row: int = ROW):
-        self.target, self.memory, self._row = target, memory, row
+    def __init__(self, address: str, memory: Memory, row: int = ROW):
+        self.address, self.memory, self._row = address, memory, row
         self.is_up = self.is_ready = False  # before the first look
         self.realm = ""  # of its answers, as far as it is known
         self.jobs: set[Job] = set()
@@ -48,7 +62,7 @@ class Replica:
         self._work = 0  # of jobs that have not begun
 
     def __str__(self) -> str:
-        return str(self.target)
+        return self.address
 
     @property
     def load(self) -> int:

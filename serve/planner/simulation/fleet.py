@@ -13,15 +13,12 @@ from typing import Any
 from ...engine.core.request import Request
 from ...engine.metrics.meter import paddings
 from ...kv.routing.memory import Sent
-from ...kv.routing.replicas import Job, Replica, best
-from ...server.router.http import Target
-from ...server.router.prompts import Prompt
+from ...kv.routing.replicas import Job, Prompt, Replica, best
 from ..workloads.tally import ANY, Tally, Within
 from ..workloads.traces import BLOCK, Entry
 from .handed import Link, handed_to
 from .run import Simulation
 
-NOWHERE = Target("simulated", 0)
 Choice = Callable[..., Replica | None]  # as the router's
 
 
@@ -62,7 +59,7 @@ class Member:
 
     def __post_init__(self):
         most = self.simulation.sizes.shards * max(self.simulation.sizes.pages) * self._page_size // BLOCK
-        self.replica = Replica(NOWHERE, Sent(most))
+        self.replica = Replica("simulated", Sent(most))
         self.replica.is_up = self.replica.is_ready = True
         self.simulation.engine.on_end = self._ended
         self._jobs: dict[Request, Job] = {}

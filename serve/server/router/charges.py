@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .prompts import LETTERS, MOST, Prompt, prompts_in
+from ...kv.routing.replicas import Prompt
+from .prompts import LETTERS, MOST, prompts_in
 
 # Fields that bound an answer, the first one that is given counts.
 BOUNDS = {

@@ -10,7 +10,7 @@ from ...kv.routing.replicas import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM
 from ..service.errors import HttpError
-from .http import Connection, Lacking, Lost
+from .http import Connection, Lacking, Lost, Target
 from .queue import Line
 
 MISSES = 2  # looks without an answer, after which a replica is lost
@@ -76,7 +76,7 @@ class Health:
 
 
 async def status_of(replica: Replica, path: str) -> tuple[int, str]:
-    connection = await Connection.to(replica.target)
+    connection = await Connection.to(Target.of(replica.address))
     try:
         connection.ask("GET", path, ())
         status = await connection.status()

@@ -50,7 +50,7 @@ def naming(options: RouterOptions) -> Naming:
 def replicas_of(options: RouterOptions) -> list[Replica]:
     """The servers, and what is known of their pages."""
     told, most = options.kv_events is not None, options.cache_tokens // options.page_size
-    return [Replica(Target.of(url), Told() if told else Sent(most)) for url in options.servers]
+    return [Replica(str(Target.of(url)), Told() if told else Sent(most)) for url in options.servers]
 
 
 def line_and_prefills(

@@ -1,12 +1,12 @@
 """What the pages of a prompt are called here, before any replica has read it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from ....kvcache.names import extend, root
+from ...kv.routing.replicas import Prompt
 from ...text.openai.toolboxes import of_response
 from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
@@ -15,15 +15,6 @@ LETTERS = 4  # bytes of text that are about a token
 MOST = 1 << 17  # tokens of a prompt that are looked at
 MOST_ID = 1 << 31  # ids are below it in names of pages; a replica refuses others
 TEXT, TOKENS = root("text"), root("tokens")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The names of a prompt's full pages of `page` tokens each, and how many tokens it has, or about has."""
-
-    names: Sequence[bytes] = ()
-    page: int = 1
-    tokens: int = 0
 
 
 class Naming(Protocol):

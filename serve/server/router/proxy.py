@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ...host.streams import tell
-from ...kv.routing.replicas import Job, Replica
+from ...kv.routing.replicas import Job, Prompt, Replica
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.openai.reading import object_of
@@ -20,9 +20,9 @@ from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
 from .charges import charge
-from .http import Connection, Headers, Lost
+from .http import Connection, Headers, Lost, Target
 from .prefills import Prefills
-from .prompts import Naming, Prompt
+from .prompts import Naming
 from .queue import Line
 from .resumable import Plain, Resumable, said_in
 
@@ -212,7 +212,7 @@ class Proxy:
 
     async def _asked_of(self, replica: Replica, asked: Asked, job: Job, send: Send, last: bool) -> bool:
         """Whether a replica has answered. Raises Lost."""
-        connection = await Connection.to(replica.target)
+        connection = await Connection.to(Target.of(replica.address))
         replica.connections.add(connection)
         try:
             with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
