@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from ....kvcache.tables import PageTables
+from ...runtime.compiled.compile import THREADS
 from ...runtime.compiled.shapes import PHASES, Shape
-from ...runtime.equal_bits.warmup import THREADS
 from ..core.guessing import Taken
 from ..core.request import Request
 from .distributions import Distributions

@@ -13,9 +13,8 @@ from ....kvcache.stages import devices
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.compiled import kept
-from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.compile import THREADS, Programs
 from ...runtime.compiled.shapes import Canonical
-from ...runtime.equal_bits.warmup import THREADS
 
 LANES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knuth's and of xxHash
 

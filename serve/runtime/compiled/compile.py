@@ -33,6 +33,7 @@ from .promise import Deferred
 from .shapes import Shape, Sizes
 from .tuning import tuning
 
+THREADS = "duetto-warmup"  # how the names of the threads that compile begin
 SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
 MASKED_AT_ONCE = 8  # seats whose masks are written by one call
 

@@ -14,8 +14,7 @@ from ....kvcache.pages import KVCache
 from ....model.config import LayerKind
 from ....model.pair import PairConfig
 from ....model.recurrent.kinds import STATE
-from ..equal_bits.warmup import THREADS
-from .compile import Arguments
+from .compile import THREADS, Arguments
 from .kept import cores
 
 COUNTS = (1, 4, 16)  # pages of a copy; others are padded to the next of them

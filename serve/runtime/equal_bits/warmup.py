@@ -19,12 +19,11 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, Tables
 from ...host.store import warn
 from ..compiled import jaxcache, kept
-from ..compiled.compile import Arguments, Programs
+from ..compiled.compile import THREADS, Arguments, Programs
 from ..compiled.shapes import PHASES, Canonical, Shape
 from .classes import Classes, timed
 from .probe import Probe, Runs
 
-THREADS = "duetto-warmup"  # how the names of the threads that compile begin
 PLAIN = "prefill", "decode"  # phases without whose missing shapes an engine serves as well
 PAUSE = 0.02  # seconds between two looks at an engine
 TURN = 0.001  # seconds after a run, in which whoever waits for the engine has it
