@@ -93,13 +93,12 @@ def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "Sa
 
 
 def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
-    from ..kv.offload.opening import check
     from ..llm.llm import LLM
+    from ..llm.snapshots import check_tiers
 
     raise_on_interrupt()
     key_in(options.cluster_key_file)  # what is wrong is said before a model is loaded
-    if options.has_tiers:
-        check(options)
+    check_tiers(options)
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     llm = LLM(**llm_arguments(args, options))
     if args.load_cache is not None:
@@ -135,13 +134,10 @@ def check_report(args: argparse.Namespace) -> None:
 def check_cache(args: argparse.Namespace) -> None:
     """Raises ValueError, before anything runs, where --load-cache or --save-cache cannot be what they are
     to be."""
-    from ..kv.offload.disk import place_at
-    from ..kv.offload.snapshot import saved_at
+    if args.load_cache is not None or args.save_cache is not None:
+        from ..llm.snapshots import check_places
 
-    if args.load_cache is not None:
-        saved_at(args.load_cache)
-    if args.save_cache is not None:
-        place_at(args.save_cache, "save_cache")
+        check_places(args.load_cache, args.save_cache)
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from ..engine.startup.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
 from ..options.server import ServerOptions
+from ..text.tools.notations import named
 from .common import (
     cache_flags,
     check_cache,
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from ..server.http.main import front, served
 
     options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
+    if options.tool_call_parser is not None:
+        checked(args, lambda: named(args.tool_call_parser))
     if args.path is not None and args.model is not None:
         args.usage_error(f"MODEL {args.path} and --model {args.model} are two models")
     args.model = args.path or args.model

@@ -117,6 +117,16 @@ class Driver:
         """Those that requests may name; None where none are served."""
         return self._llm._intake.adapters
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read an adapter and serve it under a name, where adapters are served. Raises CheckpointError."""
+        assert self.adapters is not None
+        self.adapters.load(LoRARequest(name, self.adapters.next_id(), path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no longer, where adapters are served. Raises ValueError for an unknown name."""
+        assert self.adapters is not None
+        self.adapters.unload(name)
+
     def wanted(self, asked: StructuredOutputsParams) -> Wanted:
         """The grammar that a flow waits for. Raises ValueError for what is no grammar."""
         return self._llm._intake.grammars.wanted(asked)

@@ -16,6 +16,7 @@ from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, t
 from ...sampling.state import check_choice
 from ..engine.core.request import Request, ScoreLog
 from ..engine.lora.registry import Registry
+from ..host.memory import give_back
 from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import Bounds
@@ -59,7 +60,7 @@ class Intake:
             self.tokenizer.split_special_tokens |= self.options.split_special_tokens
         bounds = Bounds(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
         tokenizer = self.lacking if self.tokenizer is None else self.tokenizer
-        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds)
+        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds, give_back)
 
     @property
     def longest(self) -> int:

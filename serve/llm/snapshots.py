@@ -6,15 +6,29 @@ from typing import TYPE_CHECKING
 
 from ...kvcache.stages import stations
 from ..engine.weights.params import require_own
-from ..kv.offload import snapshot
+from ..kv.offload import opening, snapshot
 from ..kv.offload.disk import place_at
 from ..kv.offload.mover import Mover
-from ..kv.offload.opening import mover_of
 from ..kv.offload.realm import realm
 from ..kv.offload.tiering import Tiering
+from ..options.engine import EngineOptions
 
 if TYPE_CHECKING:
     from .llm import LLM
+
+
+def check_tiers(options: EngineOptions) -> None:
+    """Raise ValueError for tiers that need more memory than the host has, or a folder that cannot be used."""
+    if options.has_tiers:
+        opening.check(options)
+
+
+def check_places(load_cache: str | Path | None, save_cache: str | Path | None) -> None:
+    """Raise ValueError for a folder without a saved cache to load, and for one where none can be saved."""
+    if load_cache is not None:
+        snapshot.saved_at(load_cache)
+    if save_cache is not None:
+        place_at(save_cache, "save_cache")
 
 
 def save_cache(llm: "LLM", path: str | Path) -> int:
@@ -66,6 +80,6 @@ def mover_at(llm: "LLM", method: str) -> Mover:
     except RuntimeError as error:
         raise RuntimeError(f"{method}: {error}") from None
     if not isinstance(engine.tiers, Tiering):
-        engine.attach(mover_of(llm.options, engine.programs, engine.everything))
+        engine.attach(opening.mover_of(llm.options, engine.programs, engine.everything))
     assert isinstance(engine.tiers, Tiering)
     return engine.tiers.mover

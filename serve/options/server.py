@@ -7,7 +7,6 @@ from typing import Any
 
 from ...fields import knob
 from ...refusals import shown
-from ..text.tools.notations import named
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
 HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
@@ -81,8 +80,6 @@ class ServerOptions:
         for name in ("max_queued", "max_wait", "max_body", "receive_timeout", "max_unread", "ping"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} {shown(getattr(self, name))} is not allowed: more than 0")
-        if self.tool_call_parser is not None:
-            named(self.tool_call_parser)
         if not self.enable_auto_tool_choice:
             raise ValueError("enable_auto_tool_choice False is not allowed: requests say tool_choice none")
         if not self.host:

@@ -11,8 +11,8 @@ from ....checkpoints import orbax
 from ...engine.lora.registry import modules_of
 from ...engine.speculation.beside import find
 from ...host.devices import default_device
+from ...llm.audit.facts import machine
 from ...options.engine import EngineOptions
-from ...runtime.provenance import device, settings, versions
 from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
@@ -33,9 +33,7 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
     return {
         "model": contents(model),
         **words,
-        **device(default_device()),
-        **versions(),
-        **settings(),
+        **machine(default_device()),
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         **speculation(options),

@@ -37,9 +37,7 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "duetto": version("duetto"),
         "source": kept.source(),
         "platform": device.platform,
-        **provenance.device(device),
-        **provenance.versions(),
-        **provenance.settings(),
+        **machine(device),
         "config": sha256(repr(engine.config.target).encode()).hexdigest(),
         "dtype": str(engine.params.embed.dtype),
         "kv_cache_dtype": options.kv_cache_dtype,
@@ -48,6 +46,11 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
     }
+
+
+def machine(device: Any) -> dict[str, str]:
+    """What of a device, of the installed versions and of their settings decides bits."""
+    return {**provenance.device(device), **provenance.versions(), **provenance.settings()}
 
 
 def outside_contract(engine: Engine, options: EngineOptions) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.types import Receive
 
 from ....lora.request import LoRARequest
-from ...engine.lora.registry import Registry
 from ...llm.driver import Driver, Flow, Piece
 from ...llm.llm import LLM
 from ...llm.weights import realms_of
@@ -100,12 +99,19 @@ class Service:
         found = [] if registry is None else registry.requests
         return {own.lora_name: own for own in found if own.lora_name not in self.names}
 
-    @property
-    def registry(self) -> Registry:
-        """Where adapters are loaded. Raises HttpError where none are served."""
+    def require_adapters(self) -> None:
+        """Raise HttpError where no adapters are served."""
         if self._driver.adapters is None:
             raise HttpError(400, "no adapters are served: set enable_lora")
-        return self._driver.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read an adapter and serve it under a name. Raises CheckpointError."""
+        self._driver.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ValueError for a name that is not served, HttpError where no adapters are served."""
+        self.require_adapters()
+        self._driver.unload_adapter(name)
 
     # ------------------------------------------------------------ requests
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ....sampling.structured import StructuredOutputsParams
-from ...host.memory import give_back
 from ..tokenizer.tokenizer import Tokenizer
 from .compiled import LARGE, LIMITS, Compiled, Kept, compiled
 from .constraint import NOTHING, Constraint, readable
@@ -84,11 +83,20 @@ class Grammars:
 
     A process of its own compiles each grammar first, and is killed at its `bounds`. What passes is compiled
     again here, in at most as much time and memory. Grammars that take longer than a `SLICE` wait in a line of
-    their own, behind which quick ones do not stand. In the place of the tokenizer may be why there is none.
+    their own, behind which quick ones do not stand, and after each of them `give_back` returns memory to the
+    system. In the place of the tokenizer may be why there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer | str, V: int, ends: Sequence[int], bounds: Bounds = BOUNDS):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | str,
+        V: int,
+        ends: Sequence[int],
+        bounds: Bounds = BOUNDS,
+        give_back: Callable[[], None] = lambda: None,
+    ):
         self._tokenizer, self._V, self._ends, self._bounds = tokenizer, V, tuple(ends), bounds
+        self._give_back = give_back
         self._lock = threading.Lock()
         self._kept = Kept(self._bounds.bytes)
         self._jobs: dict[str, Job] = {}
@@ -196,7 +204,7 @@ class Grammars:
                 return compiled(self._vocabulary, job.text, cost.bytes)
         finally:
             if lane is self._slow:
-                give_back()
+                self._give_back()
 
     def _cost(self, lane: Lane, job: Job) -> Cost:
         job.tries += 1
