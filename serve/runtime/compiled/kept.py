@@ -2,10 +2,10 @@
 compiles them.
 
 jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model.
-The key here is what a program follows from: this package's source, the versions, the device, the flags, and
-the arguments' shapes. The files lie in a folder of jax's cache (`jax_compilation_cache_dir`) and may be
-deleted at any time. A program is read by `pickle`, as jax writes it, but only after `store` has found that
-nobody else can have written it.
+The key here is what a program follows from: the source that it is traced from, the versions, the device, the
+flags, and the arguments' shapes. The files lie in a folder of jax's cache (`jax_compilation_cache_dir`) and
+may be deleted at any time. A program is read by `pickle`, as jax writes it, but only after `store` has found
+that nobody else can have written it.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +32,22 @@ from ...host import progress, store
 from ...host.devices import processor
 from ..steps.phases import Phases
 
-PACKAGES = ("model", "kvcache", "sampling", "serve")
+LIBRARY = ("model", "kvcache", "sampling", "serve")
+# What kept programs and kept measurements follow from: where steps are traced, lowered and compared. An edit
+# elsewhere compiles nothing anew.
+TRACED = (
+    "model",
+    "kvcache",
+    "sampling",
+    "serve.engine.speculation.chain",
+    "serve.engine.speculation.guessers",
+    "serve.engine.speculation.tree",
+    "serve.engine.startup.trial",
+    "serve.runtime.compiled",
+    "serve.runtime.equal_bits",
+    "serve.runtime.pipeline",
+    "serve.runtime.steps",
+)
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 THREAD = threading.local()
 T = TypeVar("T")
@@ -120,23 +134,34 @@ def environment(device: Any) -> tuple[Any, ...]:
     versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
-    return source(), versions, machine, settings
+    return traced(), versions, machine, settings
+
+
+@cache
+def traced() -> str:
+    """A hash of the code that programs are traced from."""
+    return sources_hash(place for name in TRACED for place in places(name))
 
 
 @cache
 def source() -> str:
-    """A hash of the code that programs are made by."""
-    return sources_hash(
-        place for package in PACKAGES for place in import_module(f"duetto.{package}").__path__
-    )
+    """A hash of the code that tokens follow from, text and scheduling included."""
+    return sources_hash(place for name in LIBRARY for place in places(name))
 
 
-def sources_hash(folders: Iterable[str | Path]) -> str:
-    """A hash of all Python files in folders and in the folders in them."""
+def places(name: str) -> list[str]:
+    """The folder of a package of this library, or the file of a module."""
+    found = find_spec(f"duetto.{name}")
+    assert found is not None and found.origin is not None
+    return list(found.submodule_search_locations or [found.origin])
+
+
+def sources_hash(places: Iterable[str | Path]) -> str:
+    """A hash of Python files, and of all that are in folders, by their names."""
     found = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(Path(folder).rglob("*.py")):
-            found.update(path.read_bytes())
+    for place in map(Path, places):
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            found.update(f"{path.relative_to(place.parent)} ".encode() + path.read_bytes())
     return found.hexdigest()
 
 

@@ -93,7 +93,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     found.append(key())
-    monkeypatch.setattr(kept, "source", lambda: "edited")
+    monkeypatch.setattr(kept, "traced", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
 

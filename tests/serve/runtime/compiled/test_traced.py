@@ -1,0 +1,122 @@
+"""What kept programs are hashed by: the code that steps are traced from, and no other."""
+
+import ast
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.models import RANDOM
+
+import duetto
+from duetto.model.pair import PairConfig
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import abstract
+from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled.compile import arguments_like, lower
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.steps.phases import Alone
+
+ROOT = Path(duetto.__file__).parent
+TOPS = [place for name in kept.LIBRARY for place in map(Path, kept.places(name))]
+# Where programs are lowered or compared, and measurements kept.
+BEGINNINGS = (
+    "serve.engine.speculation.chain",
+    "serve.engine.speculation.tree",
+    "serve.engine.startup.trial",
+    "serve.runtime.compiled.compile",
+    "serve.runtime.compiled.transfers",
+    "serve.runtime.equal_bits.warmup",
+    "serve.runtime.pipeline.programs",
+)
+# What these say reaches a program by its key and its arguments alone: no step is traced from them.
+BESIDE = ("serve.host", "serve.options", "refusals", "fields")
+APART = ("cli", "server", "jobs", "llm", "text", "planner")  # whose edits compile nothing anew
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the library, below `duetto`."""
+    place = ROOT / module.replace(".", "/")
+    files = place.with_suffix(".py"), place / "__init__.py"
+    return next((file for file in files if file.is_file()), None)
+
+
+def module_of(file: Path) -> str | None:
+    """The module of the library that a file is; None for others."""
+    place = next((top for top in TOPS if file.is_relative_to(top)), None)
+    return None if place is None else ".".join(file.relative_to(place.parent).with_suffix("").parts)
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the library that one imports, wherever in its text."""
+    file = file_of(module)
+    assert file is not None
+    package = ["duetto", *module.split(".")][: None if file.name == "__init__.py" else -1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            found |= {name if file_of(name.removeprefix("duetto.")) else base for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("duetto.") for name in found if name.startswith("duetto.")}
+
+
+def reached() -> set[str]:
+    """All modules that the beginnings import, and those that these import."""
+    found, left = set[str](), [*BEGINNINGS]
+    while left:
+        if (module := left.pop()) not in found:
+            found.add(module)
+            left += imports(module)
+    return found
+
+
+def within(module: str, names: tuple[str, ...]) -> str | None:
+    """The name that is a module or a package around it."""
+    return next((name for name in names if f"{module}.".startswith(f"{name}.")), None)
+
+
+def test_the_table_is_what_the_import_graph_of_steps_says():
+    found = {module: within(module, kept.TRACED) for module in reached() if not within(module, BESIDE)}
+    assert [module for module, entry in found.items() if entry is None] == []
+    assert set(found.values()) == set(kept.TRACED)
+
+
+def test_no_step_reaches_what_serves_or_plans():
+    apart = tuple(f"serve.{door}" for door in APART)
+    assert [module for module in reached() if within(module, apart)] == []
+    assert not any(within(entry, apart) for entry in kept.TRACED)
+
+
+@pytest.mark.parametrize("name", ["tiny", "recurrent"])
+def test_a_step_calls_no_other_code_while_it_is_traced(name):
+    config, device = RANDOM[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = abstract(decoder_spec(config), jnp.float32, device)
+    sizes = Sizes(64, 8, (16,) * len(PairConfig(config).windows), 16)
+    arguments = arguments_like(PairConfig(config), params, sizes)
+    called: set[str] = set()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
+    try:
+        for shape in (Shape("prefill", 1, 16), Shape("decode", 8, 1)):
+            lower(Alone(config), shape, arguments, sizes)
+    finally:
+        sys.setprofile(before)
+    modules = {module_of(Path(file)) for file in called} - {None}
+    assert "serve.runtime.steps.step" in modules
+    assert {module for module in modules if not within(module, kept.TRACED)} == set()
+
+
+def test_edits_of_traced_code_count_and_others_do_not(tmp_path, monkeypatch):
+    for name in ("step", "router"):
+        (tmp_path / f"{name}.py").write_text("x = 1")
+    monkeypatch.setattr(kept, "places", lambda name: [tmp_path / "step.py"])
+    before = kept.traced.__wrapped__()
+    (tmp_path / "router.py").write_text("x = 2")
+    assert kept.traced.__wrapped__() == before
+    (tmp_path / "step.py").write_text("x = 2")
+    assert kept.traced.__wrapped__() != before
