@@ -56,7 +56,7 @@ ROWS = {
         r"test_(it_ends_under|what_another|without_any|settings)"
     ),
     "serve/planner/roofline/test_targets.py": r"test_a_step_here.*(bfloat16)",
-    "serve/engine/speculation/test_speculation.py": r"test_(guesses_of|a_model_that_drafts|the_controller_learns)",
+    "serve/engine/speculation/test_speculation.py": r"test_(guesses_of|a_model_that|the_controller_learns)",
     "serve/engine/speculation/test_rejection.py": r".*\[(heads|wide tree of heads|tree of a draft model)\]",
     "serve/engine/speculation/test_speculation_controller.py": r"test_never_below.*(draft model|slow host)",
     "serve/engine/core/test_quantised_serving.py": r".*\[(mxfp4|fp8 blocks)\]|test_pages_of_another",

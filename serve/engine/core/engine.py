@@ -317,7 +317,7 @@ class Engine:
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
-            self.speculation.took(taken, self.meter.arrived - self.meter.prefill_seconds, waited)
+            self.speculation.took(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
         for row in taken:
             if row.work.request.slot is not None and row.has_news:
                 self.conclude(row.work)
