@@ -106,7 +106,8 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
             lower(Alone(config), shape, arguments, sizes)
     finally:
         sys.setprofile(before)
-    modules = {module_of(Path(file)) for file in called} - {None}
+    counter = "serve.engine.metrics.meter"  # jax calls its listener at each compilation
+    modules = {module_of(Path(file)) for file in called} - {None, counter}
     assert "serve.runtime.steps.step" in modules
     assert {module for module in modules if not within(module, kept.TRACED)} == set()
 
