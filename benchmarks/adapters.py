@@ -19,7 +19,7 @@ from duetto.model.tree import init
 from duetto.model.weights.adapted import NO_ADAPTER, AdapterSizes
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.transposed import transposed
-from duetto.serve.cli.bench import Bench, Model, group_seconds
+from duetto.serve.cli.bench import Bench, BenchModel, group_seconds
 from duetto.serve.engine.lora.writer import with_room
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -38,7 +38,7 @@ def benches(shape: str, rank: int, dtype: str) -> dict[str, Bench]:
     found = {}
     for name, (places, used) in WAYS.items():
         own = rooms.get(places, params)
-        bench = Bench(Model(shape, config, own, EngineOptions()), Shape("decode", ROWS, 1), CONTEXT)
+        bench = Bench(BenchModel(shape, config, own, EngineOptions()), Shape("decode", ROWS, 1), CONTEXT)
         rows = jnp.arange(ROWS, dtype=jnp.int32)
         adapter = rows % used if used else 0 * rows + NO_ADAPTER
         bench.state = replace(bench.state, slots=replace(bench.state.slots, adapter=adapter))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS, Setting
-from benchmarks.traces import AZURE, MOONCAKE, Entry, Scale, read
+from benchmarks.traces import AZURE, MOONCAKE, Scale, TraceEntry, read
 from benchmarks.worker import Worker, WorkerError
 
 HIGHER_IS_BETTER = ("tokens/s", "requests/s")
@@ -92,7 +92,7 @@ class Bench:
         longest = -(-max(decode, self.scale.prompt + self.scale.output) // 128) * 128
         return Setting(self.seats, min(longest, self.config["max_position_embeddings"]))
 
-    def entries(self, count: int) -> list[Entry]:
+    def entries(self, count: int) -> list[TraceEntry]:
         """The first lines of the Azure trace, scaled."""
         return [self.scale(entry) for entry in read(self.azure)[:count]]
 

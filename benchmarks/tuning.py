@@ -15,11 +15,18 @@ from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import known_target
 from duetto.serve.planner.simulation import candidates, estimate, fleet, handed, run, search, times, together
 from duetto.serve.planner.simulation.candidates import Candidate, Space
-from duetto.serve.planner.simulation.fitting import Job
-from duetto.serve.planner.simulation.search import Aim, Answer, bear, improved, per_device, ranked
-from duetto.serve.planner.simulation.times import STATED, Call, Roofline
+from duetto.serve.planner.simulation.fitting import PlannedModel
+from duetto.serve.planner.simulation.search import (
+    CandidateResult,
+    SearchGoal,
+    bear,
+    improved,
+    per_device,
+    ranked,
+)
+from duetto.serve.planner.simulation.times import STATED, Roofline, StepCall
 from duetto.serve.planner.workloads import tally
-from duetto.serve.planner.workloads.tally import Within
+from duetto.serve.planner.workloads.tally import SLO
 from duetto.serve.planner.workloads.traces import drawn
 from duetto.serve.planner.workloads.workload import Workload
 from duetto.serve.runtime.compiled.shapes import Shape
@@ -29,7 +36,7 @@ MODELS = "0.6b", "8b", "30b-a3b"
 BATCHES, CONTEXT = (1, 8, 32, 64), 1024
 PIPELINES = 2, 4, 8, 16
 LOAD = Workload(list(drawn(2000, rate=5.0, prompt=1000, output=250)))  # as long as Azure's conversations
-AIM = Aim(Within(ttft=1.0, tpot=0.05), share=0.99)
+AIM = SearchGoal(SLO(ttft=1.0, tpot=0.05), share=0.99)
 SPLITS, SPLIT_LIMITS = (1, 3), (0.05, 0.012)  # engines that decode for one that does not; seconds
 H200 = known_target("h200").peaks
 
@@ -41,7 +48,7 @@ def table(head: str, rows: Iterator[list[str]]) -> str:
 
 
 def space(shape: str, target: str, quantization: str | None = None) -> Space:
-    job = Job(shape, PRESETS[shape], known_target(target))
+    job = PlannedModel(shape, PRESETS[shape], known_target(target))
     return Space(job, EngineOptions(max_model_len=8192, quantization=quantization), STATED)
 
 
@@ -53,7 +60,7 @@ def batches(shape: str) -> Iterator[list[str]]:
     own = space(shape, "h200")
     model = Roofline(own.demands(own.base), H200)
     for rows in BATCHES:
-        call = Call(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
+        call = StepCall(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
         (seconds,) = model(call)
         whole = range(PRESETS[shape].num_layers)
         bound = model.demands.of(call.shape, CONTEXT, whole, 1).bound(H200.flops16, H200.bandwidth)
@@ -69,7 +76,7 @@ def bubbles() -> Iterator[list[str]]:
         row = [str(stages)]
         for count in (1, stages, 2 * stages):
             rows = max(1, 64 // count)
-            call = Call(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
+            call = StepCall(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
             row.append(f"{drained(stages, count):.0%}, {endless(model(call), count):.0%}")
         yield row
 
@@ -78,9 +85,9 @@ def chunks() -> Iterator[list[str]]:
     """What a chunk of a prompt beside 64 rows of decode costs them, 8B on one H200."""
     own = space("8b", "h200")
     model = Roofline(own.demands(own.base), H200)
-    (alone,) = model(Call(Shape("decode", 64, 1), 64, 64, 64 * CONTEXT))
+    (alone,) = model(StepCall(Shape("decode", 64, 1), 64, 64, 64 * CONTEXT))
     for tokens in (256, 512, 1024, 2048, 4096, 8192):
-        (chunk,) = model(Call(Shape("prefill", 1, tokens), 1, tokens, 0))
+        (chunk,) = model(StepCall(Shape("prefill", 1, tokens), 1, tokens, 0))
         yield [str(tokens), f"{chunk * 1e3:.1f}", f"{(alone + chunk) * 1e3:.1f}", f"{tokens / chunk:.0f}"]
 
 
@@ -92,7 +99,7 @@ def lone() -> Iterator[list[str]]:
     for shape in MODELS:
         for target in ("h200", "8xh200"):
             own = space(shape, target)
-            call = Call(Shape("decode", 1, 1), 1, 1, CONTEXT)
+            call = StepCall(Shape("decode", 1, 1), 1, 1, CONTEXT)
             best = min(own.layouts(), key=lambda c: sum(c.times(call)))
             seconds = sum(best.times(call))
             yield [shape, target, layout_of(best), f"{seconds * 1e3:.2f}", f"{1 / seconds:.0f}"]
@@ -119,7 +126,7 @@ def split() -> Iterator[list[str]]:
     own = space("8b", "8xh200").candidate()
     assert own is not None
     for tpot in SPLIT_LIMITS:
-        aim = Aim(Within(ttft=1.0, tpot=tpot), share=0.99)
+        aim = SearchGoal(SLO(ttft=1.0, tpot=tpot), share=0.99)
         for candidate in (own, *(c for c in own.splits() if c.apart in SPLITS)):
             answer = ranked(candidate, LOAD, aim)
             bear(answer, LOAD, aim, answer.steady.rate / search.RATIO, until=1.0, clock=lambda: 0.0)
@@ -130,7 +137,7 @@ def split() -> Iterator[list[str]]:
             print(f"{limit} ms: {candidate.name}", flush=True)
 
 
-def told(best: Answer) -> list[str]:
+def told(best: CandidateResult) -> list[str]:
     point = best.borne(AIM.share)
     if point is None:
         return [best.candidate.name, "-", "-", "-", best.steady.bound]

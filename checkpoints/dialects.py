@@ -95,12 +95,12 @@ CALLS = (
 )
 
 
-class Row(Protocol):
+class TemplateRule(Protocol):
     @property
     def signs(self) -> tuple[str, ...]: ...
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=TemplateRule)
 
 
 def marks_of(template: str) -> Marks | None:
@@ -121,7 +121,7 @@ def first(rows: Iterable[R], template: str) -> R | None:
 
 
 @dataclass(frozen=True)
-class Words:
+class PretokenizerRules:
     """What a tiktoken vocabulary does not say of itself: how texts are split into words (`pattern`), whether
     their characters are composed before (Unicode's NFC), and the special tokens that follow the ranks, in
     which `{id}` stands for the token's own id."""
@@ -139,13 +139,13 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # By the class that `tokenizer_config.json` names.
 WORDS = {
     # Kimi K2, Moonlight: runs of Chinese characters by themselves
-    "TikTokenTokenizer": Words(
+    "TikTokenTokenizer": PretokenizerRules(
         rf"[\p{{Han}}]+|{_PREFIX}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_PREFIX}{_UPPER}+{_LOWER}*{_ENDINGS}?"
         rf"|\p{{N}}{{1,3}}|{_REST}",
         special=("<|reserved_token_{id}|>",) * 258,
     ),
     # the first Qwen
-    "QWenTokenizer": Words(
+    "QWenTokenizer": PretokenizerRules(
         rf"{_ENDINGS}|{_PREFIX}\p{{L}}+|\p{{N}}|{_REST}",
         composes=True,
         special=(

@@ -44,7 +44,7 @@ def resolve(
     if not isinstance(model, str) or path.exists() or not ID.fullmatch(model):
         return path
     patterns = (*WORDS, *WEIGHTS) if weights else WORDS
-    asked = Asked(model, revision, download_dir, token, patterns)
+    asked = SnapshotRequest(model, revision, download_dir, token, patterns)
     try:
         commit, names = asked.listed()
     except CheckpointError as error:
@@ -55,7 +55,7 @@ def resolve(
 
 
 @dataclass(frozen=True)
-class Asked:
+class SnapshotRequest:
     """A snapshot that was asked for: whose, of which revision, kept where, and the patterns of its files."""
 
     model: str

@@ -24,10 +24,10 @@ from ..refusals import shown
 from .families import FAMILIES, llama
 from .families.family import Family
 from .folders import read_config_json
-from .layout import Group, groups
+from .layout import ParameterGroup, groups
 from .quantised.codes import keep
 from .quantised.config import check_config, sources
-from .tensors import FLOATS, CheckpointError, Source, aligned, read, same_numbers, write
+from .tensors import FLOATS, CheckpointError, TensorSource, aligned, read, same_numbers, write
 from .weights import find_tensors
 
 DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
@@ -39,7 +39,7 @@ def load(
     shardings: Any = None,
     place: Callable[[np.ndarray, Any], Any] = place_at,
     quantization: str | None = None,
-    told: Callable[[list[Group]], Iterable[Group]] = iter,
+    told: Callable[[list[ParameterGroup]], Iterable[ParameterGroup]] = iter,
 ) -> tuple[ModelConfig, Decoder]:
     """The model in a Hugging Face folder: safetensors in one file, or in shards with an index.
 
@@ -56,7 +56,7 @@ def load(
     def put(array: Any, own: Any) -> Any:
         return jax.block_until_ready(place(array, fitted(own, array.shape)))
 
-    def placed(group: Group) -> dict[str, Any]:
+    def placed(group: ParameterGroup) -> dict[str, Any]:
         kept = keep(group, found.tensors, found.dtype, quantization)
         arrays = kept.read() if kept else read_group(group, found.tensors, found.dtype)
         return {name: jax.tree.map(partial(put, own=where(name)), leaf) for name, leaf in arrays.items()}
@@ -89,15 +89,15 @@ class Found:
     their dtype."""
 
     config: ModelConfig
-    tensors: Mapping[str, Source]
-    wanted: list[Group]
+    tensors: Mapping[str, TensorSource]
+    wanted: list[ParameterGroup]
     dtype: np.dtype
 
     @property
-    def in_order(self) -> list[Group]:
+    def in_order(self) -> list[ParameterGroup]:
         """Parameters in the order of the files."""
 
-        def place(group: Group) -> tuple[Path, int]:
+        def place(group: ParameterGroup) -> tuple[Path, int]:
             first = self.tensors[group.names[0]]
             return first.file, first.start
 
@@ -135,7 +135,9 @@ def placement(shardings: Any) -> Callable[[str], Any]:
     return paths(shardings).__getitem__
 
 
-def read_group(group: Group, tensors: Mapping[str, Source], dtype: np.dtype) -> dict[str, np.ndarray]:
+def read_group(
+    group: ParameterGroup, tensors: Mapping[str, TensorSource], dtype: np.dtype
+) -> dict[str, np.ndarray]:
     """Parameters that are stored together, by path."""
     arrays = [aligned(p.spec.shape, np.dtype(p.spec.dtype or dtype)) for p in group.parameters]
     for i, name in enumerate(group.names):
@@ -225,7 +227,7 @@ def known_dtype(dtype: Any) -> np.dtype:
         raise ValueError(f"dtype is {shown(dtype)}, expected 'auto' or one of {', '.join(DTYPES)}") from e
 
 
-def choose_dtype(dtype: Any, raw: Mapping[str, Any], embed: Source, folder: Path) -> np.dtype:
+def choose_dtype(dtype: Any, raw: Mapping[str, Any], embed: TensorSource, folder: Path) -> np.dtype:
     """The dtype asked for; for "auto" the one that config.json names, or else that of the stored
     embedding."""
     found = named_dtype(raw, folder) or DTYPES.get(str(embed.dtype))
@@ -256,7 +258,11 @@ def stored_dtype(path: str | Path) -> np.dtype:
 
 
 def check(
-    folder: Path, family: Family, config: ModelConfig, wanted: list[Group], tensors: Mapping[str, Source]
+    folder: Path,
+    family: Family,
+    config: ModelConfig,
+    wanted: list[ParameterGroup],
+    tensors: Mapping[str, TensorSource],
 ) -> None:
     """Every parameter must be stored in its shape, and nothing else but what is known to change nothing."""
     for group in wanted:
@@ -272,7 +278,7 @@ def check(
             check_surplus(tensors[name], name, family, tensors)
 
 
-def check_tensor(found: Source, expected: tuple[int, ...]) -> None:
+def check_tensor(found: TensorSource, expected: tuple[int, ...]) -> None:
     if found.shape != expected:
         raise CheckpointError(
             f"{found.file}: tensor {found.name!r} has shape {found.shape}, expected {expected}"
@@ -296,7 +302,9 @@ def is_ignored(name: str, family: Family, config: ModelConfig) -> bool:
     return beyond is None or int(beyond) >= config.num_layers
 
 
-def check_surplus(tensor: Source, name: str, family: Family, tensors: Mapping[str, Source]) -> None:
+def check_surplus(
+    tensor: TensorSource, name: str, family: Family, tensors: Mapping[str, TensorSource]
+) -> None:
     """A tied model may store its output matrix beside its embedding, if the two are equal."""
     if name != family.names["head"].name:
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} is not a parameter of this model")

@@ -25,7 +25,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters that are stored together: in one tensor, or in one tensor for each expert."""
 
     parameters: tuple[Parameter, ...]
@@ -45,7 +45,7 @@ class Group:
         return Joined(tuple(views), self.parameters[0].stored.in_turns)
 
 
-def groups(family: Family, config: ModelConfig) -> list[Group]:
+def groups(family: Family, config: ModelConfig) -> list[ParameterGroup]:
     """Every parameter that a model of this configuration has, in the order of the tree's leaves."""
     leaves = paths(decoder_spec(config))
     together: dict[str, list[Parameter]] = {}
@@ -54,7 +54,7 @@ def groups(family: Family, config: ModelConfig) -> list[Group]:
         number = re.search(r"\b\d+\b", path)
         name = stored.name.replace("{}", number[0], 1) if number else stored.name
         together.setdefault(name, []).append(Parameter(path, spec, stored))
-    return [Group(tuple(found), names(name, found[0])) for name, found in together.items()]
+    return [ParameterGroup(tuple(found), names(name, found[0])) for name, found in together.items()]
 
 
 def names(name: str, parameter: Parameter) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class CheckpointError(ValueError):
     what is expected."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A tensor that can be read as floats, whatever its file holds: the seam for quantised checkpoints.
 
     `code` is the file format's name of its dtype, `dtype` that of the rows (None where they cannot be read as
@@ -127,7 +127,7 @@ def is_finite(x: np.ndarray) -> bool:
     return bool(np.all(without_sign < np.array(np.inf, x.dtype).view(unsigned)))
 
 
-def read(source: Source, out: Joined) -> None:
+def read(source: TensorSource, out: Joined) -> None:
     """Fill the arrays that lie in one tensor with its numbers, cast to their dtype.
 
     Raises CheckpointError where a number is NaN or infinite, or becomes so in the cast.
@@ -156,7 +156,7 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
         rest = rest[count:]
 
 
-def same_numbers(a: Source, b: Source) -> bool:
+def same_numbers(a: TensorSource, b: TensorSource) -> bool:
     """Whether two tensors are read with the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
         return False

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import Attend, Keys, Reading, Values
+from ..model.attention import Attend, AttentionParams, Keys, Values
 from ..model.tree import pytree
 from .kernels.attention import attend_with
-from .kernels.tiles import Pages
+from .kernels.tiles import LayerPages
 from .pages import (
     BLOCK,
     Batch,
@@ -99,7 +99,7 @@ def branching(
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: Reading,
+        reading: AttentionParams,
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
         table = batch.page_tables[windows.index(reading.window)]
         pools = state.cache.k[layer], state.cache.v[layer]
@@ -128,8 +128,8 @@ def branching(
                 return keys, read_values(rows, j)
             return made_of(keys, reading.expand)
 
-        def pages() -> Pages:
-            return Pages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
+        def pages() -> LayerPages:
+            return LayerPages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
 
         chosen = choice(reading, batch, table, pools[0].shape[2], read_values)
         by_blocks = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)

@@ -12,30 +12,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..model.attention import Bounds, Holds, Selection, places_of
+from ..model.attention import Holds, Selection, TopKBounds, places_of
 
 COUNTED = 16  # blocks that are counted at once at most
 Index = Callable[[Int[Array, " rows"], Int[Array, " rows"]], Float[Array, "1 rows S size"]]
 
 
-class Chosen(NamedTuple):
+class SelectedKeys(NamedTuple):
     """Of the rows' queries: the order of all keys, and the bounds of those that they see."""
 
     selection: Selection
     pos: Any  # int32 [B,T]
     order: Any  # uint32 [B,T,places]
-    bounds: Bounds  # of [B,T]
+    bounds: TopKBounds  # of [B,T]
 
     def sees(self, rows: Int[Array, " rows"], j: Int[Array, ""], S: int) -> Bool[Array, "rows T S"]:
         """Whether queries of some rows see the keys of block j, if these lie before them."""
         order = jax.lax.dynamic_slice_in_dim(self.order, j * S, S, axis=2)[rows]
-        bounds = Bounds(self.bounds.least[rows], self.bounds.last[rows])
+        bounds = TopKBounds(self.bounds.least[rows], self.bounds.last[rows])
         return bounds.hold(order, places_of(S, j * S)) | (self.pos[rows] < self.selection.keys)[..., None]
 
 
 def choose(
     selection: Selection, pos: Int[Array, "B T"], end: Int[Array, " B"], places: int, index: Index
-) -> Chosen:
+) -> SelectedKeys:
     """The choice of queries at positions `pos` of rows that end at `end`, among so many places at most;
     `index(rows, j)` reads the indexer's keys of block j of some rows."""
     rows = jnp.arange(len(end), dtype=jnp.int32)
@@ -50,7 +50,7 @@ def choose(
         new = jnp.where(seen, new, jnp.uint32(0))
         return jax.lax.dynamic_update_slice_in_dim(order, new, j * S, axis=2)
 
-    def bounded() -> tuple[Any, Bounds]:
+    def bounded() -> tuple[Any, TopKBounds]:
         order = jax.lax.fori_loop(0, (last + S - 1) // S, scored, nothing)
 
         def count(holds: Holds) -> Int[Array, "B T"]:
@@ -62,8 +62,8 @@ def choose(
 
         return order, selection.bounds(places, count)
 
-    def unbounded() -> tuple[Any, Bounds]:
+    def unbounded() -> tuple[Any, TopKBounds]:
         zero = jnp.zeros(pos.shape, jnp.uint32)
-        return nothing, Bounds(zero, zero)
+        return nothing, TopKBounds(zero, zero)
 
-    return Chosen(selection, pos, *jax.lax.cond(last > selection.keys, bounded, unbounded))
+    return SelectedKeys(selection, pos, *jax.lax.cond(last > selection.keys, bounded, unbounded))

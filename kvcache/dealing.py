@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
-from .pool import Heard
+from .pool import PageListener
 from .tables import Away, PageTables, Tables
 
 AS_BUSY = 8  # sequences more or less in a shard that make no step wider
 
 
-class Dealt(list[list[int]]):
+class ShardTables(list[list[int]]):
     """A sequence's tables, and the shard that its pages are in."""
 
     def __init__(self, tables: Tables, shard: int):
@@ -19,10 +19,10 @@ class Dealt(list[list[int]]):
 
 def shard_of(tables: Tables) -> int:
     """The shard of a sequence's pages; without shards 0."""
-    return tables.shard if isinstance(tables, Dealt) else 0
+    return tables.shard if isinstance(tables, ShardTables) else 0
 
 
-class DealtTables(PageTables):
+class ShardedPageTables(PageTables):
     """The tables of several shards behind what those of one say: each is asked about the sequences whose
     pages are in it. Pages have the numbers of their shard."""
 
@@ -39,11 +39,11 @@ class DealtTables(PageTables):
         """Of the shard that has most."""
         return max(self.find_each(names), key=lambda found: len(found[0]))
 
-    def find_each(self, names: Sequence[bytes]) -> list[Dealt]:
+    def find_each(self, names: Sequence[bytes]) -> list[ShardTables]:
         """Pages of the longest prefix that each shard has."""
-        return [Dealt(shard.find(names), i) for i, shard in enumerate(self.shards)]
+        return [ShardTables(shard.find(names), i) for i, shard in enumerate(self.shards)]
 
-    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> list[Dealt]:
+    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> list[ShardTables]:
         """What the shards have that could take a sequence, the best first, where so many run in each and
         `most` can: of those about as busy as each other the one that has most of it."""
         found = [(running[own.shard], own) for own in self.find_each(names) if running[own.shard] < most]
@@ -54,7 +54,7 @@ class DealtTables(PageTables):
         return self._of(found).fits(found, tokens, end, spare)
 
     def admit(self, found: Tables, tokens: int, end: int) -> Tables:
-        return Dealt(self._of(found).admit(found, tokens, end), shard_of(found))
+        return ShardTables(self._of(found).admit(found, tokens, end), shard_of(found))
 
     def grow(self, tables: Tables, tokens: int) -> bool:
         return self._of(tables).grow(tables, tokens)
@@ -65,7 +65,7 @@ class DealtTables(PageTables):
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
         return self._of(found).marks(names, found)
 
-    def tell(self, heard: Heard) -> None:
+    def tell(self, heard: PageListener) -> None:
         for shard in self.shards:
             shard.tell(heard)
 

@@ -5,13 +5,13 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import Keys, Reading, Values
+from ..model.attention import AttentionParams, Keys, Values
 from ..model.recurrent.kinds import STATE
-from ..model.recurrent.states import Inputs, Recurrence
+from ..model.recurrent.states import Recurrence, RecurrentInputs
 from .kernels.attention import attend_with
-from .kernels.tiles import Pages
+from .kernels.tiles import LayerPages
 from .pages import Batch, KVCache, choice, read_keys, read_values, running_softmax, stored, with_layer
-from .states import Rows, taken_on
+from .states import StateRows, taken_on
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Paged:
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: Reading,
+        reading: AttentionParams,
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         batch, table = self.batch, self._table(reading.window)
         pools = cache.k[layer], cache.v[layer]
@@ -41,23 +41,23 @@ class Paged:
             read = partial(read_keys, pools, table, reading, q.dtype)
             return running_softmax(q, batch, read, reading, chosen)
 
-        def pages() -> Pages:
-            return Pages(*pools, table, batch.start, batch.count)
+        def pages() -> LayerPages:
+            return LayerPages(*pools, table, batch.start, batch.count)
 
         out = attend_with(q, pools, reading, pages, by_blocks)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
 
     def recur(
-        self, cache: KVCache, layer: int, recurrence: Recurrence, new: Inputs
+        self, cache: KVCache, layer: int, recurrence: Recurrence, new: RecurrentInputs
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         pool, out = taken_on(cache.states[layer], self.rows, recurrence, new)
         return replace(cache, states=with_layer(cache.states, layer, pool)), out
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> StateRows:
         """Where the rows' states are."""
-        return Rows(self.batch.start, self.batch.count, self._table(STATE))
+        return StateRows(self.batch.start, self.batch.count, self._table(STATE))
 
     def _table(self, window: int | None) -> Int[Array, "B M"]:
         return self.batch.page_tables[self.windows.index(window)]

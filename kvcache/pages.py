@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, Keys, LatentRows, Made, Reading, Values, grouped
+from ..model.attention import UNSEEN, AttentionParams, Keys, LatentRows, Made, Values, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import einsum
 from ..model.recurrent.kinds import STATE
 from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
-from .choosing import Chosen, Index, choose
+from .choosing import Index, SelectedKeys, choose
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
@@ -171,7 +171,7 @@ def read_block(
 def read_keys(
     pools: Pools,
     page_table: Int[Array, "B M"],
-    reading: Reading,
+    reading: AttentionParams,
     dtype: Any,
     rows: Int[Array, " rows"],
     j: Int[Array, " rows"],
@@ -201,8 +201,8 @@ def running_softmax(
     q: Float[Array, "B T N H"],
     batch: Batch,
     read: Callable[[Int[Array, " rows"], Int[Array, " rows"]], Block],
-    reading: Reading,
-    chosen: Chosen | None = None,
+    reading: AttentionParams,
+    chosen: SelectedKeys | None = None,
 ) -> Float[Array, "B T N U"]:
     """Attention over the rows' keys, of which `read(rows, j)` returns block j of some rows.
 
@@ -245,7 +245,9 @@ def running_softmax(
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
 
 
-def choice(reading: Reading, batch: Batch, table: Int[Array, "B M"], W: int, index: Index) -> Chosen | None:
+def choice(
+    reading: AttentionParams, batch: Batch, table: Int[Array, "B M"], W: int, index: Index
+) -> SelectedKeys | None:
     """Which keys the rows' queries see, by what `index` reads of their pages; None where they see all."""
     if reading.selection is None:
         return None
@@ -265,7 +267,7 @@ def products(q: Float[Array, "K B queries H"], k: Float[Array, "K B S H"]) -> Fl
 
 
 def before_any_key(
-    reading: Reading, shape: tuple[int, int, int, int]
+    reading: AttentionParams, shape: tuple[int, int, int, int]
 ) -> tuple[Float[Array, "K B queries"], Float[Array, "K B queries"]]:
     """The running softmax's highest score and total at the start: nothing, or the sinks."""
     K, B, T, G = shape

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Heard(Protocol):
+class PageListener(Protocol):
     """Whoever is told which pages can be found."""
 
     def stored(self, parent: bytes | None, name: bytes, tokens: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class PagePool:
         self._name_of: dict[int, bytes] = {}
         # pages and the names that they have lost, where somebody asks for them
         self.evicted: list[tuple[int, bytes]] | None = None
-        self.heard: Heard | None = None
+        self.heard: PageListener | None = None
 
     @property
     def free(self) -> int:

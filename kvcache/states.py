@@ -15,17 +15,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..model.recurrent.kinds import BLOCK, Leaves
 from ..model.recurrent.linear import Terms, lone_step, step
-from ..model.recurrent.states import Inputs, Recurrence, State, newest
+from ..model.recurrent.states import Recurrence, RecurrentInputs, RecurrentState, newest
 from ..model.scatter import apart
 from ..model.tree import pytree, static
-from .kernels.memory import MemoryPool, Place, step_pages, steps_in_place
+from .kernels.memory import MemoryPool, StatePages, step_pages, steps_in_place
 
 
 @pytree
 class StatePool:
-    """A layer's states by page: `states` are those of a State, with pages [heads,P,...] in place of rows."""
+    """A layer's states by page: `states` are those of a RecurrentState, with pages [heads,P,...] in place of
+    rows."""
 
-    states: State
+    states: RecurrentState
     page_size: int = static(1)
 
     @property
@@ -44,12 +45,12 @@ def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
     def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads P ..."]:
         return jnp.zeros((shape[0], pages, *shape[1:]), jnp.float32)
 
-    states = State(tuple(map(zeros, leaves.tails)), leaves.memory and zeros(leaves.memory))
+    states = RecurrentState(tuple(map(zeros, leaves.tails)), leaves.memory and zeros(leaves.memory))
     return StatePool(states, page_size)
 
 
 @dataclass(frozen=True)
-class Rows:
+class StateRows:
     """Where the states of a step's rows are: tokens before each row and in it, and its page table, in which a
     negative number is no page."""
 
@@ -57,7 +58,7 @@ class Rows:
     count: Int[Array, " B"]
     table: Int[Array, "B M"]
 
-    def read(self, pool: StatePool) -> State:
+    def read(self, pool: StatePool) -> RecurrentState:
         """The states before the rows' first tokens."""
         page = jnp.maximum(self._page(pool, self.start), 0)
 
@@ -68,7 +69,7 @@ class Rows:
         return jax.tree.map(read, pool.states)
 
     def write(
-        self, pool: StatePool, end: Int[Array, " B"], state: State, wanted: Bool[Array, " B"]
+        self, pool: StatePool, end: Int[Array, " B"], state: RecurrentState, wanted: Bool[Array, " B"]
     ) -> StatePool:
         """The pool with the states behind `end` tokens, of those rows whose is `wanted`."""
         place = self.target(pool, end, wanted)
@@ -105,13 +106,13 @@ class Rows:
 
 
 def taken_on(
-    pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
+    pool: StatePool, rows: StateRows, recurrence: Recurrence, new: RecurrentInputs
 ) -> tuple[StatePool, Float[Array, "B T N U"]]:
     """The pool after the rows' new tokens, and the layer's outputs."""
     if new.shape[1] == 1:
         return stepped(pool, rows, recurrence, new)
 
-    def write(pool: StatePool, j: Int[Array, ""], state: State) -> StatePool:
+    def write(pool: StatePool, j: Int[Array, ""], state: RecurrentState) -> StatePool:
         before = rows.start + j * BLOCK
         end = rows.start + jnp.minimum((j + 1) * BLOCK, rows.count)
         return rows.write(pool, end, state, rows.stays(pool, end) & (end > before))
@@ -120,36 +121,36 @@ def taken_on(
 
 
 def stepped(
-    pool: StatePool, rows: Rows, recurrence: Recurrence, new: Inputs
+    pool: StatePool, rows: StateRows, recurrence: Recurrence, new: RecurrentInputs
 ) -> tuple[StatePool, Float[Array, "B 1 N U"]]:
     """The same of one token a row: its memory stays where it lies, if a kernel can do that."""
     memory, wanted = pool.states.memory, rows.count > 0
     if memory is None or not steps_in_place(memory):
         state, out = recurrence.step(rows.read(pool), new)
         return rows.write(pool, rows.start + 1, state, wanted), out
-    tails = replace(pool, states=State(pool.states.tails))
+    tails = replace(pool, states=RecurrentState(pool.states.tails))
     seen = recurrence.seen(rows.read(tails), new.parts)
-    tails = rows.write(tails, rows.start + 1, State(recurrence.tails(seen)), wanted)
+    tails = rows.write(tails, rows.start + 1, RecurrentState(recurrence.tails(seen)), wanted)
     terms = jax.tree.map(lambda x: x[:, 0], recurrence.one(seen, new.beside))
-    place = Place(rows.source(pool), rows.target(pool, rows.start + 1, wanted))
+    place = StatePages(rows.source(pool), rows.target(pool, rows.start + 1, wanted))
 
     def by_pages(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
-        own = replace(pool, states=State((), memory))
+        own = replace(pool, states=RecurrentState((), memory))
         found, out = lone_step(rows.read(own).memory, terms)
-        return rows.write(own, rows.start + 1, State((), found), wanted).states.memory, out
+        return rows.write(own, rows.start + 1, RecurrentState((), found), wanted).states.memory, out
 
     def in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
         return step_pages(memory, place, terms)
 
     memory, out = jax.lax.platform_dependent(memory, terms, cuda=in_place, default=by_pages)
-    return replace(tails, states=State(tails.states.tails, memory)), out[:, None]
+    return replace(tails, states=RecurrentState(tails.states.tails, memory)), out[:, None]
 
 
 # ---------------------------------------------------------------- guesses
 
 
 @dataclass(frozen=True)
-class Guess:
+class StateUpdate:
     """What a layer's tokens [B,T] of a verification would do to its state: what each convolution `seen`, and
     their terms for the memory, if there is one."""
 
@@ -157,7 +158,7 @@ class Guess:
     terms: Any  # Terms, None without a memory
     tokens: int  # T
 
-    def kept(self, pool: StatePool, rows: Rows) -> StatePool:
+    def kept(self, pool: StatePool, rows: StateRows) -> StatePool:
         """The pool after the first `rows.count` of each row's tokens, which go through the memory once more:
         to keep that behind each of them would take T times as much."""
         T = self.tokens
@@ -168,20 +169,20 @@ class Guess:
                 memory, _ = step(memory, jax.tree.map(lambda x: x[:, i], self.terms))
             tails = (newest(x, jnp.full(len(x), i + 1, jnp.int32), T) for x in self.seen)
             end = rows.start + i + 1
-            return rows.write(pool, end, State(tuple(tails), memory), rows.stays(pool, end)), memory
+            return rows.write(pool, end, RecurrentState(tuple(tails), memory), rows.stays(pool, end)), memory
 
         return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool).memory))[0]
 
 
 @dataclass(frozen=True)
-class Guessed:
+class VerifyCache:
     """`attend`'s state while guesses are verified: the cache, and of each layer with a state what the tokens
     would do to it. It is written when it is known which of them were right."""
 
     cache: Any  # KVCache
-    pending: dict[int, Guess]
+    pending: dict[int, StateUpdate]
 
-    def confirmed(self, rows: Rows, count: Int[Array, " B"]) -> Any:
+    def confirmed(self, rows: StateRows, count: Int[Array, " B"]) -> Any:
         """The cache with the states behind the first `count` tokens of each row, the first of which is no
         guess."""
         rows = replace(rows, count=jnp.minimum(jnp.maximum(count, 1), rows.count))
@@ -192,7 +193,7 @@ class Guessed:
 
 
 @dataclass(frozen=True)
-class Guessing:
+class VerifyAttend:
     """`attend` for a verification, whose tokens are rows of one token each: `keys` is that for layers with
     keys. Those with a state take the tokens of each row in turn, as decode does.
 
@@ -200,28 +201,28 @@ class Guessing:
     """
 
     keys: Any  # Attend
-    rows: Rows
+    rows: StateRows
     row_of_place: Int[Array, "B T"]
     place_of_row: Int[Array, " rows"]
 
-    def __call__(self, state: Guessed, *args: Any) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
+    def __call__(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
         cache, out = self.keys(state.cache, *args)
-        return Guessed(cache, state.pending), out
+        return VerifyCache(cache, state.pending), out
 
     def recur(
-        self, state: Guessed, layer: int, recurrence: Recurrence, new: Inputs
-    ) -> tuple[Guessed, Float[Array, "rows 1 N U"]]:
+        self, state: VerifyCache, layer: int, recurrence: Recurrence, new: RecurrentInputs
+    ) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
         before, T = self.rows.read(state.cache.states[layer]), self.row_of_place.shape[1]
         seen = recurrence.seen(before, self._by_place(new.parts))
         spans = [own.weight.shape[-1] for own in recurrence.convolutions]
         found = recurrence.one(list(map(self._spanned, seen, spans)), new.beside)
         if not isinstance(found, Terms):
-            return Guessed(state.cache, state.pending | {layer: Guess(seen, None, T)}), found
+            return VerifyCache(state.cache, state.pending | {layer: StateUpdate(seen, None, T)}), found
         terms = self._by_place(found)
         _, out = jax.lax.scan(step, before.memory, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), terms))
         out = jnp.moveaxis(out, 1, 0).reshape(-1, 1, *out.shape[2:])
-        pending = state.pending | {layer: Guess(seen, terms, T)}
-        return Guessed(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
+        pending = state.pending | {layer: StateUpdate(seen, terms, T)}
+        return VerifyCache(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
 
     def _by_place(self, x: Any) -> Any:
         """Rows of one token [rows,1,...] as [B,T,...]."""

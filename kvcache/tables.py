@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import cast
 
 from ..model.recurrent.kinds import BLOCK, STATE
-from .pool import Heard, PagePool
+from .pool import PageListener, PagePool
 
 GONE = -1  # in a page table: behind the window, and no longer owned, or never written
 AWAY = -2  # in what was found: not in a pool, but in a tier
@@ -181,7 +181,7 @@ class PageTables:
         ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
         return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
 
-    def tell(self, heard: Heard) -> None:
+    def tell(self, heard: PageListener) -> None:
         """Let somebody know which pages of the first group can be found."""
         self.pools[0].heard = heard
 

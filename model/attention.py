@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery
 from .layers import Norm, biased, einsum, normalise, rounded, softcapped
-from .recurrent.states import Inputs, Recurrence, empty_state
-from .rope import Turn, rotate
+from .recurrent.states import Recurrence, RecurrentInputs, empty_state
+from .rope import Rotation, rotate
 from .tree import Spec, pytree
 
 UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
@@ -61,7 +61,7 @@ class Selection:
         bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
         return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
-    def bounds(self, places: int, count: Count) -> "Bounds":
+    def bounds(self, places: int, count: Count) -> "TopKBounds":
         """Those of the best keys at so many places; `count` says of how many keys of each query something
         holds. A key that is not seen is of order 0."""
 
@@ -74,7 +74,7 @@ class Selection:
         def is_early(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
             return count(lambda order, at: (order == least[..., None]) & (at < x[..., None])) < room
 
-        return Bounds(least, largest(places.bit_length(), self.q.shape[:2], is_early))
+        return TopKBounds(least, largest(places.bit_length(), self.q.shape[:2], is_early))
 
     def chosen(self, k: Float[Array, "B S size"], seen: Bool[Array, "B T S"]) -> Bool[Array, "B T S"]:
         """Which keys the queries see, of those that are seen otherwise."""
@@ -83,7 +83,7 @@ class Selection:
         return seen & bounds.hold(order, at)
 
 
-class Bounds(NamedTuple):
+class TopKBounds(NamedTuple):
     """Of the best keys: their least order, and the last place where a key of that order is one of them."""
 
     least: Any  # uint32 [B,T]
@@ -112,7 +112,7 @@ def largest(
 
 
 @dataclass(frozen=True)
-class Reading:
+class AttentionParams:
     """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
     Where it is `chunked` those are left out that lie before the last multiple of it.
 
@@ -162,7 +162,7 @@ class Attend(Protocol):
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: Reading,
+        reading: AttentionParams,
         /,
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...
 
@@ -204,7 +204,7 @@ def mix_heads(
     w: Attention,
     c: GroupedQuery,
     x: Float[Array, "B T D"],
-    turn: Turn | None,
+    turn: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -226,14 +226,14 @@ def mix_heads(
         v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
         k, v = heads(k, w.k_norm), v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
     scale = c.head_size**-0.5 if c.scale is None else c.scale
-    reading = Reading(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
+    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
     state, out = attend(state, i - c.borrows, q, k, v, reading)
     if w.gate is not None:
         out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
-def grown(q: Float[Array, "B T N H"], turn: Turn | None) -> Float[Array, "B T N H"]:
+def grown(q: Float[Array, "B T N H"], turn: Rotation | None) -> Float[Array, "B T N H"]:
     """Queries as their positions make them grow."""
     return q if turn is None or turn.growth is None else q * turn.growth.astype(q.dtype)
 
@@ -256,7 +256,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K U"],
     mask: Bool[Array, "#B T S"],
-    reading: Reading,
+    reading: AttentionParams,
 ) -> Float[Array, "B T N U"]:
     """Softmax attention with scores in float32; every query must see at least one key."""
     B, T, N, _ = q.shape
@@ -281,7 +281,7 @@ class Causal:
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: Reading,
+        reading: AttentionParams,
     ) -> tuple[Any, Float[Array, "B T N U"]]:
         at = jnp.arange(q.shape[1], dtype=jnp.int32)
         seen = reading.sees(at[None, :, None], at[None, None, :])
@@ -298,7 +298,7 @@ class Causal:
         return state, attention(q, k, v, seen, reading)
 
     def recur(
-        self, state: Any, layer: int, recurrence: Recurrence, new: Inputs
+        self, state: Any, layer: int, recurrence: Recurrence, new: RecurrentInputs
     ) -> tuple[Any, Float[Array, "B T N U"]]:
         B, T = new.shape
         count = jnp.full(B, T, jnp.int32)

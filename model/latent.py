@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .attention import Attend, LatentRows, Made, Reading, Selection
+from .attention import Attend, AttentionParams, LatentRows, Made, Selection
 from .config import Latent, LayerKind, NormKind
 from .kinds.attention import Indexer
 from .layers import biased, einsum, norm_spec, normalise, rms_norm
-from .rope import Turn, rotate
+from .rope import Rotation, rotate
 from .tree import Spec, pytree
 
 # Making keys and values pays from some 100 queries on. Chunks of a prompt are all on one side, so that their
@@ -107,7 +107,7 @@ def queries(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Ar
 
 
 def choice(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn | None
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Rotation | None
 ) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
     """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
     seen."""
@@ -122,12 +122,14 @@ def choice(
     return rotate(key, turn), Selection(rotate(q, turn), weights, indexer.keys)
 
 
-def turned(c: Latent, x: Float[Array, "B T heads size"], turn: Turn | None) -> Float[Array, "B T heads size"]:
+def turned(
+    c: Latent, x: Float[Array, "B T heads size"], turn: Rotation | None
+) -> Float[Array, "B T heads size"]:
     return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
 
 
 def cached_row(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Turn | None
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Rotation | None
 ) -> Float[Array, "B T 1 row"]:
     """What a token leaves in the cache: its latent, and the turned key that all heads share."""
     down = biased(einsum("btd,dz->btz", x, w.kv_down), w.kv_down_bias)[:, :, None]
@@ -139,7 +141,7 @@ def mix_latent(
     w: LatentAttention,
     c: Latent,
     x: Float[Array, "B T D"],
-    turn: Turn | None,
+    turn: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -152,11 +154,11 @@ def mix_latent(
     # a latent wider than half of a head's key and value makes reading it dearer than making them
     if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank:
         q, expand = jnp.concatenate([nope, rest], axis=-1), expanded(w, c)
-        state, out = attend(state, i, q, row, key, Reading(scale, expand=expand, selection=selection))
+        state, out = attend(state, i, q, row, key, AttentionParams(scale, expand=expand, selection=selection))
     else:
         q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
         parts = {"expand": lambda rows: (rows, rows[..., : c.rank]), "rank": c.rank}
-        state, out = attend(state, i, q, row, key, Reading(scale, **parts, selection=selection))
+        state, out = attend(state, i, q, row, key, AttentionParams(scale, **parts, selection=selection))
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)
 

@@ -61,7 +61,7 @@ def pool(hidden: Float[Array, "B T D"], count: Int[Array, " B"]) -> Pooled:
 
 
 @dataclass(eq=False)
-class Pool:
+class Pooler:
     """The hidden states of a prompt of `length` tokens, as its chunks come in order; the pooling of `params`
     is settled."""
 

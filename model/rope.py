@@ -81,7 +81,7 @@ class Rope:
 Angles = Float32[Array, "B T 1 pairs"]  # of every position, for each pair of dimensions
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """How far positions turn their queries and keys, and what their queries are multiplied by. Nothing is
     turned where there are no pairs."""
 
@@ -90,7 +90,9 @@ class Turn(NamedTuple):
     growth: Float32[Array, "B T 1 1"] | None = None
 
 
-def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None) -> Turn:
+def rotation(
+    positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None
+) -> Rotation:
     """How far to turn H dimensions at each position; `long` are the rows beyond the rope's boundary."""
     frequencies = jnp.asarray(rope.frequencies(H))[None, None, None, :]
     if rope.boundary is not None and long is not None:
@@ -99,13 +101,13 @@ def rotation(positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array,
     angles = positions[..., None, None].astype(jnp.float32) * frequencies
     grown = growth(positions, rope) if rope.query_growth else None
     if not H:
-        return Turn(angles, angles, grown)
+        return Rotation(angles, angles, grown)
     cos, sin = jax.lax.platform_dependent(
         angles,
         cpu=partial(computed_once, scale=rope.scale),
         default=partial(cosine_and_sine, scale=rope.scale),
     )
-    return Turn(cos, sin, grown)
+    return Rotation(cos, sin, grown)
 
 
 def growth(positions: Int[Array, "B T"], rope: Rope) -> Float32[Array, "B T 1 1"]:
@@ -125,7 +127,7 @@ def computed_once(angles: Angles, scale: float) -> tuple[Angles, Angles]:
 
 
 def rotate(
-    x: Float[Array, "B T heads H"], turn: Turn, interleaved: bool = False
+    x: Float[Array, "B T heads H"], turn: Rotation, interleaved: bool = False
 ) -> Float[Array, "B T heads H"]:
     """Turn the first dimensions of each head by their position's angle, as many as `turn` has pairs for.
 

@@ -10,14 +10,14 @@ from .attention import Attend, Attention, attention_spec, mix_heads
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
-from .inputs.layer import Input, Inputs, input_spec, inputs_of, inputs_spec, with_input
+from .inputs.layer import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
 from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
 from .recurrent.kinds import DeltaNet, Mamba, ShortConv
 from .recurrent.mamba import MambaMixer, mamba_spec, mix_mamba
-from .rope import Turn, beyond, rotation
+from .rope import Rotation, beyond, rotation
 from .tree import Spec, pytree
 
 # how a layer's parts are made and computed, by their kind
@@ -44,7 +44,7 @@ class Layer:
     attention_post_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
     recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
-    input: Input | None = None
+    input: PerLayerGate | None = None
     scale: Any = None  # [1], of what comes out
 
     def of(self, mixer: Mixer) -> Any:
@@ -68,7 +68,7 @@ class Decoder:
     head: Any = None  # [V,D]
     positions: Any = None  # [max_position,D], where they are learned
     head_bias: Any = None  # [V]
-    inputs: Inputs | None = None
+    inputs: PerLayerEmbedding | None = None
 
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
@@ -107,11 +107,11 @@ def embed(
     return x if params.positions is None else x + params.positions[positions]
 
 
-def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> list[Turn | None]:
+def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> list[Rotation | None]:
     """Each layer's rotation; layers of one kind share it."""
-    found: dict[Any, Turn | None] = {}
+    found: dict[Any, Rotation | None] = {}
 
-    def turn(kind: LayerKind) -> Turn | None:
+    def turn(kind: LayerKind) -> Rotation | None:
         if kind.keys is None or (rope := kind.keys.rope) is None:
             return None
         size = kind.keys.turned
@@ -127,7 +127,7 @@ def layer(
     kind: LayerKind,
     c: ModelConfig,
     x: Float[Array, "B T D"],
-    turn: Turn | None,
+    turn: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -145,7 +145,7 @@ def attention_half(
     kind: LayerKind,
     c: ModelConfig,
     x: Float[Array, "B T D"],
-    turn: Turn | None,
+    turn: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -191,7 +191,13 @@ def added(
 
 
 def mix(
-    w: Layer, kind: LayerKind, x: Float[Array, "B T D"], turn: Turn | None, attend: Attend, state: Any, i: int
+    w: Layer,
+    kind: LayerKind,
+    x: Float[Array, "B T D"],
+    turn: Rotation | None,
+    attend: Attend,
+    state: Any,
+    i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """Attend's state after the mixers of layer i, and the sum of what they make of normed x."""
     made = []

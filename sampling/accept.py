@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from ..model.tree import pytree
 from .params import NO_LOGPROBS
-from .sample import EDITS, Rows, Sampled, changed, is_drawn, narrowed, sample, scored
+from .sample import EDITS, Sampled, SamplingRows, changed, is_drawn, narrowed, sample, scored
 from .search import argmax_here, pairwise_sum, whole
 from .state import MASKED, SamplingState
 
@@ -25,7 +25,7 @@ NONE_KEPT = -1  # where the number of the guess that was kept would stand
 
 
 @pytree
-class Guesses:
+class DraftTokens:
     """What may stand at one position of each row: guesses in the order in which they are tried.
 
     `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is
@@ -51,7 +51,7 @@ class Rule(Protocol):
         slot: Int[Array, " B"],
         live: Bool[Array, " B"],
         state: SamplingState,
-        guesses: Guesses,
+        guesses: DraftTokens,
     ) -> tuple[Sampled, Int[Array, " B"]]: ...
 
 
@@ -61,7 +61,7 @@ def coupled(
     slot: Int[Array, " B"],
     live: Bool[Array, " B"],
     state: SamplingState,
-    guesses: Guesses,
+    guesses: DraftTokens,
 ) -> tuple[Sampled, Int[Array, " B"]]:
     """The token that is sampled without guesses; those of a tree are looked up."""
     drawn = sample(logits, position, slot, live, state)
@@ -80,7 +80,7 @@ def rejection(
     slot: Int[Array, " B"],
     live: Bool[Array, " B"],
     state: SamplingState,
-    guesses: Guesses,
+    guesses: DraftTokens,
 ) -> tuple[Sampled, Int[Array, " B"]]:
     """A guess or another token, distributed as the one that is sampled without guesses."""
     p = target_probs(logits, position, slot, live, state)
@@ -103,7 +103,7 @@ def target_probs(
 ) -> Float[Array, "B V"]:
     """The distribution of the token that `sample` draws from; its bits do not depend on B."""
     logits = whole(logits.astype(jnp.float32))
-    rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
+    rows = SamplingRows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     edited = changed(logits, rows, EDITS)
     likeliest = jax.nn.one_hot(argmax_here(edited), logits.shape[1], dtype=jnp.float32)
     drawn = is_drawn(rows)
@@ -136,7 +136,7 @@ def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B 
     return jnp.where(total > 0, rest / jnp.maximum(total, jnp.finfo(p.dtype).tiny), p)
 
 
-def offered(guesses: Guesses, c: int, V: int) -> Float[Array, "B V"]:
+def offered(guesses: DraftTokens, c: int, V: int) -> Float[Array, "B V"]:
     """The distribution of guess c: its draft's, or all on the guess; nothing where there is none."""
     if guesses.probs is None:
         probs = jax.nn.one_hot(guesses.token[:, c], V, dtype=jnp.float32)
@@ -145,7 +145,9 @@ def offered(guesses: Guesses, c: int, V: int) -> Float[Array, "B V"]:
     return jnp.where(guesses.real[:, c, None], probs, 0.0)
 
 
-def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B guesses"], Float[Array, "B V"]]:
+def trials(
+    p: Float[Array, "B V"], guesses: DraftTokens
+) -> tuple[Float[Array, "B guesses"], Float[Array, "B V"]]:
     """The probability of keeping each guess when those before it were not kept, and what to draw from when
     none was."""
     keep = []
@@ -159,7 +161,7 @@ def trials(p: Float[Array, "B V"], guesses: Guesses) -> tuple[Float[Array, "B gu
 
 
 def decide(
-    p: Float[Array, "B V"], guesses: Guesses, seed: UInt[Array, " B"], position: Int[Array, " B"]
+    p: Float[Array, "B V"], guesses: DraftTokens, seed: UInt[Array, " B"], position: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """A token of each row, distributed as p, and which of its guesses it is, or NONE_KEPT.
 

@@ -47,13 +47,13 @@ class Sampled:
     top_logprobs: Any  # float32 [B,n_top]
 
 
-Wants = Callable[["Rows"], Bool[Array, " B"]]  # which rows use a parameter
-Change = Callable[[Float[Array, "B V"], "Rows"], Float[Array, "B V"]]  # what it does to logits
+Wants = Callable[["SamplingRows"], Bool[Array, " B"]]  # which rows use a parameter
+Change = Callable[[Float[Array, "B V"], "SamplingRows"], Float[Array, "B V"]]  # what it does to logits
 Changes = Sequence[tuple[Wants, Change]]
 
 
 @pytree
-class Rows:
+class SamplingRows:
     """What the functions of this file may read beside the logits. The state stays by slot: its dense rows are
     gathered (`rows.state.bias[rows.slot]`) only where they are needed."""
 
@@ -73,7 +73,7 @@ def sample(
 ) -> Sampled:
     """The token of each row for `position`, by the knobs and history of `slot`; of a dead row any."""
     logits = logits.astype(jnp.float32)
-    rows = Rows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
+    rows = SamplingRows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
     token = jax.lax.cond(jnp.any(wants_choice(rows)), choose, lambda x, _: argmax(x), logits, rows)
     return scored(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
 
@@ -115,7 +115,7 @@ def no_scores(B: int, n_top: int) -> Scores:
 
 
 def only(
-    wanted: Bool[Array, " B"], change: Change, x: Float[Array, "B V"], rows: Rows
+    wanted: Bool[Array, " B"], change: Change, x: Float[Array, "B V"], rows: SamplingRows
 ) -> Float[Array, "B V"]:
     """`change(x)` on the wanted rows, the very bits of x on the others; nothing runs where none is wanted."""
     return jax.lax.cond(
@@ -123,10 +123,10 @@ def only(
     )
 
 
-def changed(x: Float[Array, "B V"], rows: Rows, changes: Changes) -> Float[Array, "B V"]:
+def changed(x: Float[Array, "B V"], rows: SamplingRows, changes: Changes) -> Float[Array, "B V"]:
     """Every change in turn, on the rows that want it. A branch not taken copies x: one is around all."""
 
-    def in_turn(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    def in_turn(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
         for wants, change in changes:
             x = only(rows.live & wants(rows), change, x, rows)
         return x
@@ -134,20 +134,20 @@ def changed(x: Float[Array, "B V"], rows: Rows, changes: Changes) -> Float[Array
     return only(rows.live & wants_any(rows, changes), in_turn, x, rows)
 
 
-def wants_any(rows: Rows, changes: Changes) -> Bool[Array, " B"]:
+def wants_any(rows: SamplingRows, changes: Changes) -> Bool[Array, " B"]:
     return jnp.any(jnp.stack([wants(rows) for wants, _ in changes]), axis=0)
 
 
-def is_drawn(rows: Rows) -> Bool[Array, " B"]:
+def is_drawn(rows: SamplingRows) -> Bool[Array, " B"]:
     return rows.live & (rows.knobs.temperature > 0)
 
 
-def wants_choice(rows: Rows) -> Bool[Array, " B"]:
+def wants_choice(rows: SamplingRows) -> Bool[Array, " B"]:
     """Whether the token may be another than the argmax of the logits as they are."""
     return is_drawn(rows) | (rows.live & wants_any(rows, EDITS))
 
 
-def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
+def choose(logits: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, " B"]:
     """Argmax of the edited logits, or a draw where the temperature is not 0."""
     x = changed(whole(logits), rows, EDITS)
     drawn, greedy = is_drawn(rows), argmax_here(x)
@@ -160,12 +160,12 @@ def choose(logits: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
     )
 
 
-def narrowed(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def narrowed(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Log-weights to draw from: 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
     return changed(tempered(x, rows), rows, NARROWINGS)
 
 
-def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
+def draw(x: Float[Array, "B V"], rows: SamplingRows) -> Int[Array, " B"]:
     """A token from each row's log-weights by the Gumbel-max trick; (seed, position) decides the noise."""
 
     def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
@@ -178,31 +178,31 @@ def draw(x: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
 # ---------------------------------------------------------------- edits: they hold for greedy rows too
 
 
-def has_offset(rows: Rows) -> Bool[Array, " B"]:
+def has_offset(rows: SamplingRows) -> Bool[Array, " B"]:
     return wants_any(rows, OFFSETS)
 
 
-def offset(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def offset(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Biases and masks. Large ones count from the largest: logits lowered alike keep their bits."""
     amount = changed(jnp.zeros_like(x), rows, OFFSETS)
     most = jnp.max(amount, axis=-1, keepdims=True)
     return x + (amount - jnp.where(jnp.abs(most) > LARGE, most, 0.0))
 
 
-def has_bias(rows: Rows) -> Bool[Array, " B"]:
+def has_bias(rows: SamplingRows) -> Bool[Array, " B"]:
     return rows.knobs.has_bias
 
 
-def biased(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def biased(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """logit_bias, allowed_token_ids, and bad words of one token."""
     return x + rows.state.bias[rows.slot]
 
 
-def has_bad_words(rows: Rows) -> Bool[Array, " B"]:
+def has_bad_words(rows: SamplingRows) -> Bool[Array, " B"]:
     return jnp.any(rows.knobs.bad_words[:, :, -1] != NO_TOKEN, axis=1)
 
 
-def without_bad_words(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def without_bad_words(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Mask the last token of each sequence whose other tokens were generated last (padding matches all)."""
     start, last = rows.knobs.bad_words[:, :, :-1], rows.knobs.bad_words[:, :, -1]
     recent = rows.state.recent[rows.slot]
@@ -210,11 +210,11 @@ def without_bad_words(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]
     return masked_at(x, jnp.where(matches, last, x.shape[1]), BANNED)
 
 
-def below_min_tokens(rows: Rows) -> Bool[Array, " B"]:
+def below_min_tokens(rows: SamplingRows) -> Bool[Array, " B"]:
     return (rows.position < rows.knobs.min_position) & (rows.knobs.stop_ids[:, 0] != NO_TOKEN)
 
 
-def without_stops(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def without_stops(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     stop_ids = rows.knobs.stop_ids
     return masked_at(x, jnp.where(stop_ids != NO_TOKEN, stop_ids, x.shape[1]), EARLY)
 
@@ -226,11 +226,11 @@ def masked_at(x: Float[Array, "B V"], ids: Int[Array, "B ids"], mask: float) -> 
     return x.at[row, ids].min(mask, mode="drop", unique_indices=True)
 
 
-def is_constrained(rows: Rows) -> Bool[Array, " B"]:
+def is_constrained(rows: SamplingRows) -> Bool[Array, " B"]:
     return rows.knobs.is_constrained
 
 
-def within_grammar(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def within_grammar(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Mask what the grammar does not allow, deeper than anything else masks: the last of all offsets."""
     allowed = rows.state.allowed
     ahead = jnp.clip(rows.position - allowed.first[rows.slot], 0, allowed.masks.shape[1] - 1)
@@ -248,12 +248,12 @@ OFFSETS = (
 )
 
 
-def has_penalty(rows: Rows) -> Bool[Array, " B"]:
+def has_penalty(rows: SamplingRows) -> Bool[Array, " B"]:
     k = rows.knobs
     return (k.repetition_penalty != 1) | (k.frequency_penalty != 0) | (k.presence_penalty != 0)
 
 
-def penalized(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def penalized(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Repetition penalty (Keskar et al., arXiv 1909.05858) on prompt and output, OpenAI's two on output."""
     k, counts = rows.knobs, rows.state.output_counts[rows.slot]
     seen = (counts > 0) | rows.state.in_prompt[rows.slot]
@@ -268,35 +268,35 @@ EDITS = ((has_offset, offset), (has_penalty, penalized))
 # ---------------------------------------------------------------- narrowings: from which tokens a row draws
 
 
-def tempered(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def tempered(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Logits below the largest, over the temperature (over 1 where the row is greedy); none is above 0."""
     t = rows.knobs.temperature
     return (x - jnp.max(x, axis=-1, keepdims=True)) / jnp.where(t > 0, t, 1.0)[:, None]
 
 
-def has_min_p(rows: Rows) -> Bool[Array, " B"]:
+def has_min_p(rows: SamplingRows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.min_p > 0)
 
 
-def within_min_p(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def within_min_p(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     return jnp.where(x >= jnp.log(rows.knobs.min_p)[:, None], x, MASKED)
 
 
-def has_top_k(rows: Rows) -> Bool[Array, " B"]:
+def has_top_k(rows: SamplingRows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.top_k > 0)
 
 
-def within_top_k(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def within_top_k(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Keep the k largest; those that equal the k-th stay too."""
     goal = jnp.minimum(rows.knobs.top_k, x.shape[1]).astype(jnp.float32)
     return keep_heaviest(x, jnp.ones_like(x), goal)
 
 
-def has_top_p(rows: Rows) -> Bool[Array, " B"]:
+def has_top_p(rows: SamplingRows) -> Bool[Array, " B"]:
     return is_drawn(rows) & (rows.knobs.top_p < 1)
 
 
-def within_top_p(x: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+def within_top_p(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Keep the fewest largest whose probabilities among what is left sum to p; ties at the border stay."""
     weight = fixed_point(x)
     whole = jnp.sum(weight, axis=-1).astype(jnp.float32)

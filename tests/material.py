@@ -36,7 +36,7 @@ from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
 from duetto.serve.text.tokenizer.stops import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
-from duetto.serve.text.tools.incoming import Arguments, Begun
+from duetto.serve.text.tools.incoming import ToolCallArguments, ToolCallStart
 from duetto.serve.text.tools.reader import CallReader
 from duetto.serve.text.tools.toolbox import Toolbox
 
@@ -309,10 +309,10 @@ def test_calls_are_found_in_what_real_chat_templates_write(model):
     assert own is not None
     dialect, box = Dialect(own, calls_of(template).name), Toolbox(given["tools"], "required")
     begun, arguments, _ = CallReader(dialect.known(), box.tools).take(text, at_end=True)
-    assert begun == Begun("get_weather") and isinstance(arguments, Arguments)
+    assert begun == ToolCallStart("get_weather") and isinstance(arguments, ToolCallArguments)
     assert json.loads(arguments.text) == {"city": "Oslo"}
     grammars = Grammars(own, len(own), [own.eos_token_id])
-    follower = grammars.constraint(dialect.asked(box, []), 0)
+    follower = grammars.constraint(dialect.constraints(box, []), 0)
     follower.follow(own.encode(text.strip()))
     assert follower.failure is None
 

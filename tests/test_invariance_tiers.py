@@ -19,9 +19,9 @@ from duetto.model.heads import head_spec
 from duetto.model.pair import Pair
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve.engine.speculation.beside import Beside
+from duetto.serve.engine.speculation.beside import SpeculatorWeights
 from duetto.serve.engine.startup import start
-from duetto.serve.llm.disaggregated import Prefills
+from duetto.serve.llm.disaggregated import PrefillWorker
 
 SMALL = {
     "max_model_len": 230, "max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 4,
@@ -89,19 +89,19 @@ def test_guesses_on_pages_from_the_host_change_no_bit(model, serve, expected):
         assert report["tiers"]["fetched"] > 0 and report["speculation"]["drafted"] > 0
 
 
-def draft(mixer: Any) -> Beside:
+def draft(mixer: Any) -> SpeculatorWeights:
     """A model of one layer, which is seldom right."""
     config = replace(TINY, layers=(LayerKind(mixer, Dense(96)),))
-    return Beside(init(jax.random.key(5), decoder_spec(config)), config)
+    return SpeculatorWeights(init(jax.random.key(5), decoder_spec(config)), config)
 
 
-def head(model: Model) -> Beside:
-    return Beside(init(jax.random.key(5), head_spec(model.config.hidden_size, 32)))
+def head(model: Model) -> SpeculatorWeights:
+    return SpeculatorWeights(init(jax.random.key(5), head_spec(model.config.hidden_size, 32)))
 
 
 ITSELF = "a model that drafts for itself"
 GUESSERS = {
-    ITSELF: ("draft_model", 3, lambda model: Beside(model.params, model.config)),
+    ITSELF: ("draft_model", 3, lambda model: SpeculatorWeights(model.params, model.config)),
     "a draft model with a window": ("draft_model", 3, lambda _: draft(GroupedQuery(6, 2, 8, window=20))),
     "a tree of a latent draft model": ("tree", 7, lambda _: draft(LATENT)),
     "heads": ("heads", 3, head),
@@ -182,7 +182,7 @@ def assert_tokens_on_fetched_pages(model: Model, serve, oracle, folder) -> dict[
 class Unreliable:
     """A source that loses every third page, or brings every third too late."""
 
-    def __init__(self, source: Prefills, slow: bool):
+    def __init__(self, source: PrefillWorker, slow: bool):
         self.source, self.slow, self.asked = source, slow, 0
         self.begin, self.leave, self.renew, self.room = source.begin, source.leave, source.renew, source.room
         self.is_here = True

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
-from duetto.kvcache.kernels.attention import Pages, attend_pages
+from duetto.kvcache.kernels.attention import LayerPages, attend_pages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
-from duetto.model.attention import Reading
+from duetto.model.attention import AttentionParams
 from duetto.serve.cli.bench import median_seconds
 
-READING = Reading(0.125)
-Attention = Callable[[jax.Array, Pages], jax.Array]
+READING = AttentionParams(0.125)
+Attention = Callable[[jax.Array, LayerPages], jax.Array]
 
 
-def by_kernels(q: jax.Array, pages: Pages) -> jax.Array:
+def by_kernels(q: jax.Array, pages: LayerPages) -> jax.Array:
     return attend_pages(q, pages, READING, interpret=jax.default_backend() == "cpu")
 
 
-def by_blocks(q: jax.Array, pages: Pages) -> jax.Array:
+def by_blocks(q: jax.Array, pages: LayerPages) -> jax.Array:
     """The reference, which gathers a block's pages."""
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), pages.start)
@@ -31,7 +31,7 @@ def by_blocks(q: jax.Array, pages: Pages) -> jax.Array:
     return running_softmax(q, batch, read, READING).astype(q.dtype)
 
 
-def by_gather(q: jax.Array, pages: Pages) -> jax.Array:
+def by_gather(q: jax.Array, pages: LayerPages) -> jax.Array:
     """All pages side by side, then XLA's own attention: for whole tables only."""
     k, v = (pool[:, pages.table].transpose(1, 2, 3, 0, 4) for pool in pages[:2])  # [B,M,W,K,H]
     k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
@@ -40,7 +40,7 @@ def by_gather(q: jax.Array, pages: Pages) -> jax.Array:
     )
 
 
-def by_cudnn(q: jax.Array, pages: Pages) -> jax.Array:
+def by_cudnn(q: jax.Array, pages: LayerPages) -> jax.Array:
     """cuDNN's paged attention, which jax has in private only; its pages are [P,K,W,H], so it is given other
     pools."""
     cudnn: Any = import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -54,14 +54,14 @@ def by_cudnn(q: jax.Array, pages: Pages) -> jax.Array:
     return (out[0] if isinstance(out, (tuple, list)) else out).swapaxes(1, 2)
 
 
-def by_cudnn_chunk(q: jax.Array, pages: Pages) -> jax.Array:
+def by_cudnn_chunk(q: jax.Array, pages: LayerPages) -> jax.Array:
     """cuDNN's attention over a prompt's own keys, gathered once."""
     k, v = (pool[:, pages.table[0]].reshape(pool.shape[0], -1, pool.shape[3]) for pool in pages[:2])
     k, v = (x.swapaxes(0, 1)[None, : q.shape[1]] for x in (k, v))
     return jax.nn.dot_product_attention(q, k, v, scale=READING.scale, is_causal=True, implementation="cudnn")
 
 
-def attention_inputs(run: Run, B: int, T: int, context: int) -> tuple[jax.Array, Pages]:
+def attention_inputs(run: Run, B: int, T: int, context: int) -> tuple[jax.Array, LayerPages]:
     """Rows whose last tokens are the T queries, over random pages in a random order."""
     K, N, H, M = (2, 4, 64, -(-context // PAGE)) if run.dry else (8, 32, 128, -(-context // PAGE))
     keys = jax.random.split(jax.random.key(0), 3)
@@ -69,14 +69,14 @@ def attention_inputs(run: Run, B: int, T: int, context: int) -> tuple[jax.Array,
     k, v = (jax.random.normal(key, (K, B * M, PAGE, H), run.dtype) for key in keys[1:])
     table = np.random.default_rng(0).permutation(B * M).reshape(B, M)
     start, count = jnp.full(B, context - T, jnp.int32), jnp.full(B, T, jnp.int32)
-    return q, Pages(k, v, jnp.asarray(table, jnp.int32), start, count)
+    return q, LayerPages(k, v, jnp.asarray(table, jnp.int32), start, count)
 
 
-def seconds_of(attend: Attention, q: jax.Array, pages: Pages, times: int) -> float:
+def seconds_of(attend: Attention, q: jax.Array, pages: LayerPages, times: int) -> float:
     """Seconds of a call among so many in one program, each with the last one's output for queries."""
 
     @jax.jit
-    def repeated(q: jax.Array, pages: Pages) -> jax.Array:
+    def repeated(q: jax.Array, pages: LayerPages) -> jax.Array:
         return jax.lax.fori_loop(0, times, lambda _, q: attend(q, pages).astype(q.dtype), q)
 
     return median_seconds(partial(repeated, q, pages), 1) / times

@@ -13,7 +13,7 @@ from duetto import LLM
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.fixed import fixed
-from duetto.serve.cli.bench import Bench, Model, median_seconds
+from duetto.serve.cli.bench import Bench, BenchModel, median_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.floor import pools
@@ -33,13 +33,13 @@ LOAD = EngineOptions(
 TINY = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, max_model_len=256, page_size=PAGE)
 
 
-def model_of(run: Run, name: str, form: str | None) -> Model:
+def model_of(run: Run, name: str, form: str | None) -> BenchModel:
     """Random weights of a preset that is cut to few layers, in a form."""
     config = replace(PRESETS[name], layers=PRESETS[name].layers[: run.layers or LAYERS])
     is_fixed = form == "fixed"
     params = init(jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype))
     options = EngineOptions(page_size=PAGE, fixed_products=is_fixed)
-    return Model(name, config, fixed(params) if is_fixed else params, options)
+    return BenchModel(name, config, fixed(params) if is_fixed else params, options)
 
 
 def bench_estimates(run: Run) -> Iterator[Row]:
@@ -53,7 +53,7 @@ def bench_estimates(run: Run) -> Iterator[Row]:
     yield from classes(run)
 
 
-def timed(run: Run, model: Model, shape: Shape) -> tuple[Callable[[], float], str, float]:
+def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float], str, float]:
     """How to measure a program, the unit, and the estimate from the bytes that it touches."""
     bench = Bench(model, shape, run.context)
     read = pools(shape, model.config.layers, bench.state.cache, run.context)

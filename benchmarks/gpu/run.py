@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.serve.cli.bench import Model, median_seconds
+from duetto.serve.cli.bench import BenchModel, median_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import Peaks
@@ -53,12 +53,12 @@ class Run:
         return Peaks(2 * n**3 / product, 2 * n**3 / product, 2 * size / copied, 0.0, 0)
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> BenchModel:
         """Random weights of the shape."""
         config = PRESETS[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         params = init(jax.random.key(0), decoder_spec(config), jnp.dtype(self.dtype))
-        return Model(self.shape, config, params, EngineOptions(page_size=PAGE))
+        return BenchModel(self.shape, config, params, EngineOptions(page_size=PAGE))
 
 
 DRY = Run("135m", 1, "float32", (1, 2), 64, 128, 64, 1, dry=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.engines import Served, Setting
 from benchmarks.harness import Bench, Row, own_workers, rows_of
-from benchmarks.traces import Entry, at_once
+from benchmarks.traces import TraceEntry, at_once
 
 PROMPT, ANSWER = (24, 36), (1, 41)  # tokens, both ends included: 30 and 21 on average
 TIMES = 5  # as many requests as the other parts take
@@ -37,11 +37,11 @@ def short(bench: Bench) -> Iterator[Row]:
         )
 
 
-def entries(count: int) -> list[Entry]:
+def entries(count: int) -> list[TraceEntry]:
     """Requests with short prompts and short answers, their lengths drawn evenly."""
     draw = np.random.default_rng(3)
     lengths = (draw.integers(first, last, count, endpoint=True) for first, last in (PROMPT, ANSWER))
-    return [Entry(0.0, int(prompt), int(answer)) for prompt, answer in zip(*lengths, strict=True)]
+    return [TraceEntry(0.0, int(prompt), int(answer)) for prompt, answer in zip(*lengths, strict=True)]
 
 
 def rate(run: Served) -> float:

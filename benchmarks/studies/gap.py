@@ -47,7 +47,7 @@ class Later:
         return self._numbers
 
 
-class Busy(hostwork.Idle):
+class Busy(hostwork.IdlePrograms):
     """Programs of a device that takes `seconds` for each, one after the other."""
 
     seconds_each, _free = 0.0, 0.0
@@ -62,7 +62,7 @@ class Busy(hostwork.Idle):
 def simulated(seats: int, seconds: float) -> LLM:
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
-    Busy.seconds_each, hostwork.Idle = seconds, Busy
+    Busy.seconds_each, hostwork.IdlePrograms = seconds, Busy
     nothing: Any = {}
     config = ModelConfig.uniform(len(tokenizer), 64, 64, 1, 2, 2, 32, 256)
     disaggregated.start_engine = lambda config, params, options, **_: hostwork.idle_engine(

@@ -23,11 +23,11 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.kvcache.pages import row_bytes
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, kept_as, read_back
-from duetto.model.attention import Attend, Reading, attention, causal
+from duetto.model.attention import Attend, AttentionParams, attention, causal
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.transposed import transposed
-from duetto.serve.cli.bench import Bench, Model, group_seconds
+from duetto.serve.cli.bench import Bench, BenchModel, group_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Shape
@@ -56,7 +56,7 @@ def as_kept(name: str) -> Attend:
         return causal
     pool = QuantisedPool(None, None, SCHEMES[name].name)
 
-    def attend(state: Any, layer: int, q: Any, k: Any, v: Any, reading: Reading) -> Any:
+    def attend(state: Any, layer: int, q: Any, k: Any, v: Any, reading: AttentionParams) -> Any:
         return causal(state, layer, q, read_back(pool, k), v if v is None else read_back(pool, v), reading)
 
     return attend
@@ -117,7 +117,7 @@ def attention_error(name: str, outlier: float) -> float:
     )
     k = k.at[..., 0].mul(outlier)
     q = q.at[..., 0].divide(outlier) * 3  # scores vary as much, and some keys count more than others
-    reading, mask = Reading(mixer.head_size**-0.5), jnp.ones((1, 64, KEYS), bool)
+    reading, mask = AttentionParams(mixer.head_size**-0.5), jnp.ones((1, 64, KEYS), bool)
     whole = attention(q, k, v, mask, reading)
     pool = QuantisedPool(None, None, SCHEMES[name].name)
     found = attention(q, read_back(pool, k), read_back(pool, v), mask, reading)
@@ -128,7 +128,7 @@ def step_seconds(rounds: int, dtype: str) -> dict[str, list[float]]:
     """Seconds of a step of decode in each round, the ways in turns."""
     config = PRESETS["135m"]
     params = transposed(init(jax.random.key(0), form_spec(config, None), jnp.dtype(dtype)), donate=True)
-    model = Model("135m", config, params, EngineOptions())
+    model = BenchModel("135m", config, params, EngineOptions())
     benches = {
         name: Bench(replace(model, options=EngineOptions(kv_cache_dtype=name)), STEP, CONTEXT)
         for name in KEPT

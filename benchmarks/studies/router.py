@@ -37,19 +37,19 @@ from benchmarks.studies.server import started
 from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, with_prefixes
 from duetto.kvcache.names import extend, root
 from duetto.kvcache.tables import PageTables
-from duetto.serve.kv.events import Events, Translator
-from duetto.serve.kv.routing.memory import Sent, Told
-from duetto.serve.kv.routing.replicas import ROW, Job, Prompt, Replica, best, in_turn
+from duetto.serve.kv.events import KVEventBatch, Translator
+from duetto.serve.kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
+from duetto.serve.kv.routing.replicas import ROW, Prompt, Replica, RoutedRequest, best, in_turn
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.app import app
-from duetto.serve.server.router.events import Pages
+from duetto.serve.server.router.events import ReplicaPages
 from duetto.serve.server.router.health import Health
 from duetto.serve.server.router.main import replicas_of
-from duetto.serve.server.router.prefills import Prefills
-from duetto.serve.server.router.prompts import TOKENS, Texts, Tokens, named
+from duetto.serve.server.router.prefills import PrefillPool
+from duetto.serve.server.router.prompts import TOKENS, TextNaming, TokenNaming, named
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import Line
+from duetto.serve.server.router.queue import RequestQueue
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
 ROOT = root("simulated")
@@ -65,14 +65,14 @@ READ, WRITE = 1 / 1000, 0.02  # seconds: a token of a prompt, a step (an 8B mode
 class Books:
     """A replica that computes nothing: its pages, and when it would have computed what."""
 
-    def __init__(self, pages: int, memory: Sent | Told):
+    def __init__(self, pages: int, memory: AssumedPrefixIndex | EventPrefixIndex):
         self.tables, self.memory = PageTables([None], [pages], PAGE, work=512), memory
         self.replica = Replica("simulated", memory, ROW // DIVISOR)
         self.replica.is_ready = True
         self.line: deque[Any] = deque()
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0
-        if isinstance(memory, Told):
-            self._translator, self._pages, self._count = Translator(ROOT, PAGE), Pages(memory, PAGE), 0
+        if isinstance(memory, EventPrefixIndex):
+            self._translator, self._pages, self._count = Translator(ROOT, PAGE), ReplicaPages(memory, PAGE), 0
             self.tables.tell(self)
 
     # ------------------------------------------------------------ what the pool says, straight to the router
@@ -87,7 +87,7 @@ class Books:
         self._told(self._translator.cleared())
 
     def _told(self, event: Any) -> None:
-        self._pages.take(self._count, Events(0.0, [event]))
+        self._pages.take(self._count, KVEventBatch(0.0, [event]))
         self._count += 1
 
     # ------------------------------------------------------------ requests
@@ -139,7 +139,7 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
         now, _, what, of = heapq.heappop(events)
         if what == "arrives":
             prompt, names = prompts[of]
-            job = Job(prompt)
+            job = RoutedRequest(prompt)
             chosen = choose([own.replica for own in replicas], prompt, 1 << 30, ())
             chosen.take(job)
             books = by_replica[chosen]
@@ -163,10 +163,13 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
 
 
 ROUTERS: dict[str, tuple[Callable, Callable]] = {
-    "in turn": (in_turn, Sent),
-    "least busy": (lambda own, prompt, *rest: best(own, Prompt(tokens=prompt.tokens), *rest), Sent),
-    "pages, by what was sent": (best, Sent),
-    "pages, by events": (best, lambda pages: Told()),
+    "in turn": (in_turn, AssumedPrefixIndex),
+    "least busy": (
+        lambda own, prompt, *rest: best(own, Prompt(tokens=prompt.tokens), *rest),
+        AssumedPrefixIndex,
+    ),
+    "pages, by what was sent": (best, AssumedPrefixIndex),
+    "pages, by events": (best, lambda pages: EventPrefixIndex()),
 }
 
 
@@ -205,7 +208,7 @@ def naming(folder: str) -> dict[str, Any]:
     text = text[: len(text) * 8000 // len(tokenizer.encode(text))]
     body = {"messages": [{"role": "user", "content": text}]}
     found: dict[str, Any] = {"letters": len(text), "tokens": len(tokenizer.encode(text))}
-    for name, make in (("text", Texts(PAGE)), ("tokens", Tokens(tokenizer, PAGE))):
+    for name, make in (("text", TextNaming(PAGE)), ("tokens", TokenNaming(tokenizer, PAGE))):
         spans = []
         for _ in range(20):
             begin = time.perf_counter()
@@ -239,8 +242,8 @@ async def ask(ports: list[int], prompts: list[list[int]], choose: Callable) -> N
     options = RouterOptions(replica=urls, cache_tokens=1536, page_size=8)
     server = ServerOptions()
     replicas = replicas_of(options)
-    line = Line(replicas, options.max_in_flight, server, choose)
-    proxy = Proxy(line, Prefills({}, 1), Texts(8), options, server)
+    line = RequestQueue(replicas, options.max_in_flight, server, choose)
+    proxy = Proxy(line, PrefillPool({}, 1), TextNaming(8), options, server)
     health = Health(replicas, line, options)
     transport = httpx.ASGITransport(app(replicas, proxy, server, []))
     while not all(one.is_ready for one in replicas):

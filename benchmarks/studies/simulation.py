@@ -30,16 +30,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.traces import AZURE, Entry, Scale, read
+from benchmarks.traces import AZURE, Scale, TraceEntry, read
 from duetto import LLM
 from duetto.model.pair import target_of
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.core.plan import Work
-from duetto.serve.engine.core.request import Clock, Request
+from duetto.serve.engine.core.plan import ScheduledTokens
+from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.engine.core.rows import batch_of
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import GREEDY, Simulation
-from duetto.serve.planner.simulation.times import Call, Host, Measured
+from duetto.serve.planner.simulation.times import Host, MeasuredTimes, StepCall
 from duetto.serve.planner.workloads.traces import faster
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -100,7 +100,7 @@ class Moments:
         for sample in samples:
             self.known.setdefault(sample.shape, []).append((sample.at, sample.seconds))
 
-    def __call__(self, call: Call) -> tuple[float]:
+    def __call__(self, call: StepCall) -> tuple[float]:
         own = [shape for shape in self.known if shape.phase == call.shape.phase]
         near = min(own, key=lambda shape: abs(shape.area - call.shape.area))
         found, now = self.known[near], self.clock()
@@ -109,7 +109,7 @@ class Moments:
 
 
 def served(
-    engine: Engine, entries: list[Entry], clock: Wall | Processor
+    engine: Engine, entries: list[TraceEntry], clock: Wall | Processor
 ) -> tuple[dict[str, float], list[Sample], Host]:
     """What requests see that arrive by a clock, the calls that were made, and the host's seconds."""
     begin, coming = clock(), list(enumerate(entries))
@@ -118,7 +118,7 @@ def served(
 
     own_run, cached = engine.programs.run, 0
 
-    def told(programs: Any, shape: Shape, works: dict[int, Work]) -> Any:
+    def told(programs: Any, shape: Shape, works: dict[int, ScheduledTokens]) -> Any:
         nonlocal cached
         cached = sum(work.start for work in works.values())
         return batch_of(programs, shape, works)
@@ -138,7 +138,7 @@ def served(
         now = clock() - begin
         while coming and coming[0][1].arrival <= now:
             i, entry = coming.pop(0)
-            end, own = entry.prompt + entry.output, Clock(begin + entry.arrival, now=clock)
+            end, own = entry.prompt + entry.output, RequestTimes(begin + entry.arrival, now=clock)
             engine.submit(Request(str(i), prompts[i], GREEDY, 0, end, arrival=i, clock=own))
         if engine.has_work:
             steps.append(stepped(engine, clock, samples))
@@ -171,7 +171,9 @@ def host_of(steps: list[Step]) -> Host:
     return Host(*np.maximum(found, 0).tolist())
 
 
-def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: Host) -> dict[str, float]:
+def simulated(
+    llm: LLM, entries: list[TraceEntry], times: Moments | MeasuredTimes, host: Host
+) -> dict[str, float]:
     """The same in simulated time."""
     engine = llm.engine
     own = Simulation(
@@ -192,10 +194,10 @@ def simulated(llm: LLM, entries: list[Entry], times: Moments | Measured, host: H
     return spans | {"tokens_per_second": found["tokens_per_second"]}
 
 
-def compared(llm: LLM, entries: list[Entry], clock: Wall | Processor) -> dict[str, Any]:
+def compared(llm: LLM, entries: list[TraceEntry], clock: Wall | Processor) -> dict[str, Any]:
     """What requests see, what both simulations say, and how far these are off."""
     real, samples, host = served(llm.engine, entries, clock)
-    lines = Measured.of(sample[1:] for sample in samples)
+    lines = MeasuredTimes.of(sample[1:] for sample in samples)
     guesses = {
         "lines": simulated(llm, entries, lines, host),
         "moments": simulated(llm, entries, Moments(samples), host),
@@ -224,7 +226,7 @@ def main() -> None:
     with LLM(
         max_num_seqs=SEATS, max_model_len=LONGEST, max_prefill_tokens=256, serve_while_compiling=False
     ) as llm:
-        at_once = [Entry(0.0, e.prompt, e.output) for e in entries]
+        at_once = [TraceEntry(0.0, e.prompt, e.output) for e in entries]
         served(llm.engine, at_once, clock)
         best = served(llm.engine, at_once, clock)[0]["tokens_per_second"]
         rate = sum(e.output for e in entries) / (entries[-1].arrival - entries[0].arrival)

@@ -21,7 +21,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
 from duetto.sampling_params import StructuredOutputsParams
-from duetto.serve.engine.core.results import Flights
+from duetto.serve.engine.core.results import InFlightSteps
 
 ROWS, TOKENS, ROUNDS = 8, 192, 7
 CONFIG = ModelConfig.uniform(2048, 640, 2560, 8, 10, 5, 64, 1024)
@@ -33,13 +33,13 @@ RUNS |= {f"{name}, settled": count for name, count in RUNS.items()}
 @contextmanager
 def settled(wanted: bool) -> Iterator[None]:
     """Takes each step in before the next is planned."""
-    usual = Flights.are_awaited
+    usual = InFlightSteps.are_awaited
     if wanted:
-        Flights.are_awaited = lambda self, may_defer: True
+        InFlightSteps.are_awaited = lambda self, may_defer: True
     try:
         yield
     finally:
-        Flights.are_awaited = usual
+        InFlightSteps.are_awaited = usual
 
 
 def run(llm: LLM, constrained: int) -> tuple[list[RequestOutput], float]:

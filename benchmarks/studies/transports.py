@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from duetto.serve.kv.disagg.door import Door
-from duetto.serve.kv.disagg.far import Far
-from duetto.serve.kv.disagg.registered import Agent, Reached
-from duetto.serve.kv.disagg.source import Source
+from duetto.serve.kv.disagg.door import PrefillServer
+from duetto.serve.kv.disagg.far import RemotePrefillClient
+from duetto.serve.kv.disagg.registered import NixlAgent, NixlReader
+from duetto.serve.kv.disagg.source import PrefillService
 from duetto.serve.kv.offload.tier import Content, Key, key_of, window_of
 
 SIZES = [1 << 16, 1 << 20, 1 << 23]  # bytes of a page of each window
@@ -44,11 +44,11 @@ class Pages:
         return self.contents[window_of(key)]
 
 
-def agent(name: str) -> Agent | None:
+def agent(name: str) -> NixlAgent | None:
     if name not in NIXL:
         return None
     os.environ.update(NIXL[name])
-    made = Agent()
+    made = NixlAgent()
     os.environ.pop("UCX_TLS", None)
     return made
 
@@ -57,30 +57,30 @@ def own(name: str, here: Connection) -> None:
     """What the process does that owns pages, until nobody wants them."""
     if name == "tcp":
         del os.memfd_create  # as on a system that cannot share memory
-    door = Door(("127.0.0.1", 0), agent(name))
+    door = PrefillServer(("127.0.0.1", 0), agent(name))
     door.renew(b"pages", SIZES)
-    door.serve(cast(Source, Pages()))
+    door.serve(cast(PrefillService, Pages()))
     here.send(door.address)
     here.recv()
 
 
 @contextmanager
-def reached(name: str) -> Iterator[Far]:
+def reached(name: str) -> Iterator[RemotePrefillClient]:
     here, there = multiprocessing.Pipe()
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(name, there))
     owner.start()
-    far = Far(here.recv(), agent=agent(name))
+    far = RemotePrefillClient(here.recv(), agent=agent(name))
     far.renew(b"pages", SIZES)
     while not far.is_here:
         time.sleep(0.01)
-    assert isinstance(far._memory, Reached) == (name in NIXL) and (far._memory is None) == (name == "tcp")
+    assert isinstance(far._memory, NixlReader) == (name in NIXL) and (far._memory is None) == (name == "tcp")
     yield far
     far.close()
     here.send(None)
     owner.join()
 
 
-def seconds(far: Far, window: int, pages: int) -> float:
+def seconds(far: RemotePrefillClient, window: int, pages: int) -> float:
     """Of a page."""
     begin = time.perf_counter()
     for _ in range(pages):

@@ -19,7 +19,7 @@ from ...model.weights.adapted import adaptable, inputs_at
 from ..families.family import Family
 from ..families.stored import Stored
 from ..folders import read_json
-from ..layout import Group, Parameter, groups
+from ..layout import Parameter, ParameterGroup, groups
 from ..nested import text_tensors
 from ..tensors import CheckpointError, Tensor, contents, is_finite, read
 from .config import AdapterConfig
@@ -71,7 +71,7 @@ class Reader:
             raise CheckpointError(f"{file}: holds no tensor, expected pairs of lora_A and lora_B")
         return Adapter(name, largest, terms, digest(terms))
 
-    def _modules(self, file: Path) -> Iterator[tuple[str, Group, Tensor, Tensor]]:
+    def _modules(self, file: Path) -> Iterator[tuple[str, ParameterGroup, Tensor, Tensor]]:
         """The modules that have terms, the parameters that lie in each, and its tensors."""
         known = adaptable(self.config)
         places = {name: group for group in groups(self.family, self.config) for name in group.names}
@@ -87,13 +87,13 @@ class Reader:
                 raise CheckpointError(f"{file}: module {module!r} lacks one of lora_A and lora_B")
             yield module, group, pair["A"], pair["B"]
 
-    def _check(self, group: Group, module: str, rank: int, a: Tensor, b: Tensor) -> None:
+    def _check(self, group: ParameterGroup, module: str, rank: int, a: Tensor, b: Tensor) -> None:
         if rank > self.most:
             raise CheckpointError(
                 f"{a.file}: module {module!r} has rank {rank}, max_lora_rank allows {self.most}"
             )
         first, second = as_a(group.parameters[0], rank), as_b(group, rank)
-        for tensor, expected in ((a, Group((first,), ()).shape), (b, second.shape)):
+        for tensor, expected in ((a, ParameterGroup((first,), ()).shape), (b, second.shape)):
             if tensor.shape != expected or tensor.dtype is None:
                 raise CheckpointError(
                     f"{tensor.file}: tensor {tensor.name!r} has shape {tensor.shape} in {tensor.code}, "
@@ -122,7 +122,7 @@ def as_a(parameter: Parameter, rank: int) -> Parameter:
     return lying(parameter, f"r,{letters}->{letters}r", (*shape[:k], rank))
 
 
-def as_b(group: Group, rank: int) -> Group:
+def as_b(group: ParameterGroup, rank: int) -> ParameterGroup:
     """How a module's lora_B [out, r] lies beside the parameters that share its weight, as [r, *outputs]
     each."""
 
@@ -132,7 +132,7 @@ def as_b(group: Group, rank: int) -> Group:
         (own,) = (axis for axis in stored.axes.partition("->")[0].split(",") if axis.strip("[]<>") != inputs)
         return lying(p, f"{own},r->r{outputs}", (rank, *p.spec.shape[k:]))
 
-    return Group(tuple(map(one, group.parameters)), ())
+    return ParameterGroup(tuple(map(one, group.parameters)), ())
 
 
 def lying(parameter: Parameter, axes: str, shape: tuple[int, ...]) -> Parameter:
@@ -141,7 +141,7 @@ def lying(parameter: Parameter, axes: str, shape: tuple[int, ...]) -> Parameter:
 
 
 def terms_of(
-    group: Group, a: Tensor, b: Tensor, rank: int, scale: float, dtype: np.dtype
+    group: ParameterGroup, a: Tensor, b: Tensor, rank: int, scale: float, dtype: np.dtype
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A module's terms beside each of the parameters that its weight holds; the scale goes into b."""
     of_b = as_b(group, rank)
@@ -151,7 +151,7 @@ def terms_of(
     for parameter, theirs in zip(group.parameters, second, strict=True):
         own = as_a(parameter, rank)
         first = np.empty(own.spec.shape, np.float32)
-        read(a, Group((own,), ()).parts([first], 0))
+        read(a, ParameterGroup((own,), ()).parts([first], 0))
         with np.errstate(over="ignore", invalid="ignore"):
             made = first.astype(dtype), (theirs * np.float32(scale)).astype(dtype)
         if not all(map(is_finite, made)):

@@ -19,17 +19,17 @@ from ...model.tree import Spec
 from ...model.weights.compress import contracted_at
 from ...model.weights.quant import Quantised, Scheme
 from ..joined import Joined
-from ..layout import Group, Parameter
-from ..tensors import Source, aligned, read
+from ..layout import Parameter, ParameterGroup
+from ..tensors import TensorSource, aligned, read
 
 Index = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Codes of a quantised tensor, as a Source of their own."""
+class CodesSource:
+    """Codes of a quantised tensor, as a TensorSource of their own."""
 
-    of: Source
+    of: TensorSource
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[int, int], np.ndarray]
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Codes:
+class TensorCodes:
     """What a quantised tensor is made of, in the axes in which it is read.
 
     `values` are its codes, two to a byte along the axis `packed` where there is one. The number at i, j, ...
@@ -63,7 +63,7 @@ class Codes:
     """
 
     scheme: Scheme
-    values: Part
+    values: CodesSource
     blocks: Index
     scale_dtype: np.dtype
     scales: Callable[[], np.ndarray]
@@ -72,18 +72,18 @@ class Codes:
 
 
 @runtime_checkable
-class Coded(Source, Protocol):
+class Coded(TensorSource, Protocol):
     """A Source that can be read as its codes. Nothing large is read before they are."""
 
-    def codes(self) -> Codes: ...
+    def codes(self) -> TensorCodes: ...
 
 
 @dataclass(frozen=True)
-class Kept:
+class QuantisedGroup:
     """Parameters that are stored together, in one tensor or one for each expert, as records of its codes."""
 
-    group: Group
-    codes: tuple[Codes, ...]
+    group: ParameterGroup
+    codes: tuple[TensorCodes, ...]
 
     @property
     def possible(self) -> bool:
@@ -158,7 +158,9 @@ class Kept:
         return {p.path: self.record(p, codes, *own) for p, codes, own in found}
 
 
-def keep(group: Group, tensors: Mapping[str, Source], dtype: np.dtype, form: str | None) -> Kept | None:
+def keep(
+    group: ParameterGroup, tensors: Mapping[str, TensorSource], dtype: np.dtype, form: str | None
+) -> QuantisedGroup | None:
     """A group's codes, where all of it is quantised, in the scheme `form` or in any (None), and records can
     hold it.
 
@@ -168,7 +170,7 @@ def keep(group: Group, tensors: Mapping[str, Source], dtype: np.dtype, form: str
     sources = [source for source in found if isinstance(source, Coded)]
     if len(sources) < len(found):
         return None
-    kept = Kept(group, tuple(source.codes() for source in sources))
+    kept = QuantisedGroup(group, tuple(source.codes() for source in sources))
     if not kept.possible or form not in (None, kept.codes[0].scheme):
         return None
     whole = sum(prod(p.spec.shape) for p in group.parameters) * dtype.itemsize
@@ -176,14 +178,14 @@ def keep(group: Group, tensors: Mapping[str, Source], dtype: np.dtype, form: str
     return kept if sum(prod(s.shape) * np.dtype(s.dtype).itemsize for s in parts) < whole else None
 
 
-def positions(group: Group) -> Iterator[Index]:
+def positions(group: ParameterGroup) -> Iterator[Index]:
     """Where each parameter's numbers (one expert's) lie along each stored axis, in its own axes, 1 where they
     do not matter."""
     along = [list(places(group, axis)) for axis in range(len(group.parameters[0].stored.groups))]
     return zip(*along, strict=True)
 
 
-def places(group: Group, axis: int) -> list[np.ndarray]:
+def places(group: ParameterGroup, axis: int) -> list[np.ndarray]:
     arrays = [unnumbered(p, axis) for p in group.parameters]
     views = [p.stored.view(array) for p, array in zip(group.parameters, arrays, strict=True)]
     first = group.parameters[0].stored

@@ -1,10 +1,10 @@
 """Checkpoints whose weights are stored in eight or four bits: what their `config.json` may say, and which
 tensors are one weight.
 
-Each format becomes a `Source` under the name that the weight has where it is not quantised: FP8 with a scale
-per tensor, row or block (DeepSeek-V3, arXiv 2412.19437), MXFP4 (OCP Microscaling, arXiv 2310.10537; gpt-oss),
-AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323). Activations are never quantised here, so what a file says
-of them changes nothing.
+Each format becomes a `TensorSource` under the name that the weight has where it is not quantised: FP8 with a
+scale per tensor, row or block (DeepSeek-V3, arXiv 2412.19437), MXFP4 (OCP Microscaling, arXiv 2310.10537;
+gpt-oss), AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323). Activations are never quantised here, so what a
+file says of them changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from typing import Any
 
 from ...refusals import shown
 from ..families.fields import flag, integer, only, value
-from ..tensors import CheckpointError, Source, Tensor
-from .formats import ALL_INPUTS, BlockScaled, Held, Mxfp4, PackedWeight, Packing
+from ..tensors import CheckpointError, Tensor, TensorSource
+from .formats import ALL_INPUTS, BlockScaled, LastRead, Mxfp4, PackedWeight, Packing
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 
@@ -65,8 +65,8 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return found[0], found[1]
 
 
-def sources(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-    """The tensors of a folder by name, with one Source in place of each quantised weight's parts.
+def sources(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, TensorSource]:
+    """The tensors of a folder by name, with one TensorSource in place of each quantised weight's parts.
 
     `raw` are the fields of its `config.json`. Raises CheckpointError where parts are missing or do not fit
     each other.
@@ -74,7 +74,7 @@ def sources(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     config = raw.get("quantization_config")
     if config is None:
         return dict(tensors)
-    method, held = config["quant_method"], Held()
+    method, held = config["quant_method"], LastRead()
     if method == "mxfp4":
         return joined(tensors, "_blocks", ("_scales",), "", partial(Mxfp4.of, held))
     if method in ("awq", "gptq"):
@@ -94,10 +94,10 @@ def joined(
     main: str,
     parts: tuple[str, ...],
     becomes: str,
-    make: Callable[[str, Tensor, dict[str, Tensor]], Source],
-) -> dict[str, Source]:
-    """Each tensor whose name ends in `main` with those that end in its `parts`, as one Source."""
-    found: dict[str, Source] = dict(tensors)
+    make: Callable[[str, Tensor, dict[str, Tensor]], TensorSource],
+) -> dict[str, TensorSource]:
+    """Each tensor whose name ends in `main` with those that end in its `parts`, as one TensorSource."""
+    found: dict[str, TensorSource] = dict(tensors)
     for name, tensor in tensors.items():
         if not name.endswith(main):
             continue

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..tensors import FLOATS, CheckpointError, Tensor, is_finite
-from .codes import Codes, Part
+from .codes import CodesSource, TensorCodes
 
 F32, I32, I8, U8 = (np.dtype(t) for t in (np.float32, np.int32, np.int8, np.uint8))
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -22,7 +22,7 @@ E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.flo
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold its columns, one after the other
 
 
-class Held:
+class LastRead:
     """What was read last of one tensor or expert: rows are asked for piece after piece, and some formats lie
     crosswise."""
 
@@ -125,10 +125,10 @@ class BlockScaled:
     def scales(self) -> np.ndarray:
         return scales_of(self.scale).reshape(-(-self.shape[0] // self.block[0]), -1)
 
-    def codes(self) -> Codes:
+    def codes(self) -> TensorCodes:
         blocks = tuple(np.arange(size) // block for size, block in zip(self.shape, self.block, strict=True))
-        values = Part(self, self.shape, FP8, lambda a, b: self.weight.raw(a, b, FP8))
-        return Codes("fp8", values, blocks, SCALES[self.scale.code], self.scales)
+        values = CodesSource(self, self.shape, FP8, lambda a, b: self.weight.raw(a, b, FP8))
+        return TensorCodes("fp8", values, blocks, SCALES[self.scale.code], self.scales)
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ class Mxfp4:
     name: str
     blocks: Tensor
     scales: Tensor
-    held: Held = field(compare=False)
+    held: LastRead = field(compare=False)
 
     code, dtype = "U8", F32
 
     @classmethod
-    def of(cls, held: Held, name: str, blocks: Tensor, beside: dict[str, Tensor]) -> "Mxfp4":
+    def of(cls, held: LastRead, name: str, blocks: Tensor, beside: dict[str, Tensor]) -> "Mxfp4":
         scales = part(beside, blocks, "_scales")
         if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != MXFP4_BLOCK or blocks.code != "U8":
             raise refuse(blocks, f"bytes of shape (experts, outputs, blocks, {MXFP4_BLOCK // 2})")
@@ -183,16 +183,16 @@ class Mxfp4:
         scales = np.exp2(exponents[:, np.arange(a, b) // MXFP4_BLOCK].astype(np.float32) - 127)
         return np.ascontiguousarray((E2M1[codes[:, a - 2 * low : b - 2 * low]] * scales).T)
 
-    def codes(self) -> Codes:
+    def codes(self) -> TensorCodes:
         experts, inputs, outputs = self.shape
 
         def pairs(e: int, a: int, b: int) -> np.ndarray:
             return np.ascontiguousarray(self.expert(e)[0][:, a:b].T)
 
         half = inputs // 2
-        values = Part(self, (experts, half, outputs), U8, lambda a, b: self.across(a, b, half, pairs))
+        values = CodesSource(self, (experts, half, outputs), U8, lambda a, b: self.across(a, b, half, pairs))
         blocks = np.arange(experts), np.arange(inputs) // MXFP4_BLOCK, np.arange(outputs)
-        return Codes("fp4", values, blocks, E8M0, self.powers, packed=1)
+        return TensorCodes("fp4", values, blocks, E8M0, self.powers, packed=1)
 
     def powers(self) -> np.ndarray:
         """Every block's power of two, [E,i/32,o]."""
@@ -244,13 +244,13 @@ class PackedWeight:
     scales: Tensor
     g_idx: Tensor | None
     packing: Packing
-    held: Held = field(compare=False)
+    held: LastRead = field(compare=False)
 
     code, dtype = "I32", F32
 
     @classmethod
     def of(
-        cls, held: Held, packing: Packing, name: str, qweight: Tensor, beside: dict[str, Tensor]
+        cls, held: LastRead, packing: Packing, name: str, qweight: Tensor, beside: dict[str, Tensor]
     ) -> "PackedWeight":
         zeros, scales = part(beside, qweight, ".qzeros"), part(beside, qweight, ".scales")
         found = cls(name, qweight, zeros, scales, beside.get(".g_idx"), packing, held)
@@ -302,13 +302,13 @@ class PackedWeight:
         start = low * self.packing.per_word
         return self.packing.unpack(words[:, low:high], 1)[:, a - start : b - start]
 
-    def codes(self) -> Codes:
+    def codes(self) -> TensorCodes:
         (outputs, inputs), eight = self.shape, self.packing.bits == 8
         dtype, less = (I8, 128) if eight else (U8, 0)  # signed bytes hold integers less 128
         shape, rows = ((outputs, inputs), self.bytes) if eight else ((outputs, inputs // 2), self.pairs)
-        return Codes(
+        return TensorCodes(
             "int8" if eight else "int4",
-            Part(self, shape, dtype, rows),
+            CodesSource(self, shape, dtype, rows),
             (np.arange(outputs), self.group),
             FLOATS[self.scales.code],
             scales=lambda: self.read()[2].T,

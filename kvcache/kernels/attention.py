@@ -6,7 +6,7 @@ a key head are rows of one product. A single query's keys are split into parts t
 that work follows the rows' lengths (as in Stream-K, Osama et al., arXiv 2301.03598). Several queries go in
 tiles of their own. Tiles of keys begin at multiples of their size and a row's parts follow from its own
 length, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk.
-The backend is deprecated since jax 0.11. The engine uses `attend_with` and `Pages` alone.
+The backend is deprecated since jax 0.11. The engine uses `attend_with` and `LayerPages` alone.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from ...model.attention import Reading
+from ...model.attention import AttentionParams
 from ...model.gpus import compiles_for_gpus
 from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 from ..quantised import SCALE, QuantisedPool
 from ..shards import head_axes
-from .tiles import TILE, Pages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
+from .tiles import TILE, LayerPages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
 LATENTS = range(16, 513, 16)
@@ -45,7 +45,9 @@ GivenPool = Shaped[Given, "K P W _"] | QuantisedPool
 Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `parts_of`
 
 
-def supported(q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: Reading) -> bool:
+def supported(
+    q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: AttentionParams
+) -> bool:
     """Whether the kernels read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
     chosen, pools = reading.selection is not None, (k, v)
@@ -67,8 +69,8 @@ def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
 def attend_with(
     q: Float[Array, "B T N H"],
     pools: tuple[GivenPool, GivenPool | None],
-    reading: Reading,
-    pages: Callable[[], Pages],
+    reading: AttentionParams,
+    pages: Callable[[], LayerPages],
     reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
 ) -> Float[Array, "B T N U"]:
     """Attention by the kernels on an NVIDIA GPU that can, elsewhere by the reference, in q's dtype."""
@@ -82,13 +84,13 @@ def attend_with(
 
 
 def attend_pages(
-    q: Float[Array, "B T N H"], pages: Pages, reading: Reading, interpret: bool = False
+    q: Float[Array, "B T N H"], pages: LayerPages, reading: AttentionParams, interpret: bool = False
 ) -> Float[Array, "B T N U"]:
     """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
     B, T, N, H = q.shape
     K = pages.k.shape[0]
     sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
-    plain = Reading(
+    plain = AttentionParams(
         reading.scale, reading.window, reading.softcap, rank=reading.rank, chunked=reading.chunked
     )
     attend = attention_of_shards if in_shards(q) else grouped_attention
@@ -99,15 +101,15 @@ def attend_pages(
 @partial(custom_partitioning, static_argnums=(3, 4))
 def partitioned_attention(
     q: Float[Array, "B T K G H"],
-    pages: Pages,
+    pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
-    reading: Reading,
+    reading: AttentionParams,
     interpret: bool,
 ) -> Float[Array, "B T K G U"]:
     return (many_queries if q.shape[1] > 1 else one_query)(q, pages, sinks, reading, interpret)
 
 
-def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
+def on_each_device(reading: AttentionParams, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
     """Every device of a mesh reads the key heads whose pools it holds, for its own part of their query heads
     where several devices hold them."""
     q, pages, sinks = shapes[:3]
@@ -119,7 +121,7 @@ def on_each_device(reading: Reading, interpret: bool, mesh: Any, shapes: Any, re
     return mesh, local, places[0], places
 
 
-def specs_of(pages: Pages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:
+def specs_of(pages: LayerPages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:
     """How queries, pages and sinks are split: key heads over some axes of a mesh, their query heads over
     others."""
     own, each = axis or None, group or None
@@ -127,14 +129,14 @@ def specs_of(pages: Pages, sinks: Any, axis: tuple[str, ...], group: tuple[str, 
     pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
     keys, values = jax.tree.map(lambda _: pool, pages[:2])
     tree = None if pages.own is None else (heads, None if values is None else heads, whole)
-    return queries, Pages(keys, values, whole, whole, whole, tree), None if sinks is None else scores
+    return queries, LayerPages(keys, values, whole, whole, whole, tree), None if sinks is None else scores
 
 
 def shards_attention(
     q: Float[Array, "B T K G H"],
-    pages: Pages,
+    pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
-    reading: Reading,
+    reading: AttentionParams,
     interpret: bool,
 ) -> Float[Array, "B T K G U"]:
     """The same of what a device, or a group of devices, has under `shard_map`."""
@@ -150,7 +152,7 @@ def shards_attention(
     return each(q, pages, sinks)
 
 
-def axes(reading: Reading, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
+def axes(reading: AttentionParams, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
     """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
     ranks = [value.rank for value in values]
     table = ranks.index(
@@ -167,7 +169,9 @@ grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))
 attention_of_shards = jax.jit(shards_attention, static_argnums=(3, 4))
 
 
-def settings(q: Float[Array, "B T K G H"], rows: int, reading: Reading, interpret: bool) -> dict[str, Any]:
+def settings(
+    q: Float[Array, "B T K G H"], rows: int, reading: AttentionParams, interpret: bool
+) -> dict[str, Any]:
     """How a kernel with products of `rows` rows is compiled. Wide heads leave room for fewer stages."""
     stages = 3 if pl.next_power_of_2(q.shape[-1]) * q.dtype.itemsize <= 256 else 2
     many = rows > 64 if reading.rank is None else rows > 16
@@ -180,9 +184,9 @@ def settings(q: Float[Array, "B T K G H"], rows: int, reading: Reading, interpre
 
 def many_queries(
     q: Float[Array, "B T K G H"],
-    pages: Pages,
+    pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
-    reading: Reading,
+    reading: AttentionParams,
     interpret: bool,
 ) -> Float[Array, "B T K G H"]:
     """Tiles of queries, each by itself, the last ones first: they read the most."""
@@ -198,7 +202,7 @@ def many_queries(
     )(q, pages, sinks)
 
 
-def chunk_kernel(q: Any, pages: Pages, sinks: Any, out: Any, *, rows: int, reading: Reading):
+def chunk_kernel(q: Any, pages: LayerPages, sinks: Any, out: Any, *, rows: int, reading: AttentionParams):
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
     at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile, 0), reading)
     before = no_keys(at, sinks, q.shape[-1])
@@ -211,9 +215,9 @@ def chunk_kernel(q: Any, pages: Pages, sinks: Any, out: Any, *, rows: int, readi
 
 def one_query(
     q: Float[Array, "B 1 K G H"],
-    pages: Pages,
+    pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
-    reading: Reading,
+    reading: AttentionParams,
     interpret: bool,
 ) -> Float[Array, "B 1 K G U"]:
     """Parts of the keys, which so many blocks as fill a GPU share; then their sum."""
@@ -237,17 +241,17 @@ def one_query(
         out_shape=jax.ShapeDtypeStruct((B, 1, K, G, U), q.dtype),
         name="attend_sum",
         **settings(q, few, reading, interpret),
-    )(Pages(None, None, None, pages.start, pages.count), sinks, *found)
+    )(LayerPages(None, None, None, pages.start, pages.count), sinks, *found)
 
 
-def most_tiles(pages: Pages, reading: Reading) -> int:
+def most_tiles(pages: LayerPages, reading: AttentionParams) -> int:
     """Tiles that one query sees at most."""
     size = tile_of(reading)
     held = pl.cdiv(pages.table.shape[1] * pages.k.shape[2], size)
     return held if reading.window is None else min(held, pl.cdiv(reading.window - 1, size) + 1)
 
 
-def division(K: int, G: int, reading: Reading) -> tuple[int, int, partial[Any]]:
+def division(K: int, G: int, reading: AttentionParams) -> tuple[int, int, partial[Any]]:
     """How many blocks read a part, how many query heads each has, and how a row's keys are split."""
     rows = min(MOST_ROWS, max(SMALL, pl.next_power_of_2(G)))
     heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
@@ -255,13 +259,13 @@ def division(K: int, G: int, reading: Reading) -> tuple[int, int, partial[Any]]:
     return heads, rows, partial(parts_of, size=tile_of(reading), most=most, least=least)
 
 
-def blocks_of(rows: int, reading: Reading) -> int:
+def blocks_of(rows: int, reading: AttentionParams) -> int:
     """Blocks that a GPU runs at once, as far as registers and shared memory go."""
     each = 4 if reading.rank is None else 2 if rows == SMALL else 1
     return each * PROCESSORS
 
 
-def least_part(rows: int, reading: Reading) -> int:
+def least_part(rows: int, reading: AttentionParams) -> int:
     """Tiles of a part at least; the sums of a latent's many heads cost as much as many keys."""
     return 4 if reading.rank is None else max(8, rows // 4)
 
@@ -274,7 +278,7 @@ def parts_of(low: Any, end: Any, size: int, most: int, least: int) -> tuple[Any,
     return first, tiles, jnp.maximum(pl.cdiv(tiles, most), least)
 
 
-def shares(pages: Pages, split: Split, reading: Reading) -> Int[Array, " places"]:
+def shares(pages: LayerPages, split: Split, reading: AttentionParams) -> Int[Array, " places"]:
     """The number of parts before each row's own and, from place B on, of all; the places are a power of
     two."""
     _, tiles, size = split(*seen(pages.start, pages.count, pages.start, 1, reading))
@@ -283,7 +287,9 @@ def shares(pages: Pages, split: Split, reading: Reading) -> Int[Array, " places"
     return jnp.where(jnp.arange(B)[None] < place[:, None], parts[None], 0).sum(-1, dtype=jnp.int32)
 
 
-def part_kernel(q: Any, pages: Pages, before: Any, *sums: Any, rows: int, split: Split, reading: Reading):
+def part_kernel(
+    q: Any, pages: LayerPages, before: Any, *sums: Any, rows: int, split: Split, reading: AttentionParams
+):
     """Every so many-th part of all rows' parts: how they are dealt out changes no part."""
     B, _, K, G, _ = q.shape
     groups = pl.cdiv(G, rows)
@@ -300,7 +306,13 @@ def part_kernel(q: Any, pages: Pages, before: Any, *sums: Any, rows: int, split:
 
 
 def one_part(
-    q: Any, pages: Pages, sums: Any, place: tuple[Any, ...], rows: int, split: Split, reading: Reading
+    q: Any,
+    pages: LayerPages,
+    sums: Any,
+    place: tuple[Any, ...],
+    rows: int,
+    split: Split,
+    reading: AttentionParams,
 ):
     """The running softmax over a part of a row's keys, for some query heads of a key head."""
     row, head, group, part = place
@@ -313,7 +325,7 @@ def one_part(
         store(ref, row, head, part, at.member, value=value, mask=at.real)
 
 
-def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, split: Split, reading: Reading):
+def sum_kernel(pages: LayerPages, sinks: Any, *refs: Any, rows: int, split: Split, reading: AttentionParams):
     """The parts of a row in order, some at a time."""
     *sums, out = refs
     row, head, group = (pl.program_id(axis) for axis in range(3))
@@ -329,11 +341,13 @@ def sum_kernel(pages: Pages, sinks: Any, *refs: Any, rows: int, split: Split, re
     store(out, row, at.token, head, at.member, value=quotient(found, total), mask=at.real)
 
 
-def value_size(q: Float[Array, "B T K G H"], reading: Reading) -> int:
+def value_size(q: Float[Array, "B T K G H"], reading: AttentionParams) -> int:
     return q.shape[-1] if reading.rank is None else reading.rank
 
 
-def cost(q: Float[Array, "B T K G H"], pages: Pages, new: float, reading: Reading) -> pl.CostEstimate:
+def cost(
+    q: Float[Array, "B T K G H"], pages: LayerPages, new: float, reading: AttentionParams
+) -> pl.CostEstimate:
     """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known."""
     B, T, K, G, H = q.shape
     keys = most_tiles(pages, reading) * tile_of(reading) + (new if reading.window else -new)

@@ -25,7 +25,7 @@ MOST = 8192  # numbers of a memory that a block of threads holds at once
 MemoryPool = Float[Array, "N P H U"]
 
 
-class Place(NamedTuple):
+class StatePages(NamedTuple):
     """Pages of the rows: of the state before the token, negative where there is none, and of that after it,
     beyond the pool where none is kept."""
 
@@ -40,7 +40,7 @@ def steps_in_place(pool: MemoryPool) -> bool:
 
 
 def step_pages(
-    pool: MemoryPool, place: Place, x: Terms, interpret: bool = False
+    pool: MemoryPool, place: StatePages, x: Terms, interpret: bool = False
 ) -> tuple[MemoryPool, Float[Array, "B N U"]]:
     """The pool after one token of each row, whose terms are `faded`, and the token's output."""
     own = Terms(x.q, x.k, x.v, x.decay, x.rate)
@@ -48,7 +48,7 @@ def step_pages(
     return pool, out if x.skip is None else out + x.skip
 
 
-def local(pool: MemoryPool, place: Place, x: Terms, interpret: bool) -> tuple[Any, Any]:
+def local(pool: MemoryPool, place: StatePages, x: Terms, interpret: bool) -> tuple[Any, Any]:
     """What a device does with the heads that it has."""
     N, _, H, U = pool.shape
     B, width = len(place.source), min(U, max(MOST // H, 16))
@@ -69,7 +69,7 @@ def local(pool: MemoryPool, place: Place, x: Terms, interpret: bool) -> tuple[An
     )(pool, place, x)
 
 
-def step_kernel(pool: Any, place: Place, x: Terms, new: Any, out: Any, *, width: int):
+def step_kernel(pool: Any, place: StatePages, x: Terms, new: Any, out: Any, *, width: int):
     """Some values of a head of a row."""
     part, head, row = (pl.program_id(axis) for axis in range(3))
     values, source, target = pl.ds(part * width, width), place.source[row], place.target[row]

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ...model.attention import UNSEEN, Reading
+from ...model.attention import UNSEEN, AttentionParams
 from ...model.layers import einsum
 from ..quantised import QuantisedPool, decoded
 
@@ -21,7 +21,7 @@ Running = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows
 Piece = tuple[int, int]  # of a head: its first number, and how many there are
 
 
-class Pages(NamedTuple):
+class LayerPages(NamedTuple):
     """A layer's pools [K,P,W,H], the rows' pages [B,M], where their T tokens begin [B], and how many are real
     [B]. A latent layer has no values: they are a part of its rows.
 
@@ -50,23 +50,23 @@ class Queries(NamedTuple):
     end: Any
 
 
-def tile_of(reading: Reading) -> int:
+def tile_of(reading: AttentionParams) -> int:
     return TILE if reading.rank is None else LATENT_TILE
 
 
-def pieces(reading: Reading, H: int) -> tuple[Piece, ...]:
+def pieces(reading: AttentionParams, H: int) -> tuple[Piece, ...]:
     """The parts of a head that are multiplied one by one: all of it, or a latent and its turned key."""
     return ((0, H),) if reading.rank is None else ((0, reading.rank), (reading.rank, H - reading.rank))
 
 
-def seen(start: Any, count: Any, first: Any, tokens: int, reading: Reading) -> tuple[Any, Any]:
+def seen(start: Any, count: Any, first: Any, tokens: int, reading: AttentionParams) -> tuple[Any, Any]:
     """The range of keys that so many tokens from a position on read; none where no token is real."""
     low = jnp.maximum(reading.first(first), 0)
     return low, jnp.where(first < start + count, jnp.minimum(start + count, first + tokens), 0)
 
 
 def queries_of(
-    q: Any, pages: Pages, rows: int, place: tuple[Any, Any, Any, Any], reading: Reading
+    q: Any, pages: LayerPages, rows: int, place: tuple[Any, Any, Any, Any], reading: AttentionParams
 ) -> Queries:
     """The queries of a row of the batch, a key head, a tile of tokens, and one of the key head's query
     heads."""
@@ -81,7 +81,7 @@ def queries_of(
 
 
 def over_keys(
-    q: Any, pages: Pages, at: Queries, tiles: tuple[Any, Any], before: Any, reading: Reading
+    q: Any, pages: LayerPages, at: Queries, tiles: tuple[Any, Any], before: Any, reading: AttentionParams
 ) -> Running:
     """The running softmax of the queries over some tiles of keys."""
     place = at.row, jnp.minimum(at.token, q.shape[1] - 1), at.head, jnp.minimum(at.member, q.shape[3] - 1)
@@ -104,7 +104,7 @@ def over_keys(
 
 
 def load_keys(
-    pages: Pages, at: Queries, keys: Int[Array, " S"], parts: Sequence[Piece], dtype: Any
+    pages: LayerPages, at: Queries, keys: Int[Array, " S"], parts: Sequence[Piece], dtype: Any
 ) -> tuple[list[Float[Array, "S _"]], Float[Array, "S _"]]:
     """The pieces of keys, and the values, of positions, or of the nearest ones that are seen: others may hold
     anything. A latent layer's values are its keys' first piece."""

@@ -2,11 +2,11 @@
 
 from .layer import mix_experts
 from .mixture import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
-from .parts import Parts, inner_dims, parted, unparted
+from .parts import ExpertAxes, inner_dims, parted, unparted
 
 __all__ = [
+    "ExpertAxes",
     "MoE",
-    "Parts",
     "by_ragged_products",
     "by_tiles",
     "experts_spec",

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from ..config import Experts
 from ..layers import Norm, normalise, scaled
-from .mixture import Held, MoE, add_all, route, shared_output
+from .mixture import LocalExperts, MoE, add_all, route, shared_output
 from .parts import add_parts
 
 TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
@@ -21,7 +21,7 @@ def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B
     if w.norms is not None:
         return apart(w, c, flat, tile).reshape(x.shape)
     weights, chosen = route(w, c, flat)
-    return adding(w)(Held(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
+    return adding(w)(LocalExperts(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
 
 
 def adding(w: MoE) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def apart(w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int) -> Float[A
         return normalise(x, norm, c.norms)
 
     weights, chosen = route(w, c, scaled(normed(x, w.norms.router), x.shape[-1] ** -0.5))
-    experts = adding(w)(Held(w.experts, None), normed(x, w.norms.experts), weights, chosen, c, tile)
+    experts = adding(w)(LocalExperts(w.experts, None), normed(x, w.norms.experts), weights, chosen, c, tile)
     mixed = normed(experts, w.norms.experts_post)
     if w.shared is None:
         return mixed

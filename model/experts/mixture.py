@@ -69,7 +69,7 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
     )
 
 
-class Held(NamedTuple):
+class LocalExperts(NamedTuple):
     """The experts that a device has."""
 
     experts: FFN  # each leaf with E before its axes
@@ -77,7 +77,7 @@ class Held(NamedTuple):
 
 
 def add_all(
-    held: Held,
+    held: LocalExperts,
     x: Float[Array, "tokens D"],
     weights: Float[Array, "tokens A"],
     chosen: Int[Array, "tokens A"],

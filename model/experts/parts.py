@@ -16,10 +16,10 @@ from ..ffn import FFN
 from ..layers import Weight
 from ..sharding import automatic_axes, axes_of
 from ..tree import unwrapped
-from .mixture import Held, MoE, count_of, shared_output, weighed_experts, weighted
+from .mixture import LocalExperts, MoE, count_of, shared_output, weighed_experts, weighted
 
 
-class Parts(NamedTuple):
+class ExpertAxes(NamedTuple):
     """Axes of a mesh over which the experts, their inner dimension and that of the shared one are split."""
 
     numbers: tuple[str, ...]
@@ -27,16 +27,16 @@ class Parts(NamedTuple):
     of_shared: tuple[str, ...]
 
     @classmethod
-    def of(cls, w: MoE) -> "Parts":
+    def of(cls, w: MoE) -> "ExpertAxes":
         """Read off the shardings of a layer's arrays, or of its shapes."""
         numbers = alike(axes_of(x, 0) for x in jax.tree.leaves(w.experts))
         return cls(numbers, inner_axes(w.experts, 1), inner_axes(w.shared, 0) if w.shared else ())
 
-    def among(self, names: Collection[str]) -> "Parts":
+    def among(self, names: Collection[str]) -> "ExpertAxes":
         """Those axes that are among some."""
-        return Parts(*(tuple(name for name in axes if name in names) for axes in self))
+        return ExpertAxes(*(tuple(name for name in axes if name in names) for axes in self))
 
-    def specs(self, held: Held) -> Held:
+    def specs(self, held: LocalExperts) -> LocalExperts:
         """How the arrays are split; other axes are whole."""
 
         def of(first: int, axes: tuple[str, ...], i: int) -> PartitionSpec:
@@ -45,8 +45,8 @@ class Parts(NamedTuple):
 
         experts = jax.tree.map(partial(of, 1, self.inner), inner_dims(held.experts, 1))
         if held.shared is None:
-            return Held(experts, None)
-        return Held(experts, jax.tree.map(partial(of, 0, self.of_shared), inner_dims(held.shared, 0)))
+            return LocalExperts(experts, None)
+        return LocalExperts(experts, jax.tree.map(partial(of, 0, self.of_shared), inner_dims(held.shared, 0)))
 
 
 def parted(params: Any) -> Any:
@@ -55,7 +55,7 @@ def parted(params: Any) -> Any:
     def layer(w: Any) -> Any:
         if not isinstance(w, MoE) or not all(is_named(x) for x in jax.tree.leaves(w.experts)):
             return w
-        parts = Parts.of(w)
+        parts = ExpertAxes.of(w)
         return replace(w, parts=parts if any(parts) else None)
 
     found = unwrapped(params, MoE, layer)
@@ -78,8 +78,8 @@ def is_named(x: Any) -> bool:
 
 
 def add_parts(
-    parts: Parts,
-    held: Held,
+    parts: ExpertAxes,
+    held: LocalExperts,
     x: Float[Array, "tokens D"],
     weights: Float[Array, "tokens A"],
     chosen: Int[Array, "tokens A"],
@@ -104,14 +104,14 @@ def add_parts(
 
 
 def add_own(
-    held: Held,
+    held: LocalExperts,
     x: Float[Array, "tokens D"],
     weights: Float[Array, "tokens A"],
     chosen: Int[Array, "tokens A"],
     *,
     c: Experts,
     tile: int,
-    parts: Parts,
+    parts: ExpertAxes,
     names: tuple[str, ...],
 ) -> Float[Array, "tokens D"]:
     """A device's part of the sum, added up over those of the axes `names` that split anything. Over others

@@ -15,7 +15,7 @@ from ..tree import Spec, pytree
 
 
 @pytree
-class Inputs:
+class PerLayerEmbedding:
     """How the inputs of all layers are made of a token and of its embedding."""
 
     embed: Any  # [V,L,P]
@@ -24,7 +24,7 @@ class Inputs:
 
 
 @pytree
-class Input:
+class PerLayerGate:
     """What a layer makes of its own: a gated product, of which the input is the one factor."""
 
     gate: Any  # [D,P]
@@ -32,27 +32,27 @@ class Input:
     post_norm: Norm
 
 
-def inputs_spec(c: ModelConfig) -> Inputs | None:
+def inputs_spec(c: ModelConfig) -> PerLayerEmbedding | None:
     """The parameters that make them, where there are any."""
     own, L, D = c.layer_input, c.num_layers, c.hidden_size
     if own is None:
         return None
     V, P = own.vocab_size, own.size
     embed = Spec((V, L, P), ("vocab", "layers", "input"))
-    return Inputs(embed, Spec((D, L, P), ("model", "layers", "input")), norm_spec(c.norm, P))
+    return PerLayerEmbedding(embed, Spec((D, L, P), ("model", "layers", "input")), norm_spec(c.norm, P))
 
 
-def input_spec(c: ModelConfig) -> Input | None:
+def input_spec(c: ModelConfig) -> PerLayerGate | None:
     """The parameters of one layer."""
     if c.layer_input is None:
         return None
     P, D, depth = c.layer_input.size, c.hidden_size, c.num_layers
     down = Spec((P, D), ("input", "model"), scale=0.02 / (2 * depth) ** 0.5)
-    return Input(Spec((D, P), ("model", "input")), down, norm_spec(c.norm, D))
+    return PerLayerGate(Spec((D, P), ("model", "input")), down, norm_spec(c.norm, D))
 
 
 def inputs_of(
-    w: Inputs | None, c: ModelConfig, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
+    w: PerLayerEmbedding | None, c: ModelConfig, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
 ) -> list[Float[Array, "B T P"]] | list[None]:
     """Those of each layer; x are the tokens' embeddings."""
     if w is None or c.layer_input is None:
@@ -64,7 +64,7 @@ def inputs_of(
 
 
 def with_input(
-    w: Input, c: ModelConfig, x: Float[Array, "B T D"], own: Float[Array, "B T P"] | None
+    w: PerLayerGate, c: ModelConfig, x: Float[Array, "B T D"], own: Float[Array, "B T P"] | None
 ) -> Float[Array, "B T D"]:
     """The stream after a layer has added what it makes of its input."""
     assert c.layer_input is not None and own is not None

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from ..layers import biased, einsum
 from ..tree import Spec, pytree
 from .kinds import ShortConv
-from .states import Convolution, Inputs, Recur, Recurrence
+from .states import Convolution, Recur, Recurrence, RecurrentInputs
 
 
 @pytree
@@ -54,7 +54,7 @@ def mix_convolution(
         return biased(einsum("btd,dkh->btkh", x, own), bias)
 
     before, after = projected(w.before, w.before_bias), projected(w.after, w.after_bias)
-    new = Inputs((before * projected(w.v, w.v_bias),))
+    new = RecurrentInputs((before * projected(w.v, w.v_bias),))
     own = Recurrence(c.state, (Convolution(w.conv, w.conv_bias),))
     state, out = attend.recur(state, i, own, new)
     out = after * out.astype(x.dtype)

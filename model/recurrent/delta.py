@@ -12,7 +12,7 @@ from ..layers import biased, einsum, rms_norm
 from ..tree import Spec, pytree
 from .kinds import DeltaNet
 from .linear import Terms
-from .states import Convolution, Inputs, Recur, Recurrence
+from .states import Convolution, Recur, Recurrence, RecurrentInputs
 
 EPS = 1e-6  # of the lengths of queries and keys
 
@@ -80,7 +80,7 @@ def mix_delta(
     q, k = (einsum("btd,dkh->btkh", x, own) for own in (w.q, w.k))
     v = einsum("btd,dkgu->btkgu", x, w.v)
     rate = jax.nn.sigmoid(einsum("btd,dkg->btkg", x, w.rate, jnp.float32))
-    new = Inputs((q, k, v.reshape(*v.shape[:3], -1)), (decays(w, x), rate))
+    new = RecurrentInputs((q, k, v.reshape(*v.shape[:3], -1)), (decays(w, x), rate))
     kernels = w.q_conv, w.k_conv, w.v_conv.reshape(c.key_heads, -1, c.kernel)
     own = Recurrence(c.state, tuple(map(Convolution, kernels)), jax.nn.silu, partial(terms, c))
     state, out = attend.recur(state, i, own, new)

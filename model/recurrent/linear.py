@@ -67,13 +67,13 @@ def step(memory: Memory, x: Terms) -> tuple[Memory, Float[Array, "B N U"]]:
     memory = rounded(memory * remains[..., None])
     change = x.v
     if x.rate is not None:
-        change = x.rate[..., None] * (x.v - asked(memory, x.k))
+        change = x.rate[..., None] * (x.v - read_out(memory, x.k))
     memory = memory + rounded(x.k[..., None] * change[..., None, :])
-    out = asked(memory, x.q)
+    out = read_out(memory, x.q)
     return memory, jnp.moveaxis(out if x.skip is None else out + x.skip, 0, 1)
 
 
-def asked(memory: Memory, q: Float[Array, "N B H"]) -> Float[Array, "N B U"]:
+def read_out(memory: Memory, q: Float[Array, "N B H"]) -> Float[Array, "N B U"]:
     """A memory's answer: its values, weighted by how much their keys are like q."""
     return jnp.sum(rounded(memory * q[..., None]), axis=-2)
 

@@ -16,7 +16,7 @@ from ..layers import Norm, biased, einsum, normalise, scaled
 from ..tree import Spec, pytree
 from .kinds import Mamba
 from .linear import Terms
-from .states import Convolution, Inputs, Recur, Recurrence
+from .states import Convolution, Recur, Recurrence, RecurrentInputs
 
 
 @pytree
@@ -103,7 +103,7 @@ def mix_mamba(
     step = jnp.clip(jax.nn.softplus(biased(step, w.step_offset.astype(jnp.float32))), *c.step_limits)
     decay = -jnp.exp(w.decay_log.astype(jnp.float32))[None, None] * step
     own = Recurrence(c.state, convolutions(w), jax.nn.silu, partial(terms, c, w.skip))
-    state, out = attend.recur(state, i, own, Inputs(parts, (decay, step)))
+    state, out = attend.recur(state, i, own, RecurrentInputs(parts, (decay, step)))
     out = gated(w, c, out.reshape(parts[0].shape), projected(w.z, w.z_bias, of_z).astype(jnp.float32))
     return state, biased(einsum("btkv,kvd->btd", out.astype(x.dtype), w.o), w.o_bias)
 

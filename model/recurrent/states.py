@@ -19,7 +19,7 @@ Pools = Any  # where states are written
 
 
 @pytree
-class State:
+class RecurrentState:
     """What a layer remembers of the tokens before, in float32: of each convolution its newest inputs
     [heads,B,kernel-1,size], and a memory [heads,B,H,U] or None. Heads are first, as in every pool."""
 
@@ -28,7 +28,7 @@ class State:
 
 
 @pytree
-class Inputs:
+class RecurrentInputs:
     """New tokens as a recurrent layer's state sees them, [B,T,...]."""
 
     parts: tuple[Any, ...]  # of each convolution [B,T,heads,size]
@@ -58,14 +58,16 @@ class Recurrence:
     activation: Callable[[Array], Array] | None = None
     terms: Callable[[tuple[Part, ...], Any], linear.Terms] | None = None
 
-    def step(self, state: State, new: Inputs) -> tuple[State, Float[Array, "B 1 N U"]]:
+    def step(
+        self, state: RecurrentState, new: RecurrentInputs
+    ) -> tuple[RecurrentState, Float[Array, "B 1 N U"]]:
         """The state after one token of each row [B,1,...], and its output."""
         seen = self.seen(state, new.parts)
         tails, found = self.tails(seen), self.one(seen, new.beside)
         if not isinstance(found, linear.Terms):
-            return State(tails), found
+            return RecurrentState(tails), found
         memory, out = linear.lone_step(state.memory, jax.tree.map(lambda x: x[:, 0], found))
-        return State(tails, memory), out[:, None]
+        return RecurrentState(tails, memory), out[:, None]
 
     def tails(self, seen: list[Seen]) -> tuple[Any, ...]:
         """What convolutions remember after one token."""
@@ -77,7 +79,7 @@ class Recurrence:
         parts = self._convolved(seen, 1)
         return parts[0] if self.terms is None else linear.faded(self.terms(parts, beside))
 
-    def seen(self, state: State, parts: tuple[Part, ...]) -> list[Seen]:
+    def seen(self, state: RecurrentState, parts: tuple[Part, ...]) -> list[Seen]:
         """What each convolution sees: the inputs that the state remembers, and the new ones."""
         tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
         return [
@@ -87,10 +89,10 @@ class Recurrence:
 
     def scan(
         self,
-        state: State,
-        new: Inputs,
+        state: RecurrentState,
+        new: RecurrentInputs,
         count: Int[Array, " B"],
-        write: Callable[[Pools, Int[Array, ""], State], Pools],
+        write: Callable[[Pools, Int[Array, ""], RecurrentState], Pools],
         pools: Pools,
     ) -> tuple[Pools, Float[Array, "B T N U"]]:
         """Take `count` of T tokens of each row through the state, block by block. `write(pools, j, state)` is
@@ -100,7 +102,7 @@ class Recurrence:
 
         def after(pools: Pools, j: Int[Array, ""], memory: Any) -> Pools:
             end = jnp.minimum((j + 1) * BLOCK, count)
-            return write(pools, j, State(tuple(newest(x, end, T) for x in seen), memory))
+            return write(pools, j, RecurrentState(tuple(newest(x, end, T) for x in seen), memory))
 
         if self.terms is None:
             return jax.lax.fori_loop(0, -(-T // BLOCK), lambda j, x: after(x, j, None), pools), parts[0]
@@ -126,14 +128,14 @@ def newest(x: Seen, end: Int[Array, " B"], T: int) -> Float[Array, "heads B befo
     return jnp.moveaxis(jnp.take_along_axis(x, at[..., None, None], axis=1), (2, 1), (0, 2))
 
 
-def empty_state(leaves: Leaves, rows: int) -> State:
+def empty_state(leaves: Leaves, rows: int) -> RecurrentState:
     """Of rows without a token."""
 
     def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads B ..."]:
         return jnp.zeros((shape[0], rows, *shape[1:]), jnp.float32)
 
     memory = None if leaves.memory is None else zeros(leaves.memory)
-    return State(tuple(map(zeros, leaves.tails)), memory)
+    return RecurrentState(tuple(map(zeros, leaves.tails)), memory)
 
 
 @runtime_checkable
@@ -145,5 +147,5 @@ class Recur(Protocol):
     """
 
     def recur(
-        self, state: Any, layer: int, recurrence: Recurrence, new: Inputs, /
+        self, state: Any, layer: int, recurrence: Recurrence, new: RecurrentInputs, /
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...

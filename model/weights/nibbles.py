@@ -26,7 +26,7 @@ ZERO = 8  # the code of zero where there are no others
 SCALES = ("bfloat16", "float16", "float32")
 
 
-class Codes(NamedTuple):
+class NibbleCodes(NamedTuple):
     """A matrix as bytes of two codes each, neighbours of a column, and scales and zeros of groups of them."""
 
     values: Any  # uint8 [D/2, F]
@@ -34,7 +34,7 @@ class Codes(NamedTuple):
     zeros: Any  # like scales, or None
 
 
-class Cut(NamedTuple):
+class NibbleTiles(NamedTuple):
     """How a product is cut: columns of a block, parts of the inner dimension, and bytes of a column that
     share a scale."""
 
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
         return f"tiles_{ROWS}x{self.columns}x{2 * BYTES}x{self.parts}"
 
 
-def cut_of(inner: int, columns: int, groups: int) -> Cut | None:
+def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
     """The cut of a weight of [inner, columns] numbers with so many groups; None where there is none."""
     group, width = inner // 2 // groups, next((n for n in COLUMNS if columns % n == 0), 0)
     if not width or not group or inner % (2 * BYTES) or (group % BYTES and BYTES % group):
@@ -56,7 +56,7 @@ def cut_of(inner: int, columns: int, groups: int) -> Cut | None:
     steps, parts = inner // (2 * BYTES), 1
     while 2 * parts <= PARTS and steps % (2 * parts) == 0 and 2 * parts * (columns // width) <= BLOCKS:
         parts *= 2
-    return Cut(width, parts, group)
+    return NibbleTiles(width, parts, group)
 
 
 def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
@@ -68,7 +68,7 @@ def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> boo
 
 @partial(jax.jit, static_argnames=("dtype", "interpret"))  # layers share one trace
 def multiply(
-    rows: Float[Array, "rows D"], codes: Codes, dtype: Any, interpret: bool = False
+    rows: Float[Array, "rows D"], codes: NibbleCodes, dtype: Any, interpret: bool = False
 ) -> Float[Array, "rows F"]:
     """The product with a matrix of codes that has a cut."""
     padded = jnp.pad(rows, ((0, -len(rows) % ROWS), (0, 0)))
@@ -78,7 +78,7 @@ def multiply(
 
 @partial(custom_partitioning, static_argnums=(2, 3))
 def partitioned(
-    rows: Float[Array, "rows D"], codes: Codes, dtype: Any, interpret: bool
+    rows: Float[Array, "rows D"], codes: NibbleCodes, dtype: Any, interpret: bool
 ) -> Float[Array, "rows F"]:
     (M, D), F = rows.shape, codes.values.shape[1]
     cut = cut_of(D, F, len(codes.scales))
@@ -97,7 +97,7 @@ def partitioned(
     return sums[0] if cut.parts == 1 else sums.sum(0).astype(dtype)
 
 
-def kernel(even: Any, odd: Any, codes: Codes, out: Any, *, cut: Cut, steps: int):
+def kernel(even: Any, odd: Any, codes: NibbleCodes, out: Any, *, cut: NibbleTiles, steps: int):
     columns = pl.ds(pl.program_id(0) * cut.columns, cut.columns)
     rows, part = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.program_id(2)
 
@@ -117,14 +117,14 @@ def kernel(even: Any, odd: Any, codes: Codes, out: Any, *, cut: Cut, steps: int)
     out[part, rows, columns] = total.astype(out.dtype)
 
 
-def of_groups(ref: Any, first: Any, columns: Any, cut: Cut) -> Any:
+def of_groups(ref: Any, first: Any, columns: Any, cut: NibbleTiles) -> Any:
     """The entries of a step's groups, each as often as the group has bytes in it."""
     n = max(BYTES // cut.group, 1)
     own = ref[pl.ds(first // cut.group, n), columns]
     return jnp.broadcast_to(own[:, None], (n, BYTES // n, cut.columns)).reshape(BYTES, cut.columns)
 
 
-def widened(codes: Codes, dtype: Any) -> Float[Array, "D F"]:
+def widened(codes: NibbleCodes, dtype: Any) -> Float[Array, "D F"]:
     """The matrix as an array."""
     pairs, scales = codes.values, codes.scales.astype(jnp.float32)
     nibbles = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], 1)
@@ -144,12 +144,12 @@ def on_each_device(dtype: Any, interpret: bool, mesh: Any, shapes: Any, result: 
     specs = (None, inner), (inner, columns), (inner if groups > 1 else None, columns), (None, columns)
     whole, own, each, out = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in specs)
 
-    def local(rows: Float[Array, "rows D"], codes: Codes) -> Float[Array, "rows F"]:
+    def local(rows: Float[Array, "rows D"], codes: NibbleCodes) -> Float[Array, "rows F"]:
         if inner is None:
             return partitioned.fun(rows, codes, dtype, interpret)
         return jax.lax.psum(partitioned.fun(rows, codes, dtype, interpret), inner)
 
-    return mesh, local, out, (whole, Codes(own, each, None if shapes[1].zeros is None else each))
+    return mesh, local, out, (whole, NibbleCodes(own, each, None if shapes[1].zeros is None else each))
 
 
 def axes(dtype: Any, interpret: bool, mesh: Any, values: Any, results: Any) -> tuple[str, dict[str, int]]:

@@ -156,7 +156,7 @@ def by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: Any) -> 
     """The product of matrices: x's rows by w's first axes, whose numbers stay codes."""
     inner, columns = prod(w.shape[:inputs]), prod(w.shape[inputs:])
     parts = (None if part is None else part.reshape(-1, columns) for part in (w.values, w.scales, w.zeros))
-    product = nibbles.multiply(x.reshape(-1, inner), nibbles.Codes(*parts), dtype)
+    product = nibbles.multiply(x.reshape(-1, inner), nibbles.NibbleCodes(*parts), dtype)
     return product.reshape(*x.shape[: x.ndim - inputs], *w.shape[inputs:])
 
 

@@ -16,7 +16,7 @@ from ..engine.startup.folder import checked_defaults
 from ..host.devices import default_device, memory_limit
 from ..jobs.batch.fingerprint import fingerprint
 from ..jobs.batch.options import BatchOptions
-from ..jobs.batch.run import Place, run_batch
+from ..jobs.batch.run import JobFiles, run_batch
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..runtime.compiled.jaxcache import keep_compiled
@@ -39,7 +39,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..jobs.workers.remote import Remote
+    from ..jobs.workers.remote import WorkerPool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +97,15 @@ def check_ray(args: argparse.Namespace) -> None:
         args.usage_error("--nnodes is not allowed beside --ray: each actor is one process")
 
 
-def start_actors(args: argparse.Namespace, options: EngineOptions) -> "Remote":
+def start_actors(args: argparse.Namespace, options: EngineOptions) -> "WorkerPool":
     """Engines in actors of Ray's as one."""
-    from ...ray import RayCrew
+    from ...ray import RayBackend
     from ..engine.startup.origin import Origin
-    from ..jobs.workers.remote import Remote
+    from ..jobs.workers.remote import WorkerPool
 
     tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
-    crew = RayCrew(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
-    return Remote(crew, args.ray, tokenizer, options)
+    crew = RayBackend(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
+    return WorkerPool(crew, args.ray, tokenizer, options)
 
 
 def own_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) -> str:
@@ -122,7 +122,7 @@ def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
     """What counts bytes of answers that outlive a lost run; None for streams."""
     if "-" in (args.input, args.output):
         return None
-    journal = Place(Path(os.path.realpath(args.output))).journal
+    journal = JobFiles(Path(os.path.realpath(args.output))).journal
     return lambda: journal.stat().st_size if journal.exists() else 0
 
 

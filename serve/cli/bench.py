@@ -45,10 +45,10 @@ from ..planner.roofline.floor import demand
 from ..planner.roofline.measured import full_batch, unending
 from ..planner.roofline.presets import PRESETS
 from ..planner.roofline.targets import Peaks, here
-from ..runtime.compiled.compile import Arguments, Programs
+from ..runtime.compiled.compile import Programs, StepArguments
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.compiled.shapes import Shape, Sizes
-from ..runtime.steps.phases import Alone
+from ..runtime.steps.phases import TargetOnly
 from . import hostwork
 from .common import engine_flags, engine_options, model_flags
 
@@ -57,7 +57,7 @@ HOST_ROWS = (32, 256)
 
 
 @dataclass(frozen=True)
-class Model:
+class BenchModel:
     """What is measured: a model's parameters in memory, and the engine's options."""
 
     name: str
@@ -84,7 +84,7 @@ class Figure:
     host_gap: float | None = None
 
 
-def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
+def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
     """Random parameters of a preset, or a folder's. Raises ValueError for a pipeline, and for shards."""
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(options, name) > 1:
@@ -99,14 +99,14 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> Model:
         dtype = compute_dtype(args.dtype, device, config, origin.model)
         where = places(config, layout_of(options)) or device
         config, params = read_folder(origin.model, dtype, where, options.quantization)
-        return Model(args.model or "demo", config, transposed(params, donate=True), options)
+        return BenchModel(args.model or "demo", config, transposed(params, donate=True), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
     dtype = compute_dtype(args.dtype, device, config)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
-    return Model(args.shape, config, transposed(params, donate=True), options)
+    return BenchModel(args.shape, config, transposed(params, donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -132,13 +132,13 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 class Bench:
     """One compiled program, and a state that it is called on again and again."""
 
-    def __init__(self, model: Model, shape: Shape, context: int):
+    def __init__(self, model: BenchModel, shape: Shape, context: int):
         W, rows = model.options.page_size, shape.sequences
         longest = context + shape.area // rows
         pages = rows * -(-longest // W)
         counts, kept = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
         sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=kept)
-        self.programs = Programs(Alone(model.config), model.params, sizes, [shape])
+        self.programs = Programs(TargetOnly(model.config), model.params, sizes, [shape])
         self.shape, self.model = shape, model
         self.state = unending(self.programs.empty(model.params))
         batch = full_batch(self.programs, shape, context)
@@ -147,11 +147,11 @@ class Bench:
 
     def step(self) -> Any:
         cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
-        self.state = Arguments(self.state.params, cache, slots)
+        self.state = StepArguments(self.state.params, cache, slots)
         return output
 
 
-def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
+def measure(model: BenchModel, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
     """A row for one program whose every row has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
     kept = model.options.kv_cache_dtype
@@ -163,7 +163,7 @@ def measure(model: Model, shape: Shape, context: int, repeats: int, peaks: Peaks
 # ---------------------------------------------------------------- the parts
 
 
-def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+def bench_decode(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Steps of one token for each width and context, and the engine's time for such steps at the first
     context."""
     for width in args.widths:
@@ -173,7 +173,7 @@ def bench_decode(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterat
             yield replace(row, host_gap=gap)
 
 
-def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
+def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float:
     """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the
     program does not run.
 
@@ -193,7 +193,7 @@ def host_gap(model: Model, width: int, context: int, repeats: int) -> float:
 
 
 @contextmanager
-def decoding(model: Model, width: int, context: int, repeats: int) -> Iterator[LLM]:
+def decoding(model: BenchModel, width: int, context: int, repeats: int) -> Iterator[LLM]:
     """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
     chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
@@ -217,13 +217,13 @@ def prefills(llm: LLM) -> int:
     return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
 
 
-def bench_prefill(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+def bench_prefill(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """One prompt in one call, for each length."""
     for length in args.lengths:
         yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
 
 
-def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """From parameters in memory to a first token, and to a warm engine: with an empty directory of compiled
     programs, and with what that left."""
     with tempfile.TemporaryDirectory() as folder:
@@ -244,7 +244,7 @@ def bench_startup(model: Model, args: argparse.Namespace, peaks: Peaks) -> Itera
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def bench_host(model: Model, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
+def bench_host(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """The host's work for a step, on a device that takes no time; its text too, where the model has a
     tokenizer."""
     words = (

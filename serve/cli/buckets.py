@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...checkpoints.hub import resolve
 from ...kvcache.tables import PageTables
 from ...sampling.params import SamplingParams
-from ..engine.core.plan import Limits, Work
+from ..engine.core.plan import ScheduledTokens, SchedulerConfig
 from ..engine.core.request import Request
 from ..engine.core.rows import calls, prompt_rows
 from ..engine.core.scheduler import Scheduler
@@ -32,7 +32,7 @@ CONTRACT_EDGE = 48  # rows from which on float32 products on CPUs have the bits 
 Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead to them
 
 
-class Step(NamedTuple):
+class StepTokens(NamedTuple):
     """What one step computes: prompt tokens, the areas of its prefills if several prompts come together, rows
     of decode."""
 
@@ -84,12 +84,12 @@ def _extended(
     return best
 
 
-def alone(steps: Iterable[Step]) -> list[int]:
+def alone(steps: Iterable[StepTokens]) -> list[int]:
     """Lengths of the chunks that were alone in their steps."""
     return [step.tokens for step in steps if step.tokens and not step.shared]
 
 
-def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
+def padding(steps: Iterable[StepTokens], edges: Sequence[int]) -> float:
     """Share of what is computed for the prompts of these steps that is padding. The last edge holds every
     chunk."""
     steps = list(steps)
@@ -97,7 +97,7 @@ def padding(steps: Iterable[Step], edges: Sequence[int]) -> float:
     return 1 - sum(step.tokens for step in steps) / max(computed + sum(sum(s.shared) for s in steps), 1)
 
 
-def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[Step]:
+def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterator[StepTokens]:
     """The steps in which an engine would serve requests of these (prompt, output) lengths that all wait at
     once.
 
@@ -112,7 +112,7 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
         scheduler.dispatched(plan)
         if plan:
             several = calls(shapes, prompt_rows(shapes, plan.prefill)) if len(plan.prefill) > 1 else []
-            yield Step(
+            yield StepTokens(
                 sum(w.count for w in plan.prefill),
                 tuple(shape.area for shape, _ in several),
                 len(plan.decode),
@@ -121,7 +121,7 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
         _commit(scheduler, before)
 
 
-def _commit(scheduler: Scheduler, flight: list[Work]) -> None:
+def _commit(scheduler: Scheduler, flight: list[ScheduledTokens]) -> None:
     """Give a token to each request whose last known one was computed: a step is taken in when the next is on
     its way."""
     for work in flight:
@@ -136,7 +136,7 @@ def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: I
     """A scheduler to which all requests were submitted."""
     seats, chunk, W = options.seats, options.prefill_tokens, options.page_size
     pages = seats * (1 - -max(p + n for p, n in work) // W)
-    limits = Limits(seats, chunk, least_row(shapes), decode_steps=1)
+    limits = SchedulerConfig(seats, chunk, least_row(shapes), decode_steps=1)
     tables = PageTables((None,), (pages,), W, limits.most_tokens)
     scheduler = Scheduler(limits, tables, root=None, recompute_outputs=True)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
@@ -153,14 +153,14 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     OSError."""
     from ..jobs.batch.lines import decode, task_of
     from ..jobs.batch.options import BatchOptions
-    from ..jobs.batch.source import Input
+    from ..jobs.batch.source import JobInput
     from ..text.tokenizer.chat import apply_chat
     from ..text.tokenizer.tokenizer import Tokenizer
 
     limit = BatchOptions().max_line_bytes
     tokenizer = Tokenizer.from_folder(folder)
     found = []
-    with Input.open(file, limit) as source:
+    with JobInput.open(file, limit) as source:
         for line in source.lines():
             task = task_of(decode(line, limit), {}, seed=0)
             if isinstance(task.prompt, list):

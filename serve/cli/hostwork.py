@@ -14,14 +14,14 @@ from ...model.pair import PairConfig
 from ...sampling.params import SamplingParams
 from ...sampling.sample import Sampled
 from ..engine.core.engine import Engine
-from ..engine.core.plan import Limits
-from ..llm.intake import Intake
+from ..engine.core.plan import SchedulerConfig
+from ..llm.intake import InputProcessor
 from ..llm.session import Session
-from ..llm.ticket import Ticket
+from ..llm.ticket import RequestGroup
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import Arguments, Programs
+from ..runtime.compiled.compile import Programs, StepArguments
 from ..runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
-from ..runtime.equal_bits.classes import Classes
+from ..runtime.equal_bits.classes import ShapeClasses
 from ..runtime.steps.step import Output, Seat
 from ..text.tokenizer.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ WARM, STEPS = 100, 400  # steps before, and those that are timed
 TOKENS = 256  # of a fixed text that all rows sample
 
 
-class Idle:
+class IdlePrograms:
     """The programs of a device that takes no time: rows sample the tokens of a fixed text, nothing is kept.
 
     What they take and give is what `Programs` takes and gives; a chunk of a prompt is its last.
@@ -51,8 +51,8 @@ class Idle:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
-        return Arguments(params, cast(Any, None), cast(Any, None))
+    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
+        return StepArguments(params, cast(Any, None), cast(Any, None))
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
         return Programs.empty_batch(cast(Programs, self), shape, empty_slot)
@@ -66,7 +66,7 @@ class Idle:
     def load_masks(self, slots: Any, *masks: Any) -> Any:
         return slots
 
-    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Output]:
+    def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Output]:
         self._step = (self._step + 1) % TOKENS
         rows = self._tokens[self._step, : shape.rows, None]
         tokens = rows if shape.phase == "prefill" else np.repeat(rows, shape.tokens, axis=1)
@@ -74,16 +74,16 @@ class Idle:
 
 
 def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats: int) -> Engine:
-    """An engine over `Idle` programs, with all of a CPU's shapes and a cache that holds every request."""
+    """An engine over `IdlePrograms`, with all of a CPU's shapes and a cache that holds every request."""
     longest = PROMPT + ANSWER
     pages = seats * (1 - -longest // options.page_size)
     sizes = Sizes(longest, seats, (pages,) * len(config.windows), options.page_size)
     options = EngineOptions(max_num_seqs=seats, page_size=options.page_size)
     shapes = table(options, sizes, can_share(config.layers), "cpu")
     prefill, decode = (tuple(s for s in shapes if s.phase == phase) for phase in ("prefill", "decode"))
-    limits = Limits(seats, options.prefill_tokens, least_row(prefill), decode_steps=1)
-    programs = Idle(config, sizes)
-    classes = Classes(prefill, decode, same_bits=True)
+    limits = SchedulerConfig(seats, options.prefill_tokens, least_row(prefill), decode_steps=1)
+    programs = IdlePrograms(config, sizes)
+    classes = ShapeClasses(prefill, decode, same_bits=True)
     return Engine(cast(Any, programs), classes, programs.empty(params), limits, prefix_caching=True)
 
 
@@ -94,7 +94,7 @@ def step_seconds(
     tokens taken in, their text."""
     engine = idle_engine(config, params, options, seats)
     session = Session(engine)
-    intake = Intake(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
+    intake = InputProcessor(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
     asked = asking(intake, config.vocab_size)
     spent: list[float] = []
     for step in range(WARM + STEPS):
@@ -107,7 +107,7 @@ def step_seconds(
     return statistics.median(spent)
 
 
-def asking(intake: Intake, vocabulary: int) -> Iterator[Callable[[str], Ticket]]:
+def asking(intake: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], RequestGroup]]:
     """Makes of tickets, without end: of answers of various lengths, whose first tokens nobody waits for."""
     draw = np.random.default_rng(1)
     while True:

@@ -10,7 +10,7 @@ from ..host.signals import raise_on_interrupt
 from ..planner import planned_halves, planned_stages
 from ..planner.planning import (
     EnginePlan,
-    Memory,
+    MemoryPlan,
     TierPlan,
     abstract_arguments,
     main_shapes,
@@ -22,16 +22,16 @@ from ..planner.planning import (
 )
 from ..planner.roofline.presets import PRESETS
 from ..planner.roofline.products import alike
-from ..planner.roofline.table import Cost, floored, render_fact, render_table
+from ..planner.roofline.table import ShapeCost, floored, render_fact, render_table
 from ..planner.roofline.targets import find_target, here, is_gpu
-from ..runtime.compiled.compile import Arguments
+from ..runtime.compiled.compile import StepArguments
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.compiled.shapes import Shape
 from .common import checked, engine_flags, engine_options, model_flags
 from .plan_workload import answer, flags
 
 
-def render(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
+def render(plan: EnginePlan, memory: MemoryPlan, rows: list[ShapeCost]) -> str:
     """The plan as text."""
     tiers = [render_tier(plan, tier) for tier in planned_tiers(plan, rows)]
     parts = [head(plan), render_memory(plan, memory), *tiers, render_rows(plan, rows)]
@@ -52,7 +52,7 @@ def head(plan: EnginePlan) -> str:
     )
 
 
-def render_memory(plan: EnginePlan, memory: Memory) -> str:
+def render_memory(plan: EnginePlan, memory: MemoryPlan) -> str:
     parts = {k: v for k, v in asdict(memory).items() if k not in ("limit", "peak")} | {"total": memory.total}
     if memory.peak is not None:
         parts["measured"] = memory.peak
@@ -79,7 +79,7 @@ def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
     )
 
 
-def render_rows(plan: EnginePlan, rows: list[Cost]) -> str:
+def render_rows(plan: EnginePlan, rows: list[ShapeCost]) -> str:
     """The roofline, and what it was made from."""
     lines = render_table(rows)
     lines.append(f"each row of a decode has {plan.context} tokens in the cache, a prefill none")
@@ -94,13 +94,13 @@ def render_rows(plan: EnginePlan, rows: list[Cost]) -> str:
     return "\n".join(lines)
 
 
-def render_facts(plan: EnginePlan, rows: list[Cost]) -> list[str]:
+def render_facts(plan: EnginePlan, rows: list[ShapeCost]) -> list[str]:
     link = plan.target.peaks.link if plan.target.peaks else 0.0
     each = [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in rows if row.facts]
     return [*each, *render_classes(plan, rows)]
 
 
-def render_classes(plan: EnginePlan, rows: list[Cost]) -> list[str]:
+def render_classes(plan: EnginePlan, rows: list[ShapeCost]) -> list[str]:
     """Which shapes would share a class of equal bits, as far as the products of compiled ones tell."""
     found = {str(row.shape): row.facts.products for row in rows if row.facts and row.facts.products}
     groups = alike(found, plan.config.vocab_size)
@@ -110,7 +110,7 @@ def render_classes(plan: EnginePlan, rows: list[Cost]) -> list[str]:
     return ["\n".join(["products configured alike, which would share a class of equal bits:", *lines])]
 
 
-def as_json(plan: EnginePlan, memory: Memory, rows: list[Cost]) -> str:
+def as_json(plan: EnginePlan, memory: MemoryPlan, rows: list[ShapeCost]) -> str:
     """The plan for machines."""
     shown = [{**asdict(row), "shape": str(row.shape)} for row in rows]
     tiers = [asdict(tier) for tier in planned_tiers(plan, rows)]
@@ -130,7 +130,9 @@ def facts_of(plan: EnginePlan) -> dict[str, Any]:
     }
 
 
-def staged(plan: EnginePlan, arguments: Arguments, compiled: list[Shape], args: argparse.Namespace) -> str:
+def staged(
+    plan: EnginePlan, arguments: StepArguments, compiled: list[Shape], args: argparse.Namespace
+) -> str:
     """The plan of a pipeline. Raises ValueError where it is to be measured."""
     if args.measure:
         raise ValueError("--measure is not allowed with pipeline_parallel_size: it runs one program")
@@ -140,7 +142,7 @@ def staged(plan: EnginePlan, arguments: Arguments, compiled: list[Shape], args: 
     return "\n\n".join([head(plan), *planned_stages.render(plan, arguments, found)])
 
 
-def halved(plan: EnginePlan, arguments: Arguments, args: argparse.Namespace) -> str:
+def halved(plan: EnginePlan, arguments: StepArguments, args: argparse.Namespace) -> str:
     """The plan of attention and feed-forward layers apart. Raises ValueError where it is to be measured."""
     if args.measure:
         raise ValueError("--measure is not allowed with experimental_ffn_devices: it runs one program")

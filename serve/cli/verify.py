@@ -9,7 +9,7 @@ import msgspec
 
 from ..host.streams import tell
 from ..jobs.verify.claims import Claims, Start
-from ..jobs.verify.verdict import OPEN, Proof, printable
+from ..jobs.verify.verdict import OPEN, VerificationReport, printable
 from ..options.flags import positive
 from ..options.keywords import engine_options
 from .common import model_flags
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         proof = proved(args, claims)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        proof = Proof([], claims)
+        proof = VerificationReport([], claims)
         tell(f"duetto verify: no engine can be started as in the log: {printable(str(error))}")
     if args.json:
         print(msgspec.json.encode(proof.record()).decode())
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return proof.code
 
 
-def proved(args: argparse.Namespace, claims: Claims) -> Proof:
+def proved(args: argparse.Namespace, claims: Claims) -> VerificationReport:
     """Starts an engine as the log's latest start says. Raises ValueError where it cannot be."""
     from ..jobs.verify.replay import Prover
     from ..llm.llm import LLM

@@ -13,7 +13,7 @@ def freeze_what_lasts() -> None:
     engine: each look through them holds up all threads for 0.2 s."""
     begin = 0.0
 
-    def heard(phase: str, info: dict[str, Any]) -> None:
+    def on_collection(phase: str, info: dict[str, Any]) -> None:
         nonlocal begin
         if phase == "start":
             begin = time.perf_counter()
@@ -22,4 +22,4 @@ def freeze_what_lasts() -> None:
 
     gc.collect()
     gc.freeze()
-    gc.callbacks.append(heard)
+    gc.callbacks.append(on_collection)

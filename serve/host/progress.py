@@ -41,7 +41,7 @@ def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T]
 
     Nothing is told of a stage that is over within `patience` seconds, or that has nothing to do.
     """
-    line = Line(what, total, patience, TOLD.get() and total > 0)
+    line = ProgressLine(what, total, patience, TOLD.get() and total > 0)
     line.tell()
     try:
         yield line.advance
@@ -57,7 +57,7 @@ def over(items: Collection[T], what: str, patience: float = 0.0) -> Iterator[T]:
             done(item)
 
 
-class Line:
+class ProgressLine:
     """One stage's line."""
 
     def __init__(self, what: str, total: int, patience: float, shown: bool):

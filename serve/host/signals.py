@@ -58,7 +58,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = [(s, signal.signal(s, self._heard)) for s in SIGNALS]
+            self._previous = [(s, signal.signal(s, self._on_signal)) for s in SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +80,7 @@ class Interrupts:
         if self._pending is not None:
             raise Interrupted(self._pending)
 
-    def _heard(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         at_once = not self._deferring or self._pending is not None
         self._pending = signum
         if at_once:

@@ -60,7 +60,7 @@ class AllBlocksCleared(Event):
     """No page is found any more."""
 
 
-class Events(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What has happened since the batch before, in order; `ts` is the time in seconds."""
 
     ts: float
@@ -206,7 +206,7 @@ class Publisher:
             made = [getattr(self._translator, what)(*given) for what, *given in said]
             events = merged([event for event in made if event is not None])
             if events:
-                told = encode(Events(time.time(), events, 0))
+                told = encode(KVEventBatch(time.time(), events, 0))
                 self._socket.send_multipart((self._topic, number.to_bytes(8), told))
                 number += 1
         self._socket.close(int(1e3 * CLOSING))

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .ticket import Ticket
+from .ticket import RequestGroup
 
 # whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
 Tqdm = bool | Callable[..., Any]
 
 
 @contextmanager
-def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Ticket]], None]]:
+def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[RequestGroup]], None]]:
     """A bar of `total` tickets; yields what is to be told of those that have ended."""
     if not use_tqdm:
         yield lambda done: None
@@ -22,7 +22,7 @@ def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Ticket]], No
         total=total, desc="Processed prompts", dynamic_ncols=True, postfix=speeds(0, 0, 1)
     ) as bar:
 
-        def advance(done: list[Ticket]) -> None:
+        def advance(done: list[RequestGroup]) -> None:
             nonlocal read, written
             requests = [request for ticket in done for request in ticket.requests]
             read += sum(len(request.prompt) for request in requests)

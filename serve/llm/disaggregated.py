@@ -17,24 +17,24 @@ from ..engine.startup.mesh import apart
 from ..engine.startup.start import start_engine
 from ..host.store import warn
 from ..host.threads import Orders, obey
-from ..kv.disagg.door import Door
-from ..kv.disagg.far import Far
-from ..kv.disagg.peer import PeerTier
-from ..kv.disagg.peers import Peers
-from ..kv.disagg.registered import Agent
+from ..kv.disagg.door import PrefillServer
+from ..kv.disagg.far import RemotePrefillClient
+from ..kv.disagg.peer import RemoteKVTier
+from ..kv.disagg.peers import RemoteKVPool
+from ..kv.disagg.registered import NixlAgent
 from ..kv.disagg.source import Ready
 from ..kv.offload.tier import Content, Key, key_of
-from ..kv.offload.tiering import Tiering
+from ..kv.offload.tiering import KVOffloader
 from ..options.checks import GIB, place_of, places_of
 from ..options.engine import OUTBOX, EngineOptions
 from ..runtime.compiled.transfers import MOST
 from .session import Session
-from .ticket import Ticket
+from .ticket import RequestGroup
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
-class Prefills:
+class PrefillWorker:
     """Computes prompts in a session's engine, as requests of one token, and offers their pages in its tiers.
 
     One thread drives the engine for all of them. Pages are told of once they are in a tier.
@@ -46,7 +46,7 @@ class Prefills:
         self.realm: bytes | None = None
         self._numbers = itertools.count()
         self._orders = Orders()
-        self._under_way: dict[int, tuple[Ticket, Ready]] = {}
+        self._under_way: dict[int, tuple[RequestGroup, Ready]] = {}
         self._offers: deque[tuple[list[bytes], list[bytes], Ready]] = deque()  # names to offer, and all names
         self._thread = threading.Thread(target=self._run, name="duetto-prefills", daemon=True)
         self._ended = False
@@ -57,7 +57,7 @@ class Prefills:
 
     def serve(self, session: Session) -> None:
         tiers = session.engine.tiers
-        assert isinstance(tiers, Tiering)
+        assert isinstance(tiers, KVOffloader)
         self._session, self._tiers, self.is_here = session, tiers, True
         self._thread.start()
 
@@ -117,10 +117,10 @@ class Prefills:
         most = self._session.engine.sizes.max_model_len
         return 0 < len(prompt) < most and all(token in self.words for token in prompt)
 
-    def _ticket(self, prompt: list[int], number: int, id: str) -> Ticket:
+    def _ticket(self, prompt: list[int], number: int, id: str) -> RequestGroup:
         patience = self.options.patience(awaited=True)
         request = Request(id, prompt, ONE, seed=0, end=len(prompt) + 1, arrival=number, patience=patience)
-        return Ticket(id, None, [request])
+        return RequestGroup(id, None, [request])
 
     def _leave(self, number: int) -> None:
         if (found := self._under_way.pop(number, None)) is not None:
@@ -194,11 +194,11 @@ def begin_prefill(
     config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
 ) -> Session:
     """An engine that others reach at an address, beside whatever else it serves."""
-    door = Door(place_of(str(options.kv_address)), agent_of(options), options.cluster_key_file)
+    door = PrefillServer(place_of(str(options.kv_address)), agent_of(options), options.cluster_key_file)
     closing.callback(door.close)
     session, prefills = (
         Session(start_engine(config, params, options, told=door.renew)),
-        Prefills(options, config.vocab_size),
+        PrefillWorker(options, config.vocab_size),
     )
     prefills.serve(session)
     closing.callback(prefills.close)
@@ -210,14 +210,14 @@ def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, c
     """An engine whose prompts are computed by those that it is told of."""
     tiers, agent = {}, agent_of(options)
     for address, place in places_of(str(options.kv_address)).items():
-        far = Far(place, agent=agent, key_file=options.cluster_key_file)
+        far = RemotePrefillClient(place, agent=agent, key_file=options.cluster_key_file)
         closing.callback(far.close)
-        tiers[address] = PeerTier(far, options.kv_patience)
-    return Session(start_engine(config, params, options, Peers(tiers)))
+        tiers[address] = RemoteKVTier(far, options.kv_patience)
+    return Session(start_engine(config, params, options, RemoteKVPool(tiers)))
 
 
-def agent_of(options: EngineOptions) -> Agent | None:
-    return Agent() if options.kv_transport == "nixl" else None
+def agent_of(options: EngineOptions) -> NixlAgent | None:
+    return NixlAgent() if options.kv_transport == "nixl" else None
 
 
 def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
@@ -226,11 +226,11 @@ def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, clo
     alone = replace(options, kv_role=None, prefill_devices=None, decode_devices=None)
     ours = replace(alone, tensor_parallel_size=first or 1, swap_space=options.swap_space or OUTBOX)
     theirs = replace(alone, tensor_parallel_size=second or 1)
-    prefills = Prefills(ours, config.vocab_size)
+    prefills = PrefillWorker(ours, config.vocab_size)
     there = apart(config, params, range(first)) if first else params
     session = Session(start_engine(config, there, ours, told=prefills.own))
     closing.callback(session.close)
     prefills.serve(session)
     closing.callback(prefills.close)
     here = apart(config, params, range(first, first + second)) if second else params
-    return Session(start_engine(config, here, theirs, peer=PeerTier(prefills, options.kv_patience)))
+    return Session(start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_patience)))

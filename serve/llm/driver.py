@@ -18,18 +18,18 @@ from ..engine.lora.registry import Registry
 from ..host.threads import Orders, obey
 from ..text.grammar.grammars import Wanted
 from ..text.outputs import CompletionOutput, RequestOutput
-from .intake import Intake, Prompt
+from .intake import InputProcessor, Prompt
 from .llm import LLM
 from .tasks.embedding import embedding_of, making
-from .ticket import Cursor, Ticket
+from .ticket import RequestGroup, StreamCursor
 
 
-class Flow:
+class StreamHandle:
     """A request on its way through the driver, and how far it has been given out."""
 
-    def __init__(self, ticket: Ticket, intake: Intake):
+    def __init__(self, ticket: RequestGroup, intake: InputProcessor):
         self.ticket = ticket
-        self._intake, self._cursor = intake, Cursor(ticket)
+        self._intake, self._cursor = intake, StreamCursor(ticket)
         self._given = Counter[int]()  # tokens of each completion
         self.known = self.take()  # what its completions had before they came here
 
@@ -71,10 +71,10 @@ class Flow:
         return found
 
 
-class Piece(NamedTuple):
+class StreamChunk(NamedTuple):
     """What a step has brought for a flow, and whether that was all."""
 
-    flow: Flow
+    flow: StreamHandle
     outputs: list[CompletionOutput]
     at_end: bool
 
@@ -87,12 +87,12 @@ class Driver:
     """
 
     def __init__(
-        self, llm: LLM, deliver: Callable[[Sequence[Piece]], None], failed: Callable[[Exception], None]
+        self, llm: LLM, deliver: Callable[[Sequence[StreamChunk]], None], failed: Callable[[Exception], None]
     ):
         self._llm, self._session = llm, llm._session
         self._deliver, self._failed = deliver, failed
         self._orders = Orders()
-        self._flows: dict[str, Flow] = {}  # under way
+        self._flows: dict[str, StreamHandle] = {}  # under way
         self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class Driver:
         params: SamplingParams | PoolingParams,
         known: Sequence[Sequence[int]] = (),
         adapter: LoRARequest | None = None,
-    ) -> Flow:
+    ) -> StreamHandle:
         """A checked request, to generate or to be embedded; tokens of its completions may be `known`. Raises
         ValueError or TypeError, naming what is wrong."""
         if isinstance(params, PoolingParams):
@@ -110,7 +110,7 @@ class Driver:
         else:
             make = partial(self._llm._intake.ticket, prompt=prompt, params=params, known=known)
         (ticket,) = self._session.tickets_of([partial(make, lora_request=adapter)])
-        return Flow(ticket, self._llm._intake)
+        return StreamHandle(ticket, self._llm._intake)
 
     @property
     def adapters(self) -> Registry | None:
@@ -131,14 +131,14 @@ class Driver:
         """The grammar that a flow waits for. Raises ValueError for what is no grammar."""
         return self._llm._intake.grammars.wanted(asked)
 
-    def begin(self, flow: Flow) -> None:
+    def begin(self, flow: StreamHandle) -> None:
         self._orders.put(lambda: self._begin(flow))
 
-    def leave(self, flow: Flow) -> None:
+    def leave(self, flow: StreamHandle) -> None:
         """Nobody wants the rest: it ends before the next step."""
         self._orders.put(lambda: self._leave(flow))
 
-    def output(self, flow: Flow) -> RequestOutput:
+    def output(self, flow: StreamHandle) -> RequestOutput:
         """The whole result of a flow that is at its end."""
         return self._llm._intake.output(flow.ticket)
 
@@ -158,11 +158,11 @@ class Driver:
         engine = self._session.engine
         return bool(self._flows or engine.has_work) and not engine.is_sleeping
 
-    def _begin(self, flow: Flow) -> None:
+    def _begin(self, flow: StreamHandle) -> None:
         self._flows[flow.ticket.id] = flow
         self._session.submit([flow.ticket])
 
-    def _leave(self, flow: Flow) -> None:
+    def _leave(self, flow: StreamHandle) -> None:
         self._flows.pop(flow.ticket.id, None)
         self._session.drop([flow.ticket])
 
@@ -173,7 +173,7 @@ class Driver:
                     if (engine := self._session.engine).has_work and not engine.is_sleeping:
                         engine.step()
                     taken = [(flow, flow.take()) for flow in self._flows.values()]
-                pieces = [Piece(flow, new, flow.at_end) for flow, new in taken if new]
+                pieces = [StreamChunk(flow, new, flow.at_end) for flow, new in taken if new]
                 for piece in pieces:
                     if piece.at_end:
                         self._leave(piece.flow)

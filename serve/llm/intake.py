@@ -9,7 +9,7 @@ import numpy as np
 
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest, checked
-from ...model.pooling import Pool, PoolingParams
+from ...model.pooling import Pooler, PoolingParams
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
@@ -19,13 +19,13 @@ from ..engine.lora.registry import Registry
 from ..host.memory import give_back
 from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
-from ..text.grammar.gauge import Bounds
+from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chat import Message, rendered_ids
 from ..text.tokenizer.stops import Detokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
-from .ticket import Ticket
+from .ticket import RequestGroup
 
 TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
 # vLLM's keys that only ask for something where they have a value
@@ -41,7 +41,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass
-class Intake:
+class InputProcessor:
     """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end
     tokens."""
 
@@ -58,7 +58,7 @@ class Intake:
         self._unseeded = itertools.count()
         if self.tokenizer is not None:
             self.tokenizer.split_special_tokens |= self.options.split_special_tokens
-        bounds = Bounds(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
+        bounds = CompileLimits(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
         tokenizer = self.lacking if self.tokenizer is None else self.tokenizer
         self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds, give_back)
 
@@ -79,7 +79,7 @@ class Intake:
         awaited: bool = True,
         known: Sequence[Sequence[int]] = (),
         lora_request: LoRARequest | None = None,
-    ) -> Ticket:
+    ) -> RequestGroup:
         """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 
         The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
@@ -112,7 +112,7 @@ class Intake:
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
-                pool=None if pooling is None else Pool(pooling, len(tokens)),
+                pool=None if pooling is None else Pooler(pooling, len(tokens)),
                 patience=self.options.patience(awaited),
                 constraint=self.constraint(params, len(tokens)),
                 adapter=adapter,
@@ -125,7 +125,7 @@ class Intake:
             request.obey()
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
-        return Ticket(id, text, requests, lora_request)
+        return RequestGroup(id, text, requests, lora_request)
 
     def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
         if self.adapters is None and checked(wanted) is not None:
@@ -240,7 +240,7 @@ class Intake:
         asked = params.structured_outputs
         return None if asked is None else self.grammars.constraint(asked, start)
 
-    def output(self, ticket: Ticket) -> RequestOutput:
+    def output(self, ticket: RequestGroup) -> RequestOutput:
         """The output of a ticket as it stands."""
         first = ticket.requests[0]
         finished = ticket.finished

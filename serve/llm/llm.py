@@ -37,9 +37,9 @@ from ..text.tokenizer.tokenizer import Tokenizer
 from . import disaggregated, snapshots, vllm, weights
 from .audit.log import opened
 from .bar import Tqdm, progress
-from .intake import Intake, Prompt, listed, one_each
+from .intake import InputProcessor, Prompt, listed, one_each
 from .tasks import embedding, likelihood, replying
-from .ticket import Ticket
+from .ticket import RequestGroup
 
 
 class LLM:
@@ -135,7 +135,7 @@ class LLM:
         self._defaults = defaults = ending(defaults, tokenizer)
         self._session, self._closing = disaggregated.started(config, params, options)
         self._session.log = opened(self.engine, options, tokenizer, model)
-        self._intake = Intake(
+        self._intake = InputProcessor(
             config.vocab_size,
             self.engine.sizes.max_model_len,
             options,
@@ -330,7 +330,7 @@ class LLM:
         request_id: str | None = None,
         awaited: bool = True,
         adapters: Adapters = None,
-    ) -> list[Ticket]:
+    ) -> list[RequestGroup]:
         """Tickets of checked and tokenized prompts, their ids reserved; nothing is queued yet."""
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each("sampling_params", given, len(prompts))
@@ -341,7 +341,7 @@ class LLM:
         makes = [make(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in each]
         return self._session.tickets_of(makes, request_id)
 
-    def _finish(self, tickets: list[Ticket], use_tqdm: Tqdm) -> list[RequestOutput]:
+    def _finish(self, tickets: list[RequestGroup], use_tqdm: Tqdm) -> list[RequestOutput]:
         try:
             with progress(len(tickets), use_tqdm) as done:
                 self._session.finish(tickets, done)

@@ -16,22 +16,22 @@ from ..runtime.equal_bits.warmup import Warmup
 from ..text.outputs import Delta
 from .audit.log import AuditLog
 from .audit.realms import Realms
-from .ticket import Cursor, Ticket
+from .ticket import RequestGroup, StreamCursor
 
 
-class Watch:
+class CompletionWatcher:
     """Whole tickets that somebody waits for, and those of them that have ended, in the order of their
     ends."""
 
-    def __init__(self, tickets: Sequence[Ticket]):
+    def __init__(self, tickets: Sequence[RequestGroup]):
         self.left = {ticket.id: ticket for ticket in tickets if not ticket.finished}
         self.ended = {ticket.id: ticket for ticket in tickets if ticket.finished}
 
-    def saw(self, ticket: Ticket) -> None:
+    def saw(self, ticket: RequestGroup) -> None:
         if self.left.get(ticket.id) is ticket:
             self.ended[ticket.id] = self.left.pop(ticket.id)
 
-    def taken(self) -> list[Ticket]:
+    def taken(self) -> list[RequestGroup]:
         """Those that have ended since the last call."""
         ended, self.ended = self.ended, {}
         return list(ended.values())
@@ -41,8 +41,8 @@ class Watch:
         self.ended.pop(id, None)
 
 
-Make = Callable[[str], Ticket]  # of an id
-Done = Callable[[list[Ticket]], None]
+Make = Callable[[str], RequestGroup]  # of an id
+Done = Callable[[list[RequestGroup]], None]
 
 
 class Session:
@@ -57,10 +57,10 @@ class Session:
         self.log: AuditLog | None = None  # which hears of requests that have ended
         self.realms: Realms | None = None  # renewed with the weights, where answers may go on elsewhere
         engine.on_end = listener(self)
-        self.tickets: dict[str, Ticket | None] = {}  # None where a ticket is in the making
-        self._queued: dict[str, Ticket] = {}  # those of them that `step` returns, in order
-        self._watches = [Watch([])]  # the first is of those that `step` returns
-        self._leaving: deque[Ticket] = deque()
+        self.tickets: dict[str, RequestGroup | None] = {}  # None where a ticket is in the making
+        self._queued: dict[str, RequestGroup] = {}  # those of them that `step` returns, in order
+        self._watches = [CompletionWatcher([])]  # the first is of those that `step` returns
+        self._leaving: deque[RequestGroup] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
         engine.on_warmup = starter(self)
@@ -105,7 +105,7 @@ class Session:
 
     # ------------------------------------------------------------ ids
 
-    def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[Ticket]:
+    def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[RequestGroup]:
         """Tickets made for free ids, or for the one `id`; the ids are reserved until the tickets are dropped.
 
         Raises ValueError for an id that is in use, and whatever a `make` raises: the ids are free again then.
@@ -133,7 +133,7 @@ class Session:
 
     # ------------------------------------------------------------ whole results
 
-    def finish(self, tickets: list[Ticket], done: Done) -> None:
+    def finish(self, tickets: list[RequestGroup], done: Done) -> None:
         """Run tickets to their end, calling `done` with the ended ones; an interrupt aborts the rest."""
         try:
             self.submit(tickets)
@@ -141,9 +141,9 @@ class Session:
         finally:
             self.drop(tickets)
 
-    def _run(self, tickets: list[Ticket], done: Done) -> None:
+    def _run(self, tickets: list[RequestGroup], done: Done) -> None:
         with self.turn():
-            watch = Watch(tickets)
+            watch = CompletionWatcher(tickets)
             self._watches.append(watch)
         try:
             while watch.left or watch.ended:
@@ -156,7 +156,7 @@ class Session:
             with self.turn():  # others' turns go through the list
                 self._watches.remove(watch)
 
-    def _see(self, ticket: Ticket | None) -> None:
+    def _see(self, ticket: RequestGroup | None) -> None:
         """Tell those who wait for a ticket, where it has ended."""
         if ticket is not None and ticket.finished:
             for watch in self._watches:
@@ -168,7 +168,7 @@ class Session:
             self.log.ended(request, 0 if ticket is None else ticket.requests.index(request))
         self._see(ticket)
 
-    def submit(self, tickets: list[Ticket]) -> None:
+    def submit(self, tickets: list[RequestGroup]) -> None:
         with self.turn():
             for ticket in tickets:
                 for request in ticket.requests:
@@ -178,7 +178,7 @@ class Session:
 
     # ------------------------------------------------------------ streams
 
-    def stream(self, ticket: Ticket) -> Generator[Delta]:
+    def stream(self, ticket: RequestGroup) -> Generator[Delta]:
         """What is new of a ticket; it is submitted with the first piece, and dropped with the generator."""
         pieces = self._pieces(ticket)
         weakref.finalize(
@@ -186,9 +186,9 @@ class Session:
         ).atexit = False  # one that never begins runs no `finally`
         return pieces
 
-    def _pieces(self, ticket: Ticket) -> Generator[Delta]:
+    def _pieces(self, ticket: RequestGroup) -> Generator[Delta]:
         """First whatever another caller's steps have brought, and a step only where there is nothing."""
-        cursor = Cursor(ticket)
+        cursor = StreamCursor(ticket)
         try:
             self.submit([ticket])
             while not cursor.at_end:
@@ -200,7 +200,7 @@ class Session:
         finally:
             self._leave(ticket)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: RequestGroup) -> None:
         """Drop a ticket now, or, where a turn is under way, at its end; in a forked process never."""
         if is_inherited():
             return
@@ -215,7 +215,7 @@ class Session:
 
     # ------------------------------------------------------------ one step at a time
 
-    def queue(self, tickets: list[Ticket]) -> None:
+    def queue(self, tickets: list[RequestGroup]) -> None:
         """Submit tickets that `step` or `wait` return."""
         with self.turn():
             self.submit(tickets)
@@ -223,21 +223,21 @@ class Session:
                 self._queued[ticket.id] = self._watches[0].left[ticket.id] = ticket
                 self._see(ticket)
 
-    def step(self) -> list[Ticket]:
+    def step(self) -> list[RequestGroup]:
         """Advance all requests by one step; returns the queued tickets that have finished since."""
         with self.turn():
             if self.engine.has_work:
                 self.engine.step()
             return self._give(sorted(self._watches[0].taken(), key=lambda ticket: ticket.place))
 
-    def wait(self, done: Done) -> list[Ticket]:
+    def wait(self, done: Done) -> list[RequestGroup]:
         """Run all queued tickets to their end; returns them in the order of their queueing."""
         tickets = list(self._queued.values())
         self._run(tickets, done)
         with self.turn():
             return self._give(tickets)
 
-    def _give(self, tickets: list[Ticket]) -> list[Ticket]:
+    def _give(self, tickets: list[RequestGroup]) -> list[RequestGroup]:
         """Tickets that nobody else has received; they leave the queue."""
         mine = [ticket for ticket in tickets if self._queued.get(ticket.id) is ticket]
         self.drop(mine)
@@ -252,7 +252,7 @@ class Session:
             if ticket is not None:
                 self._abort(ticket)
 
-    def _abort(self, ticket: Ticket) -> None:
+    def _abort(self, ticket: RequestGroup) -> None:
         for request in ticket.requests:
             if ticket.submitted:
                 self.engine.abort(request)
@@ -272,7 +272,7 @@ class Session:
                 if self.engine.has_work:
                     self.engine.step()
 
-    def drop(self, tickets: list[Ticket]) -> None:
+    def drop(self, tickets: list[RequestGroup]) -> None:
         """Forget tickets, and end those that have not ended."""
         with self.turn():
             for ticket in tickets:
@@ -282,7 +282,7 @@ class Session:
         while self._leaving:
             self._drop(self._leaving.popleft())
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: RequestGroup) -> None:
         if self.tickets.get(ticket.id) is not ticket:
             return  # dropped before; its id may be another's now
         if ticket.submitted and self._engine is not None:
@@ -321,9 +321,9 @@ def listener(session: Session) -> Callable[[Request], None]:
     """Tells a session of its requests' ends, and does not keep it alive."""
     alive = weakref.ref(session)
 
-    def heard(request: Request) -> None:
+    def on_end(request: Request) -> None:
         session = alive()
         if session is not None:
             session._ended(request)
 
-    return heard
+    return on_end

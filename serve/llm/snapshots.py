@@ -8,9 +8,9 @@ from ...kvcache.stages import stations
 from ..engine.weights.params import require_own
 from ..kv.offload import opening, snapshot
 from ..kv.offload.disk import place_at
-from ..kv.offload.mover import Mover
+from ..kv.offload.mover import PageMover
 from ..kv.offload.realm import realm
-from ..kv.offload.tiering import Tiering
+from ..kv.offload.tiering import KVOffloader
 from ..options.engine import EngineOptions
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def load_cache(llm: "LLM", path: str | Path) -> None:
         snapshot.add(mover.tier, snapshot.load(path, own))
 
 
-def mover_at(llm: "LLM", method: str) -> Mover:
+def mover_at(llm: "LLM", method: str) -> PageMover:
     """The engine's mover; one without tiers gets it here."""
     if not llm.options.enable_prefix_caching:
         raise ValueError(f"{method} is not allowed without enable_prefix_caching: pages lack names")
@@ -79,7 +79,7 @@ def mover_at(llm: "LLM", method: str) -> Mover:
         engine.sleeper.check()
     except RuntimeError as error:
         raise RuntimeError(f"{method}: {error}") from None
-    if not isinstance(engine.tiers, Tiering):
+    if not isinstance(engine.tiers, KVOffloader):
         engine.attach(opening.mover_of(llm.options, engine.programs, engine.everything))
-    assert isinstance(engine.tiers, Tiering)
+    assert isinstance(engine.tiers, KVOffloader)
     return engine.tiers.mover

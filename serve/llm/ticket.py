@@ -8,7 +8,7 @@ from ..text.outputs import Delta
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestGroup:
     """One call of the user: `n` requests over the same prompt."""
 
     id: str
@@ -27,11 +27,11 @@ class Ticket:
         return all(request.finished for request in self.requests)
 
 
-class Cursor:
+class StreamCursor:
     """How many tokens and pieces of text of each of a ticket's completions were given out; those given to
     their end are gone."""
 
-    def __init__(self, ticket: Ticket):
+    def __init__(self, ticket: RequestGroup):
         self._requests = dict(enumerate(ticket.requests))
         self._places: dict[int, tuple[int, int]] = dict.fromkeys(self._requests, (0, 0))
 

@@ -12,21 +12,21 @@ from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import decoder_spec
 from ...model.tree import nbytes, paths
-from ..runtime.compiled.compile import Arguments
+from ..runtime.compiled.compile import StepArguments
 from ..runtime.compiled.sizing import scratch_bytes, widened_bytes
-from .planning import EnginePlan, Memory
+from .planning import EnginePlan, MemoryPlan
 from .roofline.halves import Cluster, Decode, Sides
 
 MICRO_BATCHES = 1, 2, 3, 4
 LIMIT = 0.05  # seconds between a row's tokens, in the comparison
 
 
-class Part(NamedTuple):
+class HalfPlan(NamedTuple):
     """A part's number of devices, and the memory of each."""
 
     name: str
     devices: int
-    memory: Memory
+    memory: MemoryPlan
 
 
 class Turns(NamedTuple):
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
     rate: float
 
 
-def parts(plan: EnginePlan, arguments: Arguments) -> list[Part]:
+def parts(plan: EnginePlan, arguments: StepArguments) -> list[HalfPlan]:
     """Temporaries are upper estimates, of a whole step's in either part."""
     params, limit = target_of(arguments.params), plan.target.memory
     scratch = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype)
@@ -50,19 +50,19 @@ def parts(plan: EnginePlan, arguments: Arguments) -> list[Part]:
     own, ffn = attending(params), feeding(params)
     pools, slots = device_bytes(arguments.cache), device_bytes(arguments.slots)
     return [
-        Part("attention", len(devices(own)), Memory(device_bytes(own), pools, slots, scratch, limit)),
-        Part("ffn", len(devices(ffn)), Memory(device_bytes(ffn), 0, 0, scratch, limit)),
+        HalfPlan("attention", len(devices(own)), MemoryPlan(device_bytes(own), pools, slots, scratch, limit)),
+        HalfPlan("ffn", len(devices(ffn)), MemoryPlan(device_bytes(ffn), 0, 0, scratch, limit)),
     ]
 
 
-def sides_of(plan: EnginePlan, arguments: Arguments) -> Sides:
+def sides_of(plan: EnginePlan, arguments: StepArguments) -> Sides:
     spec = decoder_spec(plan.config)
     numbers = sum(math.prod(own.shape) for own in paths(spec).values())
     key = jnp.dtype(plan.dtype).itemsize if plan.sizes.kv_cache_dtype == "auto" else 1
     return Sides.of(plan.config, nbytes(arguments.params) / numbers, key)
 
 
-def turns(plan: EnginePlan, arguments: Arguments) -> list[Turns]:
+def turns(plan: EnginePlan, arguments: StepArguments) -> list[Turns]:
     """Nothing where the peaks are not known."""
     if plan.target.peaks is None:
         return []
@@ -86,7 +86,7 @@ def cluster_of(plan: EnginePlan) -> Cluster:
     return Cluster(plan.target.peaks, len(plan.target.devices), plan.context, LIMIT)
 
 
-def compared(plan: EnginePlan, arguments: Arguments) -> dict[str, Decode | None]:
+def compared(plan: EnginePlan, arguments: StepArguments) -> dict[str, Decode | None]:
     """The most that fits either way on the plan's devices."""
     if plan.target.peaks is None:
         return {}
@@ -97,11 +97,11 @@ def compared(plan: EnginePlan, arguments: Arguments) -> dict[str, Decode | None]
 # ---------------------------------------------------------------- text
 
 
-def render(plan: EnginePlan, arguments: Arguments) -> list[str]:
+def render(plan: EnginePlan, arguments: StepArguments) -> list[str]:
     return [render_memory(parts(plan, arguments)), *render_turns(plan, arguments)]
 
 
-def render_memory(found: list[Part]) -> str:
+def render_memory(found: list[HalfPlan]) -> str:
     heads = "weights", "cache", "slots", "temporaries", "total"
     lines = [f"{'part':<10}{'devices':>9}" + "".join(f"{name:>13}" for name in heads) + "  MiB"]
     for part in found:
@@ -111,7 +111,7 @@ def render_memory(found: list[Part]) -> str:
     return "\n".join(lines)
 
 
-def render_turns(plan: EnginePlan, arguments: Arguments) -> list[str]:
+def render_turns(plan: EnginePlan, arguments: StepArguments) -> list[str]:
     found = turns(plan, arguments)
     if not found:
         return []
@@ -126,7 +126,7 @@ def render_turns(plan: EnginePlan, arguments: Arguments) -> list[str]:
     return ["\n".join(lines), verdict(plan, arguments)]
 
 
-def verdict(plan: EnginePlan, arguments: Arguments) -> str:
+def verdict(plan: EnginePlan, arguments: StepArguments) -> str:
     """Whether it pays, and why not."""
     sides, cluster = sides_of(plan, arguments), cluster_of(plan)
     ridge = sides.ridge(cluster.peaks)
@@ -140,7 +140,7 @@ def verdict(plan: EnginePlan, arguments: Arguments) -> str:
     return "\n".join(lines)
 
 
-def as_json(plan: EnginePlan, arguments: Arguments) -> dict[str, Any]:
+def as_json(plan: EnginePlan, arguments: StepArguments) -> dict[str, Any]:
     """The same for machines."""
     return {
         "parts": [own._asdict() | {"memory": asdict(own.memory)} for own in parts(plan, arguments)],

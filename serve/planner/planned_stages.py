@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from ...kvcache.stages import cache_of, config_of, devices, params_of, stages
 from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes
-from ..runtime.compiled.compile import Arguments
+from ..runtime.compiled.compile import StepArguments
 from ..runtime.compiled.shapes import Shape, doublings
 from ..runtime.compiled.sizing import scratch_bytes, widened_bytes
-from ..runtime.pipeline.lowering import Lowering
-from ..runtime.steps.phases import Alone
-from .planning import EnginePlan, Memory
+from ..runtime.pipeline.lowering import StageLowering
+from ..runtime.steps.phases import TargetOnly
+from .planning import EnginePlan, MemoryPlan
 from .roofline.bubbles import cycle, drained, endless
 from .roofline.facts import facts
 from .roofline.floor import Demand, demand, pools
-from .roofline.table import Cost, floored, render_fact, render_table
+from .roofline.table import ShapeCost, floored, render_fact, render_table
 from .roofline.targets import described
 
 
@@ -27,8 +27,8 @@ class StagePlan:
 
     layers: range
     devices: int
-    memory: Memory
-    rows: list[Cost]
+    memory: MemoryPlan
+    rows: list[ShapeCost]
 
 
 class Micro(NamedTuple):
@@ -43,7 +43,7 @@ class Micro(NamedTuple):
     rate: float
 
 
-def stage_plans(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[StagePlan]:
+def stage_plans(plan: EnginePlan, arguments: StepArguments, compiled: Iterable[Shape]) -> list[StagePlan]:
     """The stages of a plan whose parameters lie in some; those of `compiled` with what XLA made of them."""
     spans, chosen = stages(arguments.params), list(compiled)
     made = {shape: made_of(plan, arguments, spans, shape) for shape in chosen}
@@ -53,24 +53,24 @@ def stage_plans(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape
     ]
 
 
-def made_of(plan: EnginePlan, arguments: Arguments, spans: Sequence[range], shape: Shape) -> list[Any]:
+def made_of(plan: EnginePlan, arguments: StepArguments, spans: Sequence[range], shape: Shape) -> list[Any]:
     """What XLA made of a shape's programs, whose rows have as many tokens in the cache as planned."""
     context = context_of(plan, shape)
     own = ((config_of(plan.config, span).layers, cache_of(arguments.cache, span)) for span in spans)
     read = [pools(shape, layers, cache, context) for layers, cache in own]
     with described(plan.target):
-        lowered = Lowering(Alone(plan.config), arguments, plan.sizes, spans).lower(shape)
+        lowered = StageLowering(TargetOnly(plan.config), arguments, plan.sizes, spans).lower(shape)
         each = zip(lowered, read, strict=True)
         return [facts(program.compile(), keys, steps=shape.tokens) for program, keys in each]
 
 
 def stage_plan(
-    plan: EnginePlan, arguments: Arguments, spans: Sequence[range], i: int, made: dict[Shape, Any]
+    plan: EnginePlan, arguments: StepArguments, spans: Sequence[range], i: int, made: dict[Shape, Any]
 ) -> StagePlan:
     own, is_last = params_of(target_of(arguments.params), spans[i]), i == len(spans) - 1
     rows = [
         floored(
-            Cost(shape, work(plan, arguments, spans[i], shape), None, None, made.get(shape)),
+            ShapeCost(shape, work(plan, arguments, spans[i], shape), None, None, made.get(shape)),
             plan.target,
             plan.dtype,
         )
@@ -78,7 +78,7 @@ def stage_plan(
     ]
     estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype)
     estimate += widened_bytes(own, plan.dtype)
-    memory = Memory(
+    memory = MemoryPlan(
         weights=device_bytes(own),
         cache=device_bytes(cache_of(arguments.cache, spans[i])),
         slots=device_bytes(arguments.slots) if is_last else 0,
@@ -88,7 +88,7 @@ def stage_plan(
     return StagePlan(spans[i], len(devices(own)), memory, rows)
 
 
-def work(plan: EnginePlan, arguments: Arguments, span: range, shape: Shape) -> Demand:
+def work(plan: EnginePlan, arguments: StepArguments, span: range, shape: Shape) -> Demand:
     """A stage's share of a shape, on each of its devices."""
     whole, last = target_of(arguments.params), span.stop == plan.config.num_layers
     params = replace(whole, layers=whole.layers[span.start : span.stop])
@@ -104,7 +104,7 @@ def context_of(plan: EnginePlan, shape: Shape) -> int:
     return 0 if shape.phase == "prefill" else plan.context
 
 
-def micro_batches(plan: EnginePlan, arguments: Arguments) -> list[Micro]:
+def micro_batches(plan: EnginePlan, arguments: StepArguments) -> list[Micro]:
     """Decode of all seats in 1, 2, 4, ... micro-batches; nothing where the peaks are not known."""
     if plan.target.peaks is None:
         return []
@@ -116,7 +116,7 @@ def micro_batches(plan: EnginePlan, arguments: Arguments) -> list[Micro]:
     ]
 
 
-def micro(plan: EnginePlan, arguments: Arguments, spans: Sequence[range], count: int) -> Micro:
+def micro(plan: EnginePlan, arguments: StepArguments, spans: Sequence[range], count: int) -> Micro:
     rows, peaks = plan.sizes.max_num_seqs // count, plan.target.peaks
     assert peaks is not None
     at_most = peaks.flops(plan.dtype), peaks.bandwidth
@@ -130,7 +130,7 @@ def micro(plan: EnginePlan, arguments: Arguments, spans: Sequence[range], count:
 # ---------------------------------------------------------------- text
 
 
-def render(plan: EnginePlan, arguments: Arguments, found: list[StagePlan]) -> list[str]:
+def render(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> list[str]:
     """The stages and their micro-batches as text."""
     return [render_memory(plan, found), *render_programs(plan, found), *render_micro(plan, arguments)]
 
@@ -163,7 +163,7 @@ def render_programs(plan: EnginePlan, found: list[StagePlan]) -> list[str]:
     return parts
 
 
-def render_micro(plan: EnginePlan, arguments: Arguments) -> list[str]:
+def render_micro(plan: EnginePlan, arguments: StepArguments) -> list[str]:
     found = micro_batches(plan, arguments)
     if not found:
         return []
@@ -177,7 +177,7 @@ def render_micro(plan: EnginePlan, arguments: Arguments) -> list[str]:
     return ["\n".join(lines)]
 
 
-def as_json(plan: EnginePlan, arguments: Arguments, found: list[StagePlan]) -> dict[str, Any]:
+def as_json(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> dict[str, Any]:
     """The same for machines."""
     return {
         "stages": [

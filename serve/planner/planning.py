@@ -27,15 +27,15 @@ from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
 from ..options.checks import GIB
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import Arguments, Programs, arguments_like, lower
+from ..runtime.compiled.compile import Programs, StepArguments, arguments_like, lower
 from ..runtime.compiled.shapes import Shape, Sizes, can_share, table
 from ..runtime.compiled.sizing import choose_sizes, scratch_bytes, widened_bytes
-from ..runtime.steps.phases import Alone
-from .roofline.facts import Facts, facts
+from ..runtime.steps.phases import TargetOnly
+from .roofline.facts import ProgramFacts, facts
 from .roofline.floor import Demand, demand, pools
 from .roofline.measured import measure
 from .roofline.presets import PRESETS
-from .roofline.table import Cost, floored
+from .roofline.table import ShapeCost, floored
 from .roofline.targets import NVME, Target, described, is_gpu
 from .roofline.thunks import Thunks, compile_thunks
 
@@ -65,7 +65,7 @@ class EnginePlan:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else
     estimated).
 
@@ -138,7 +138,7 @@ def layout_on(options: EngineOptions, target: Target) -> Layout:
     return replace(layout, tensor=len(target.devices)) if layout.size == 1 else layout
 
 
-def abstract_arguments(plan: EnginePlan) -> Arguments:
+def abstract_arguments(plan: EnginePlan) -> StepArguments:
     """Parameters, cache and slots without numbers, placed on the target: split by RULES where it has several
     devices."""
     params, layout = plan.params, layout_on(plan.options, plan.target)
@@ -163,27 +163,27 @@ def abstract_params(
     return with_head(put(where, weights))
 
 
-def compile_for(plan: EnginePlan, shape: Shape, arguments: Arguments) -> jax.stages.Compiled:
+def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
     """One program, ahead of time, for the plan's target."""
     return compile_and_read(plan, shape, arguments)[0]
 
 
 def compile_and_read(
-    plan: EnginePlan, shape: Shape, arguments: Arguments
+    plan: EnginePlan, shape: Shape, arguments: StepArguments
 ) -> tuple[jax.stages.Compiled, Thunks | None]:
     """The same, and for a GPU how the program is launched."""
     with described(plan.target):
-        lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
+        lowered = lower(TargetOnly(plan.config), shape, arguments, plan.sizes)
         return compile_thunks(lowered) if is_gpu(plan.target) else (lowered.compile(), None)
 
 
-def make_rows(plan: EnginePlan, arguments: Arguments, compiled: Iterable[Shape]) -> list[Cost]:
+def make_rows(plan: EnginePlan, arguments: StepArguments, compiled: Iterable[Shape]) -> list[ShapeCost]:
     """A row for each shape of the table; those of `compiled` with what XLA made of them."""
     chosen = set(compiled)
     return [make_row(plan, arguments, shape, shape in chosen) for shape in plan.shapes]
 
 
-def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: bool = True) -> Cost:
+def make_row(plan: EnginePlan, arguments: StepArguments, shape: Shape, compiled: bool = True) -> ShapeCost:
     """One shape's figures, for one of the target's devices."""
     n = len(plan.target.devices) // plan.sizes.shards  # of a shard
     context = 0 if shape.phase == "prefill" else plan.context
@@ -192,11 +192,11 @@ def make_row(plan: EnginePlan, arguments: Arguments, shape: Shape, compiled: boo
     whole = demand(shape, plan.config, plan.dtype, context, params, kept, shards=shards)
     found = facts_of(plan, arguments, shape, context) if compiled else None
     return floored(
-        Cost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
+        ShapeCost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
     )
 
 
-def facts_of(plan: EnginePlan, arguments: Arguments, shape: Shape, context: int) -> Facts:
+def facts_of(plan: EnginePlan, arguments: StepArguments, shape: Shape, context: int) -> ProgramFacts:
     """What XLA makes of a shape whose rows have so many tokens in the cache."""
     read = pools(shape, plan.config.layers, arguments.cache, context)
     compiled, thunks = compile_and_read(plan, shape, arguments)
@@ -209,11 +209,11 @@ def main_shapes(shapes: list[Shape]) -> list[Shape]:
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
 
 
-def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memory:
+def memory_of(plan: EnginePlan, arguments: StepArguments, rows: list[ShapeCost]) -> MemoryPlan:
     found = [row.facts.temporaries for row in rows if row.facts]
     estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype)
     estimate += widened_bytes(arguments.params, plan.dtype)
-    return Memory(
+    return MemoryPlan(
         weights=device_bytes(arguments.params),
         cache=device_bytes(arguments.cache),
         slots=device_bytes(arguments.slots),
@@ -223,14 +223,14 @@ def memory_of(plan: EnginePlan, arguments: Arguments, rows: list[Cost]) -> Memor
 
 
 def measured(
-    plan: EnginePlan, arguments: Arguments, memory: Memory, rows: list[Cost]
-) -> tuple[Memory, list[Cost]]:
+    plan: EnginePlan, arguments: StepArguments, memory: MemoryPlan, rows: list[ShapeCost]
+) -> tuple[MemoryPlan, list[ShapeCost]]:
     """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all
     alike."""
     shapes = [row.shape for row in rows if row.facts]
     if not shapes:
         return memory, rows
-    programs = Programs(Alone(plan.config), arguments.params, plan.sizes, shapes)
+    programs = Programs(TargetOnly(plan.config), arguments.params, plan.sizes, shapes)
     longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
     found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
     timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
@@ -254,7 +254,7 @@ class TierPlan:
         return self.compute / self.fetch if self.compute and self.fetch else None
 
 
-def planned_tiers(plan: EnginePlan, rows: list[Cost]) -> list[TierPlan]:
+def planned_tiers(plan: EnginePlan, rows: list[ShapeCost]) -> list[TierPlan]:
     """The tiers that the options ask for."""
     layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
     kept, peaks = kept_as(plan.sizes.kv_cache_dtype, jnp.dtype(plan.dtype)), plan.target.peaks

@@ -3,7 +3,7 @@
 from typing import Any, NotRequired, TypedDict
 
 
-class Beside(TypedDict):
+class IgnoredPromptFields(TypedDict):
     """What a prompt of text has no use for: accepted where it asks for nothing."""
 
     multi_modal_data: NotRequired[None]
@@ -12,13 +12,13 @@ class Beside(TypedDict):
     cache_salt: NotRequired[None]
 
 
-class TextPrompt(Beside):
+class TextPrompt(IgnoredPromptFields):
     """A prompt as text, which the model's tokenizer encodes."""
 
     prompt: str
 
 
-class TokensPrompt(Beside):
+class TokensPrompt(IgnoredPromptFields):
     """A prompt as token ids; `prompt`, its text, is only repeated in the result."""
 
     prompt_token_ids: list[int]

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from .sampling.params import SamplingParams
-from .serve.jobs.workers.worker import Asked, Facts, Gone, Worker
+from .serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost, WorkerRequest
 from .serve.llm.llm import LLM
 from .serve.text.outputs import RequestOutput
 
@@ -161,7 +161,7 @@ def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
     return row if row[ERROR] else postprocess(row) | {ERROR: ""}
 
 
-class RayCrew:
+class RayBackend:
     """Workers as Ray's actors, for `serve/jobs/workers/remote.py`. Raises ValueError, saying what to install,
     without Ray."""
 
@@ -180,10 +180,10 @@ class RayCrew:
         self._workers.append(self._make())
         return self._workers[-1]
 
-    def facts(self, worker: Any) -> Facts:
+    def facts(self, worker: Any) -> WorkerInfo:
         return self.got(worker.facts.remote())
 
-    def take(self, worker: Any, new: Sequence[Asked]) -> Any:
+    def take(self, worker: Any, new: Sequence[WorkerRequest]) -> Any:
         return worker.take.remote(list(new))
 
     def first(self, promises: Sequence[Any]) -> Any:
@@ -191,11 +191,11 @@ class RayCrew:
         return found
 
     def got(self, promise: Any) -> Any:
-        """Raises Gone where the actor has died, and RuntimeError for what its engine raised."""
+        """Raises WorkerLost where the actor has died, and RuntimeError for what its engine raised."""
         try:
             return self._ray.get(promise)
         except self._ray.exceptions.RayActorError as error:
-            raise Gone(str(error).strip().splitlines()[0]) from None
+            raise WorkerLost(str(error).strip().splitlines()[0]) from None
         except self._ray.exceptions.RayTaskError as error:
             raise RuntimeError(str(error)) from None
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from duetto.checkpoints.adapters.adapter import Adapter, Reader, as_a, as_b
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.layout import Group, groups
+from duetto.checkpoints.layout import ParameterGroup, groups
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder
 
@@ -74,7 +74,7 @@ def written_as(folder: Path, config: ModelConfig, terms: dict[str, Any], rank: i
         (parameter,), module = group.parameters, group.names[0].removesuffix(".weight")
         if parameter.path in terms:
             a, b = (np.array(x, np.float32) for x in terms[parameter.path])
-            first, second = Group((as_a(parameter, rank),), ()), as_b(group, rank)
+            first, second = ParameterGroup((as_a(parameter, rank),), ()), as_b(group, rank)
             for name, own, array in (("lora_A", first, a), ("lora_B", second, b)):
                 numbers = own.parts([array], 0).values().reshape(own.shape)
                 tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(numbers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chi2
 
-from duetto.sampling.accept import DRAFT, Guesses, draw_probs
+from duetto.sampling.accept import DRAFT, DraftTokens, draw_probs
 from duetto.sampling.search import pairwise_sum
 
 DRAWS = 100_000
@@ -51,7 +51,7 @@ class Language:
         return np.stack([float(w) * a for w, a in zip(self.p(prefix), after, strict=True)])
 
 
-def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int) -> Guesses:
+def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int) -> DraftTokens:
     """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
     tokens, real, probs = [], [], []
     for c in range(count):
@@ -59,7 +59,7 @@ def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int
         real.append(jnp.any(q > 0, axis=1))
         probs.append(q)
         q = without(q, tokens[-1])
-    return Guesses(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
+    return DraftTokens(*(jnp.stack(x, axis=1) for x in (tokens, real, probs)))
 
 
 def without(q: jax.Array, token: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.times import Call, Host, Measured
+from duetto.serve.planner.simulation.times import Host, MeasuredTimes, StepCall
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 
@@ -17,7 +17,7 @@ class Even:
     def __init__(self, stages: int = 1, seconds: float = 1.0):
         self.stages, self.seconds = stages, seconds
 
-    def __call__(self, call: Call) -> list[float]:
+    def __call__(self, call: StepCall) -> list[float]:
         return [self.seconds] * self.stages
 
 
@@ -37,7 +37,7 @@ def simulation(
     counts = tuple(pages if window is None else 8 * 17 for window in config.windows)
     sizes = Sizes(longest, chosen.seats // shards, counts, chosen.page_size, shards=shards)
     params = abstract(decoder_spec(config), jnp.dtype("float32"))
-    known = times or Measured({Shape("prefill", 1, 64): (0.5, 1e-3), Shape("decode", 8, 1): (0.1, 1e-4)})
+    known = times or MeasuredTimes({Shape("prefill", 1, 64): (0.5, 1e-3), Shape("decode", 8, 1): (0.1, 1e-4)})
     return Simulation(
         config, params, chosen, sizes, known, "cpu", acceptance=acceptance, host=Host(row=host, seat=seat)
     )

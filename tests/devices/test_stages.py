@@ -21,7 +21,7 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planned_stages import StagePlan, stage_plans
 from duetto.serve.planner.planning import abstract_arguments, main_shapes, plan_job
 from duetto.serve.planner.roofline.targets import here
-from duetto.serve.runtime.pipeline.relay import Relay
+from duetto.serve.runtime.pipeline.relay import PipelinedStep
 from duetto.serve.runtime.pipeline.split import split
 
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
@@ -174,7 +174,7 @@ def breaks(llm: LLM, step: int) -> None:
             raise jax.errors.JaxRuntimeError("INTERNAL: a device is lost")
         return last(*given)
 
-    if isinstance(own, Relay):
+    if isinstance(own, PipelinedStep):
         last, programs[shape] = own.programs[-1], replace(own, programs=(*own.programs[:-1], fails))
     else:
         last, programs[shape] = own, fails

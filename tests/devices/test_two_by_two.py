@@ -11,8 +11,8 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import stages
 from duetto.model.sharding import device_bytes
 from duetto.model.tree import nbytes
-from duetto.serve.runtime.compiled.promise import Promise, arrived
-from duetto.serve.runtime.pipeline.relay import Stages
+from duetto.serve.runtime.compiled.promise import StepFuture, arrived
+from duetto.serve.runtime.pipeline.relay import StageThreads
 
 DEVICES = 4
 OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 160, "page_size": 16}
@@ -20,18 +20,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 80, 3))]
 
 
-def at_once(_: Stages, stage: int, work: Callable[..., Any], *given: Any) -> Promise:
+def at_once(_: StageThreads, stage: int, work: Callable[..., Any], *given: Any) -> StepFuture:
     """One program at a time: where collectives of several overlap, a CPU with fewer cores than devices can
     hang."""
     done: Future[Any] = Future()
     done.set_result(jax.block_until_ready(work(*map(arrived, given))))
-    return Promise(done)
+    return StepFuture(done)
 
 
 @pytest.mark.parametrize("model", ["tiny", "windows"], indirect=True)
 def test_tokens_are_those_of_the_oracle(model, oracle, monkeypatch):
     assert jax.device_count() == 4
-    monkeypatch.setattr(Stages, "do", at_once)
+    monkeypatch.setattr(StageThreads, "do", at_once)
     expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
     own = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "reproducible": False}
     with LLM.from_params(model.config, model.params, **OPTIONS, **own) as llm:

@@ -28,7 +28,7 @@ from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.bench import Bench
-from duetto.serve.cli.bench import Model as Measured
+from duetto.serve.cli.bench import BenchModel as Measured
 from duetto.serve.cli.convert import convert
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled.compile import arguments_like

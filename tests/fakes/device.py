@@ -12,7 +12,7 @@ import numpy as np
 
 from duetto.kvcache.pages import Batch
 from duetto.sampling.sample import Sampled, Scores
-from duetto.serve.runtime.compiled.compile import Arguments
+from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.step import Output, Seat
 
@@ -104,9 +104,9 @@ class FakePrograms:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
+    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
         self.pages = Pages()
-        return Arguments(params, cast(Any, Donated(self.pages)), cast(Any, Donated({})))
+        return StepArguments(params, cast(Any, Donated(self.pages)), cast(Any, Donated({})))
 
     def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
         B, T, M = self.rows(shape), shape.tokens, self.sizes.table_width

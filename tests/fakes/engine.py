@@ -11,11 +11,11 @@ from duetto import SamplingParams
 from duetto.kvcache.tables import window_pages
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.guessing import Speculation
-from duetto.serve.engine.core.plan import Limits
+from duetto.serve.engine.core.plan import SchedulerConfig
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.acceptance import Offer
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.equal_bits.classes import Classes
+from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 
 
 class Halfright:
@@ -133,8 +133,8 @@ def start(
     prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, chunk), Shape("prefill", rows, 2)}
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
-    classes = Classes(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
-    limits = Limits(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
+    classes = ShapeClasses(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
+    limits = SchedulerConfig(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
     return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs

@@ -10,15 +10,15 @@ from fakes.engine import start
 from fakes.tiers import FakeTransfers
 
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.kv.disagg.door import Door
-from duetto.serve.kv.disagg.far import Far
-from duetto.serve.kv.disagg.peer import PeerTier
-from duetto.serve.kv.disagg.registered import Agent
-from duetto.serve.kv.disagg.source import Ready, Source
+from duetto.serve.kv.disagg.door import PrefillServer
+from duetto.serve.kv.disagg.far import RemotePrefillClient
+from duetto.serve.kv.disagg.peer import RemoteKVTier
+from duetto.serve.kv.disagg.registered import NixlAgent
+from duetto.serve.kv.disagg.source import PrefillService, Ready
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.mover import Mover
-from duetto.serve.kv.offload.tier import Chain, Content, Key
-from duetto.serve.llm.disaggregated import Prefills
+from duetto.serve.kv.offload.mover import PageMover
+from duetto.serve.kv.offload.tier import Content, Key, TierChain
+from duetto.serve.llm.disaggregated import PrefillWorker
 from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
 
@@ -59,9 +59,11 @@ def soon(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def tiered(engine: Engine, programs: FakePrograms, chain: Chain, peer: PeerTier | None = None) -> list[int]:
+def tiered(
+    engine: Engine, programs: FakePrograms, chain: TierChain, peer: RemoteKVTier | None = None
+) -> list[int]:
     """Give an engine over a fake device a mover at work; the bytes of its pages."""
-    mover = Mover(chain, cast(Any, FakeTransfers(programs)), lambda _: chain, peer)
+    mover = PageMover(chain, cast(Any, FakeTransfers(programs)), lambda _: chain, peer)
     mover.begin()
     engine.attach(mover)
     return mover.transfers.page_bytes
@@ -70,11 +72,11 @@ def tiered(engine: Engine, programs: FakePrograms, chain: Chain, peer: PeerTier 
 class PrefillSide:
     """An engine that computes prompts behind a door, until it ends."""
 
-    def __init__(self, port: int = 0, realm: bytes = REALM, agent: Agent | None = None, **sizes: Any):
+    def __init__(self, port: int = 0, realm: bytes = REALM, agent: NixlAgent | None = None, **sizes: Any):
         engine, programs = start(**(SIZES | sizes))
-        page_bytes = tiered(engine, programs, Chain([HostTier(1 << 20)]))
-        self.door = Door(("127.0.0.1", port), agent)
-        self.prefills = Prefills(EngineOptions(swap_space=1), VOCAB)
+        page_bytes = tiered(engine, programs, TierChain([HostTier(1 << 20)]))
+        self.door = PrefillServer(("127.0.0.1", port), agent)
+        self.prefills = PrefillWorker(EngineOptions(swap_space=1), VOCAB)
         self.door.renew(realm, page_bytes)
         self.session = Session(engine)
         self.prefills.serve(self.session)
@@ -90,19 +92,21 @@ class PrefillSide:
         self.session.close()
 
 
-def decode_side(source: Source, patience: float = SOON, **sizes: Any) -> Engine:
+def decode_side(source: PrefillService, patience: float = SOON, **sizes: Any) -> Engine:
     """An engine whose prompts a source computes."""
     engine, programs = start(**(SIZES | sizes))
-    peer = PeerTier(source, patience)
-    peer.renew(REALM, tiered(engine, programs, Chain([peer]), peer))
+    peer = RemoteKVTier(source, patience)
+    peer.renew(REALM, tiered(engine, programs, TierChain([peer]), peer))
     return engine
 
 
-def peer_of(engine: Engine) -> PeerTier:
+def peer_of(engine: Engine) -> RemoteKVTier:
     peer = cast(Any, engine.tiers).mover.peer
-    assert isinstance(peer, PeerTier)
+    assert isinstance(peer, RemoteKVTier)
     return peer
 
 
-def far_at(port: int, seconds: float = SOON, agent: Agent | None = None, key_file: str | None = None) -> Far:
-    return Far(("127.0.0.1", port), seconds, agent, key_file)
+def far_at(
+    port: int, seconds: float = SOON, agent: NixlAgent | None = None, key_file: str | None = None
+) -> RemotePrefillClient:
+    return RemotePrefillClient(("127.0.0.1", port), seconds, agent, key_file)

@@ -10,9 +10,9 @@ from fakes.device import BROKEN, Cell, Donated, FakePrograms
 from duetto import LLM
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.mover import Mover
-from duetto.serve.kv.offload.tier import Chain, Content, Key
-from duetto.serve.kv.offload.tiering import Tiering
+from duetto.serve.kv.offload.mover import PageMover
+from duetto.serve.kv.offload.tier import Content, Key, TierChain
+from duetto.serve.kv.offload.tiering import KVOffloader
 from duetto.serve.runtime.compiled.transfers import count_for
 
 PHASES = "prefill", "decode"
@@ -75,7 +75,7 @@ class Forgetful(HostTier):
         return super().fetch(key)
 
 
-class HandMover(Mover):
+class HandMover(PageMover):
     """A mover without a thread: `work` does some of its jobs."""
 
     def begin(self) -> None: ...
@@ -100,12 +100,12 @@ def attach(
     """Give an engine over a fake device a tier for so many pages, of which every so many cannot be fetched,
     or all come too late; fetching always pays."""
 
-    def reopen(params: Any) -> Chain:
-        return Chain([Forgetful(pages * 16 * programs.sizes.page_size, every)])
+    def reopen(params: Any) -> TierChain:
+        return TierChain([Forgetful(pages * 16 * programs.sizes.page_size, every)])
 
     mover = HandMover(reopen(None), cast(Any, FakeTransfers(programs)), reopen)
     engine.attach(mover)
-    assert isinstance(engine.tiers, Tiering)
+    assert isinstance(engine.tiers, KVOffloader)
     seconds = -1.0 if late else 3600.0
     engine.tiers._patience = lambda pages: seconds  # type: ignore[method-assign]
     engine.tiers.token_seconds, engine.tiers.pause = lambda: 3600.0, lambda: None  # type: ignore[method-assign]
@@ -115,6 +115,6 @@ def attach(
 def always_fetching(llm: LLM) -> LLM:
     """Fetching pays, whatever was measured."""
     tiers = llm.engine.tiers
-    assert isinstance(tiers, Tiering)
+    assert isinstance(tiers, KVOffloader)
     tiers.token_seconds = lambda: 3600.0
     return llm

@@ -11,7 +11,7 @@ from cases.models import RANDOM
 from duetto.kvcache.choosing import choose
 from duetto.kvcache.kernels.attention import supported
 from duetto.kvcache.pages import BLOCK
-from duetto.model.attention import Reading, Selection
+from duetto.model.attention import AttentionParams, Selection
 from duetto.model.config import Latent
 from duetto.model.latent import chooser_of
 
@@ -102,5 +102,5 @@ def test_an_indexer_that_may_choose_all_is_left_out():
 def test_kernels_do_not_choose():
     q, pool = jnp.zeros((1, 1, 4, 64), jnp.bfloat16), jnp.zeros((1, 9, 16, 64), jnp.bfloat16)
     selection = Selection(jnp.zeros((1, 1, 2, 32)), jnp.zeros((1, 1, 2)), 8)
-    assert supported(q, pool, None, Reading(1.0, rank=48))
-    assert not supported(q, pool, pool, Reading(1.0, rank=48, selection=selection))
+    assert supported(q, pool, None, AttentionParams(1.0, rank=48))
+    assert not supported(q, pool, pool, AttentionParams(1.0, rank=48, selection=selection))

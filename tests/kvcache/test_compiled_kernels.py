@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from duetto.kvcache.paged import Paged
 from duetto.kvcache.pages import Batch, KVCache
 from duetto.kvcache.quantised import empty_pool, kept_as
-from duetto.model.attention import Reading
+from duetto.model.attention import AttentionParams
 from duetto.model.sharding import device_bytes
 from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.targets import MissingCompiler, Target, described, find_target
@@ -52,9 +52,9 @@ def compiled(
     empty = jax.eval_shape(lambda: empty_pool((K, P, W, H), kept_as(kept, jnp.bfloat16)))
     keys = jax.tree.map(lambda x: shape(pool, *x.shape, dtype=x.dtype), empty)
     new = shape(heads, B, T, K, H)
-    reading = Reading(H**-0.5)
+    reading = AttentionParams(H**-0.5)
     if latent:
-        reading = Reading(H**-0.5, expand=lambda rows: (rows, rows[..., :rank]), rank=rank)
+        reading = AttentionParams(H**-0.5, expand=lambda rows: (rows, rows[..., :rank]), rank=rank)
 
     def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
         return Paged(batch, (None,))(cache, 0, q, k, v, reading)

@@ -11,7 +11,7 @@ import pytest
 from duetto.kvcache.groups import MOST, by_length
 from duetto.kvcache.pages import BLOCK, Batch, read_keys, running_softmax
 from duetto.kvcache.quantised import as_dtype, pool_dtype
-from duetto.model.attention import Reading
+from duetto.model.attention import AttentionParams
 
 pytestmark = pytest.mark.as_served
 
@@ -45,7 +45,7 @@ def numbers(dtype: jnp.dtype) -> tuple[Any, Any, Any, np.ndarray, np.ndarray]:
 
 @partial(jax.jit, static_argnames=("window", "dtype"))
 def attention(q, k, v, sinks, batch: Batch, window: int | None, dtype: jnp.dtype) -> jax.Array:
-    reading = Reading(H**-0.5, window, sinks=sinks)
+    reading = AttentionParams(H**-0.5, window, sinks=sinks)
     read = partial(read_keys, (k, v), batch.page_tables[0], reading, dtype)
     return running_softmax(q, batch, read, reading)
 

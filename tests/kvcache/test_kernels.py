@@ -11,10 +11,10 @@ import pytest
 
 from duetto.kvcache.kernels import attention as kernels
 from duetto.kvcache.kernels.attention import attend_pages, supported
-from duetto.kvcache.kernels.tiles import Pages
+from duetto.kvcache.kernels.tiles import LayerPages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.kvcache.quantised import SCHEMES, decoded, empty_pool, encoded, kept_as
-from duetto.model.attention import Reading
+from duetto.model.attention import AttentionParams
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
+def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, LayerPages, AttentionParams]:
     """Random queries and pages; pages that no row owns, and slots after a row's last token, hold NaN."""
     B, pages = len(case.start), len(case.start) * case.M + 1
     q = random(seed, (B, case.T, case.K * case.G, case.H), case.dtype)
@@ -84,13 +84,13 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, Pages, Reading]:
             pool[:, table[row]] = np.where(unwritten[None, ..., None], np.nan, pool[:, table[row]])
     rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
     sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
-    reading = Reading(case.H**-0.5, case.window, case.softcap, sinks, chunked=case.chunked)
+    reading = AttentionParams(case.H**-0.5, case.window, case.softcap, sinks, chunked=case.chunked)
     k, v = (kept_in(case, pool) for pool in (k, v))
     if case.rank is not None:
         expand = partial(first_numbers, case.rank)
         reading = replace(reading, expand=expand, rank=case.rank)
-        return q, Pages(k, None, *rows), reading
-    return q, Pages(k, v, *rows), reading
+        return q, LayerPages(k, None, *rows), reading
+    return q, LayerPages(k, v, *rows), reading
 
 
 def kept_in(case: Case, pool: np.ndarray) -> Any:
@@ -103,7 +103,7 @@ def first_numbers(rank: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows, rows[..., :rank]
 
 
-def reference(q: jax.Array, pages: Pages, reading: Reading) -> jax.Array:
+def reference(q: jax.Array, pages: LayerPages, reading: AttentionParams) -> jax.Array:
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(B))
     return running_softmax(q, batch, partial(read_keys, pages[:2], pages.table, reading, q.dtype), reading)
@@ -129,7 +129,7 @@ def test_kernels_equal_the_reference(case: Case):
     assert not np.asarray(found, np.float32)[empty].any()
 
 
-def small_pages(pages: Pages, W: int) -> Pages:
+def small_pages(pages: LayerPages, W: int) -> LayerPages:
     """The same keys in pages of W tokens, in another order, behind a wider table."""
     K, P, whole, _ = pages.k.shape
     n = whole // W
@@ -203,11 +203,11 @@ def test_few_blocks_share_the_parts_of_all_rows(
 def test_a_long_row_fills_a_gpu(K: int, G: int, rank: int | None):
     """40960 keys of one row are parts for every multiprocessor; 1024 of 64 rows too, and no more of them than
     blocks by far."""
-    reading = Reading(1.0, rank=rank)
+    reading = AttentionParams(1.0, rank=rank)
 
     def parts(rows: int, length: int) -> int:
         start, count = jnp.full(rows, length - 1), jnp.ones(rows, jnp.int32)
-        pages = Pages(None, None, None, start, count)
+        pages = LayerPages(None, None, None, start, count)
         heads, _, split = kernels.division(K, G, reading)
         return heads * int(kernels.shares(pages, split, reading)[rows])
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from duetto.kvcache.kernels.memory import Place, step_pages
+from duetto.kvcache.kernels.memory import StatePages, step_pages
 from duetto.model.recurrent.linear import Terms, step
 
 HEADS, PAGES, KEY, VALUE, ROWS = 3, 9, 16, 32, 4
@@ -30,6 +30,6 @@ def test_the_kernel_takes_a_memory_on_in_its_page(by_dimension, rate):
     before[:, source < 0] = 0
     after, answers = step(jnp.asarray(before), terms)
     wanted[:, target[:3]] = np.asarray(after)[:, :3]
-    found, out = step_pages(pool, Place(jnp.asarray(source), jnp.asarray(target)), terms, interpret=True)
+    found, out = step_pages(pool, StatePages(jnp.asarray(source), jnp.asarray(target)), terms, interpret=True)
     np.testing.assert_allclose(out, answers, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from cases.models import RANDOM
 from duetto.kvcache.paged import Paged
 from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, read_block, write
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, empty_pool, encoded, kept_as, read_back
-from duetto.model.attention import Reading, causal
+from duetto.model.attention import AttentionParams, causal
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind
 from duetto.model.tree import nbytes
 from duetto.serve.options.engine import CHOICES
@@ -124,7 +124,7 @@ def one_row(tokens: int, window: int | None) -> Batch:
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_reads_what_was_kept(name: str, window: int | None):
     q, (k, v) = random(1, 100, 6, H), (random(1, 100, K, H, seed=i) for i in (1, 2))
-    reading, pools = Reading(H**-0.5, window), (pool_of(name), pool_of(name))
+    reading, pools = AttentionParams(H**-0.5, window), (pool_of(name), pool_of(name))
     cache = KVCache(*((pool,) for pool in pools))
     _, found = Paged(one_row(100, window), (window,))(cache, 0, q, k, v, reading)
     _, wanted = causal(None, 0, q, read_back(pools[0], k), read_back(pools[1], v), reading)
@@ -136,7 +136,7 @@ def test_attention_reads_what_was_kept(name: str, window: int | None):
 @pytest.mark.parametrize("name", NAMES)
 def test_latent_rows_are_made_of_what_was_kept(name: str):
     q, rows = random(1, 40, 4, 48), random(1, 40, 1, 48, seed=1)
-    reading = Reading(48**-0.5, expand=lambda rows: (rows, rows[..., :32]))
+    reading = AttentionParams(48**-0.5, expand=lambda rows: (rows, rows[..., :32]))
     pool = pool_of(name, 1, P, W, 48)
     cache, found = Paged(one_row(40, None), (None,))(KVCache((pool,), (None,)), 0, q, rows, None, reading)
     assert isinstance(cache.k[0], QuantisedPool)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from duetto.model.layers import einsum
 from duetto.model.sharding import fitted
 from duetto.model.weights import nibbles
-from duetto.model.weights.nibbles import Cut, cut_of
+from duetto.model.weights.nibbles import NibbleTiles, cut_of
 from duetto.model.weights.quant import Quantised, by_kernel, quantised
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
@@ -79,17 +79,17 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(interpreted: None):
 
 @pytest.mark.parametrize(
     ("inner", "columns", "groups", "expected"),
-    [(4096, 14336, 128, Cut(128, 1, 16)), (14336, 4096, 448, Cut(128, 4, 16)),
-     (4096, 1024, 32, Cut(128, 8, 64)), (384, 64, 12, Cut(64, 1, 16)), (4096, 96, 128, None),
+    [(4096, 14336, 128, NibbleTiles(128, 1, 16)), (14336, 4096, 448, NibbleTiles(128, 4, 16)),
+     (4096, 1024, 32, NibbleTiles(128, 8, 64)), (384, 64, 12, NibbleTiles(64, 1, 16)), (4096, 96, 128, None),
      (192, 128, 6, None), (4096, 128, 4096, None)],
 )  # fmt: skip
-def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: Cut | None):
+def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: NibbleTiles | None):
     assert cut_of(inner, columns, groups) == expected
 
 
 def test_a_devices_part_without_a_cut_is_widened():
     w, x = weight((96, 40), (3, 40), 1, zeros=True), random(5, 96).astype(jnp.bfloat16)
-    found = nibbles.multiply(x, nibbles.Codes(w.values, w.scales, w.zeros), jnp.float32)
+    found = nibbles.multiply(x, nibbles.NibbleCodes(w.values, w.scales, w.zeros), jnp.float32)
     expected = einsum("td,df->tf", x, w.widened(x.dtype), jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 

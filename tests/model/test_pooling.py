@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from duetto.model.pooling import Pool, PoolingParams, pool
+from duetto.model.pooling import Pooler, PoolingParams, pool
 
 T, D = 100, 24
 
@@ -18,7 +18,7 @@ def hidden() -> np.ndarray:
 
 
 def pooled(hidden: np.ndarray, edges: list[int], params: PoolingParams, width: int = T) -> np.ndarray:
-    found = Pool(params, T)
+    found = Pooler(params, T)
     for start, end in pairwise(edges):
         rows = np.full((2, width, D), 7.0, np.float32)  # beside another row, and with others behind it
         rows[1, : end - start] = hidden[start:end]
@@ -37,7 +37,7 @@ def test_chunks_do_not_matter(hidden, edges):
 
 def test_a_prompt_that_is_read_again_begins_again(hidden):
     mean = PoolingParams(pooling="mean")
-    twice = Pool(mean, T)
+    twice = Pooler(mean, T)
     for start, end in [(0, 64), (0, 50), (50, T)]:
         row = jnp.asarray(np.resize(hidden[start:end], (1, T, D)))
         twice.take(pool(row, jnp.asarray([end - start], jnp.int32)), 0, start, end)

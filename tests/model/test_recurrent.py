@@ -9,7 +9,13 @@ import pytest
 from duetto.model.attention import causal
 from duetto.model.recurrent.kinds import BLOCK, DeltaNet, Leaves, Mamba
 from duetto.model.recurrent.linear import Terms, faded, inverse, scan, step
-from duetto.model.recurrent.states import Convolution, Inputs, Recurrence, State, empty_state
+from duetto.model.recurrent.states import (
+    Convolution,
+    Recurrence,
+    RecurrentInputs,
+    RecurrentState,
+    empty_state,
+)
 
 B, N, H, U = 3, 2, 5, 4
 KINDS = [(by_dimension, rate) for by_dimension in (False, True) for rate in (False, True)]
@@ -124,10 +130,10 @@ def test_convolutions_of_a_prefill_are_those_of_single_tokens(kernel):
     start = empty_state(leaves, B)
     write = lambda pools, j, state: pools.at[j].set(state.tails[0])
     pools = jnp.zeros((2, *start.tails[0].shape))
-    pools, out = own.scan(start, Inputs((new,)), jnp.array(counts, jnp.int32), write, pools)
+    pools, out = own.scan(start, RecurrentInputs((new,)), jnp.array(counts, jnp.int32), write, pools)
     state, tails = start, [start]
     for t in range(T):
-        state, one = own.step(state, Inputs((new[:, t : t + 1],)))
+        state, one = own.step(state, RecurrentInputs((new[:, t : t + 1],)))
         tails.append(state)
         np.testing.assert_allclose(one[:, 0], out[:, t], atol=1e-5)
     for b, count in enumerate(counts):
@@ -144,7 +150,7 @@ def test_heads_that_are_no_multiples_are_refused():
 
 def test_a_state_of_a_convolution_alone_has_no_memory():
     state = empty_state(Leaves(((N, 2, H),)), B)
-    assert state.memory is None and isinstance(state, State)
+    assert state.memory is None and isinstance(state, RecurrentState)
 
 
 def test_a_memory_needs_no_convolution():
@@ -152,8 +158,10 @@ def test_a_memory_needs_no_convolution():
     T, leaves = BLOCK + 5, Leaves((), (N, H, U))
     own = Recurrence(leaves, (), terms=lambda parts, beside: beside)
     x = jax.tree.map(jnp.asarray, drawn(T, True, False, seed=10))
-    _, out = jax.jit(lambda x: causal.recur(None, 0, own, Inputs((), x)))(x)
+    _, out = jax.jit(lambda x: causal.recur(None, 0, own, RecurrentInputs((), x)))(x)
     state, one_more = empty_state(leaves, B), jax.jit(own.step)
     for t in range(T):
-        state, one = one_more(state, Inputs((), jax.tree.map(lambda leaf, t=t: leaf[:, t : t + 1], x)))
+        state, one = one_more(
+            state, RecurrentInputs((), jax.tree.map(lambda leaf, t=t: leaf[:, t : t + 1], x))
+        )
         np.testing.assert_allclose(one[:, 0], out[:, t], atol=2e-5)

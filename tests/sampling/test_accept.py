@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases.distributions import Language, Prefix, without
 
-from duetto.sampling.accept import Guesses, decide, target_probs, trials
+from duetto.sampling.accept import DraftTokens, decide, target_probs, trials
 from duetto.sampling.sample import sample
 from duetto.sampling.token_tree import TokenTree
 
@@ -91,7 +91,7 @@ class Enumeration:
         tokens = np.array([tokens for _, tokens, _ in offers], np.int32)
         probs = np.stack([probs for *_, probs in offers])
         p = np.broadcast_to(self.language.p(prefix), (len(offers), self.language.V))
-        keep, rest = trials_jit(p, Guesses(tokens, np.ones(tokens.shape, bool), probs))
+        keep, rest = trials_jit(p, DraftTokens(tokens, np.ones(tokens.shape, bool), probs))
         return np.asarray(keep, np.float64), np.asarray(rest, np.float64)
 
 

@@ -10,7 +10,7 @@ import pytest
 from cases.distributions import DRAWS, Language, assert_distributed, draw_distinct
 
 from duetto.sampling.accept import (
-    Guesses,
+    DraftTokens,
     acceptance,
     decide,
     draw_guess,
@@ -56,7 +56,7 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
     def verify(carry: tuple, guess: tuple) -> tuple:
         tokens, known, place, go_on = carry
         token, probs, real = guess
-        guesses = Guesses(token[:, None], jnp.full((B, 1), real), probs[:, None])
+        guesses = DraftTokens(token[:, None], jnp.full((B, 1), real), probs[:, None])
         chosen, which = decide(p[jnp.minimum(place, last)], guesses, seed, known)
         tokens = tokens.at[jnp.where(go_on, rows, B), known].set(chosen, mode="drop")
         place, known = jnp.where(go_on, following(place, chosen, V), place), known + go_on.astype(jnp.int32)
@@ -100,7 +100,7 @@ def test_draws_among_several_guesses(count: int):
 
 def test_rows_without_guesses_draw_from_the_target():
     p = jnp.broadcast_to(jnp.asarray(Language(6, seed=4, noise=1.0).p(())), (DRAWS, 6))
-    guesses = Guesses(jnp.zeros((DRAWS, 2), jnp.int32), jnp.zeros((DRAWS, 2), bool))
+    guesses = DraftTokens(jnp.zeros((DRAWS, 2), jnp.int32), jnp.zeros((DRAWS, 2), bool))
     token, which = decide_jit(p, guesses, jnp.arange(DRAWS, dtype=jnp.uint32), jnp.zeros(DRAWS, jnp.int32))
     assert (np.asarray(which) == -1).all()
     assert_distributed(np.asarray(token), np.asarray(p[0]))
@@ -112,7 +112,7 @@ def test_a_guess_is_kept_where_the_draft_is_the_target():
     seed, position = jnp.arange(1000, dtype=jnp.uint32), jnp.zeros(1000, jnp.int32)
     token = jax.jit(draw_guess)(p, seed, position)
     chosen, which = decide_jit(
-        p, Guesses(token[:, None], jnp.ones((1000, 1), bool), p[:, None]), seed, position
+        p, DraftTokens(token[:, None], jnp.ones((1000, 1), bool), p[:, None]), seed, position
     )
     np.testing.assert_array_equal(chosen, token)
     np.testing.assert_array_equal(which, 0)

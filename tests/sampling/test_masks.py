@@ -11,7 +11,7 @@ from duetto.sampling.accept import target_probs
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, dense_bias, empty_state, load_history, load_masks, needs_history
-from duetto.serve.llm.intake import Intake
+from duetto.serve.llm.intake import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
@@ -61,8 +61,8 @@ def test_a_grammar_comes_before_everything_else(given):
         assert (probs[np.arange(DRAWS), found][position == at] > 0).all()
 
 
-def intake() -> Intake:
-    return Intake(V, 64, EngineOptions(), Words(), (EOS,))
+def intake() -> InputProcessor:
+    return InputProcessor(V, 64, EngineOptions(), Words(), (EOS,))
 
 
 class Words:

@@ -80,7 +80,9 @@ def test_features_that_are_off_change_no_bit():
     slot = jnp.array([0, 1], jnp.int32)
     position = jnp.full(2, everything.position, jnp.int32)
     x = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32).at[1, :2].set(jnp.array([-0.0, 1e-40]))
-    rows = sampler.Rows(jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state)
+    rows = sampler.SamplingRows(
+        jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state
+    )
     for wants, change in (*sampler.EDITS, *sampler.NARROWINGS):
         assert wants(rows).tolist() == [True, False]
         after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wants(rows), change, x, rows))

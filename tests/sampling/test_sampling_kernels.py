@@ -21,7 +21,7 @@ def narrowing(x: np.ndarray, name: str, value: float) -> np.ndarray:
     B, V = x.shape
     knobs = knobs_row(SamplingParams(**{name: value}), seed=0, stop_ids=(), prompt_len=0)
     zeros = jnp.zeros(B, jnp.int32)
-    rows = sampler.Rows(
+    rows = sampler.SamplingRows(
         jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (B, *leaf.shape)), knobs),
         zeros,
         jnp.ones(B, bool),

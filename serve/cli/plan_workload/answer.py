@@ -12,7 +12,7 @@ from ...host.signals import uninterrupted
 from ...options.engine import EngineOptions
 from ...options.flags import given
 from ...planner.simulation.candidates import Space, flag
-from ...planner.simulation.search import Aim, Answer, Point, search, served, without
+from ...planner.simulation.search import CandidateResult, Point, SearchGoal, search, served, without
 from ...planner.workloads.workload import Workload
 from ..common import checked
 from .flags import aim_of, efficiency_of, job_of, workload_of
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace, options: EngineOptions) -> int:
 
 
 def answered(
-    space: Space, load: Workload, aim: Aim, args: argparse.Namespace, heard: list[int]
-) -> tuple[list[Answer], dict[str, Any]]:
+    space: Space, load: Workload, aim: SearchGoal, args: argparse.Namespace, heard: list[int]
+) -> tuple[list[CandidateResult], dict[str, Any]]:
     """What was simulated, and all that is told as plain numbers; what is left once a signal is heard is left
     out."""
 
@@ -74,7 +74,7 @@ def answered(
     }
 
 
-def estimated(answer: Answer) -> dict[str, Any]:
+def estimated(answer: CandidateResult) -> dict[str, Any]:
     """A candidate that was not simulated."""
     return {"name": answer.candidate.name, "bears": answer.steady.rate, "devices": answer.candidate.devices}
 
@@ -85,7 +85,11 @@ def summary(load: Workload) -> dict[str, Any]:
 
 
 def describe(
-    answer: Answer, load: Workload, aim: Aim, at: tuple[int, Point] | None, args: argparse.Namespace
+    answer: CandidateResult,
+    load: Workload,
+    aim: SearchGoal,
+    at: tuple[int, Point] | None,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """A candidate with what it bears, what the workload would see, and why, as plain numbers."""
     own, borne = answer.candidate, answer.borne(aim.share)

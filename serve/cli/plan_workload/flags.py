@@ -17,11 +17,11 @@ from ...engine.startup.origin import Origin, stored_form
 from ...options.engine import EngineOptions, round_up
 from ...planner.roofline.presets import PRESETS
 from ...planner.roofline.targets import known_target
-from ...planner.simulation.fitting import Job
-from ...planner.simulation.search import Aim
+from ...planner.simulation.fitting import PlannedModel
+from ...planner.simulation.search import SearchGoal
 from ...planner.simulation.times import STATED, Efficiency
-from ...planner.workloads.tally import Within
-from ...planner.workloads.traces import Entry, drawn, read
+from ...planner.workloads.tally import SLO
+from ...planner.workloads.traces import TraceEntry, drawn, read
 from ...planner.workloads.workload import Workload
 from ..common import checked
 from .picture import check_picture
@@ -75,7 +75,7 @@ def refuse_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not allowed without --workload")
 
 
-def aim_of(args: argparse.Namespace, options: EngineOptions) -> Aim:
+def aim_of(args: argparse.Namespace, options: EngineOptions) -> SearchGoal:
     """Raises ValueError for limits that nothing keeps, and for what has no meaning here."""
     if not args.target:
         raise ValueError("--workload needs a --target, such as h200 or 8xh200")
@@ -105,7 +105,7 @@ def aim_of(args: argparse.Namespace, options: EngineOptions) -> Aim:
         raise ValueError(f"--share {args.share} is not allowed: above 0, at most 1")
     if args.acceptance is not None and not 0 <= args.acceptance <= 1:
         raise ValueError(f"--acceptance {args.acceptance} is not allowed: 0 to 1")
-    return Aim(Within(args.ttft, args.tpot), args.share, args.search_seconds)
+    return SearchGoal(SLO(args.ttft, args.tpot), args.share, args.search_seconds)
 
 
 def efficiency_of(args: argparse.Namespace) -> Efficiency:
@@ -132,7 +132,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
     return load
 
 
-def drawn_of(text: str) -> list[Entry]:
+def drawn_of(text: str) -> list[TraceEntry]:
     try:
         rate, prompt, output = map(float, text.split(","))
     except ValueError:
@@ -145,7 +145,9 @@ def drawn_of(text: str) -> list[Entry]:
     return list(drawn(READ, rate, prompt, output))
 
 
-def job_of(args: argparse.Namespace, options: EngineOptions, load: Workload) -> tuple[Job, EngineOptions]:
+def job_of(
+    args: argparse.Namespace, options: EngineOptions, load: Workload
+) -> tuple[PlannedModel, EngineOptions]:
     """The model on the target, and the options with a length that holds the workload."""
     name = "bfloat16" if dtype_name(args.dtype) == "auto" else str(jnp.dtype(dtype_name(args.dtype)))
     target = known_target(args.target)
@@ -153,12 +155,12 @@ def job_of(args: argparse.Namespace, options: EngineOptions, load: Workload) -> 
         options.require_unstored("a shape has no checkpoint")
         own = PRESETS[args.shape]  # sizes: how far its positions reach is no part of them
         longest = max(own.max_position, round_up(load.longest, 256))
-        job = Job(args.shape, replace(own, max_position=longest), target, name)
+        job = PlannedModel(args.shape, replace(own, max_position=longest), target, name)
     else:
         folder = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir).model
         options = options_with(options, quantization=stored_form(folder, options.quantization))
         shapes = partial(read_shapes, folder, name)
-        job = Job(args.model or "the demo model", read_config(folder), target, name, shapes)
+        job = PlannedModel(args.model or "the demo model", read_config(folder), target, name, shapes)
     longest = min(round_up(load.longest, 256), job.config.max_position)
     return job, options_with(options, max_model_len=options.max_model_len or longest)
 

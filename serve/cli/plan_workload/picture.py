@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...planner.simulation.search import Aim, Answer
+from ...planner.simulation.search import CandidateResult, SearchGoal
 from ...planner.workloads.workload import Workload
 
 
@@ -22,7 +22,7 @@ def check_picture(file: Path) -> None:
         raise ValueError(f"--plot {file} is not allowed: no file can be written there")
 
 
-def plot(found: list[Answer], load: Workload, aim: Aim, title: str, file: Path) -> None:
+def plot(found: list[CandidateResult], load: Workload, aim: SearchGoal, title: str, file: Path) -> None:
     """Every load that was simulated, throughput against the time between tokens."""
     matplotlib: Any = import_module("matplotlib")
     matplotlib.use("svg")

@@ -3,14 +3,14 @@
 import math
 from typing import Any
 
-from ...planner.simulation.fitting import Job
-from ...planner.simulation.search import TRIES, Aim
+from ...planner.simulation.fitting import PlannedModel
+from ...planner.simulation.search import TRIES, SearchGoal
 from ...planner.workloads.workload import Workload
 
 LIMITS = {"ttft": "first token", "tpot": "time between tokens"}
 
 
-def render(job: Job, load: Workload, aim: Aim, facts: dict[str, Any]) -> str:
+def render(job: PlannedModel, load: Workload, aim: SearchGoal, facts: dict[str, Any]) -> str:
     """The answer as text."""
     e, kept = facts["efficiency"], aim.within._asdict()
     limits = [f"{LIMITS[name]} within {value:g} s" for name, value in kept.items() if value < math.inf]

@@ -14,24 +14,24 @@ from ....kvcache.pages import KVCache
 from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
-from ...kv.offload.mover import Mover
-from ...kv.offload.tiering import Tiering, Untiered
+from ...kv.offload.mover import PageMover
+from ...kv.offload.tiering import KVOffloader, NoOffload
 from ...options.checks import round_up
-from ...runtime.compiled.compile import Arguments, Programs
+from ...runtime.compiled.compile import Programs, StepArguments
 from ...runtime.compiled.promise import arrived
 from ...runtime.compiled.shapes import Shape, least_row
-from ...runtime.equal_bits.classes import Classes
+from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
 from ..lora.writer import Writer
-from ..metrics.meter import Compilations, Meter, report_of
+from ..metrics.meter import Compilations, EngineStats, report_of
 from ..weights.params import exchanged, root_of
 from ..weights.sleep import Sleep
-from .gathering import Gathering
+from .gathering import PrefillBatcher
 from .guessing import Speculation
 from .need import Need
-from .plan import Limits, StepPlan, Work
+from .plan import ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
-from .results import Flights, Ran, note_passes, take_all
+from .results import DispatchedStep, InFlightSteps, note_passes, take_all
 from .rows import batch_of, calls_of_plan
 from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
@@ -54,23 +54,23 @@ class Engine:
     def __init__(
         self,
         programs: Programs,
-        classes: Classes,
-        state: Arguments,
-        limits: Limits,
+        classes: ShapeClasses,
+        state: StepArguments,
+        limits: SchedulerConfig,
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
-        later: Callable[[Classes], Warmup] | None = None,
+        later: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Programs, Shape, dict[int, Work]], Any] = batch_of,
+        told: Callable[[Programs, Shape, dict[int, ScheduledTokens]], Any] = batch_of,
     ):
         self.programs, self._state, self._limits, self._told = programs, state, limits, told
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
-        self.meter, self.compilations, self.sleeper = Meter(clock), Compilations(), Sleep()
+        self.meter, self.compilations, self.sleeper = EngineStats(clock), Compilations(), Sleep()
         alive = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = tables_of(self.config.windows, self.sizes, limits)
-        self.gathering = Gathering(lambda: alive.classes, self.meter.typical, clock)
+        self.gathering = PrefillBatcher(lambda: alive.classes, self.meter.typical, clock)
         self.scheduler = Scheduler(
             limits,
             self.tables,
@@ -79,7 +79,7 @@ class Engine:
             boundary=self.config.boundary,
             gathering=self.gathering,
         )
-        self.scheduler.places, self.flights = self._adapters.places, Flights(self.scheduler.group_of)
+        self.scheduler.places, self.flights = self._adapters.places, InFlightSteps(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
         self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
         self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
@@ -88,9 +88,9 @@ class Engine:
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
-    def attach(self, mover: Mover) -> None:
+    def attach(self, mover: PageMover) -> None:
         """Keep the pages that the pools lose in tiers, and find them there."""
-        self.scheduler.tiers = Tiering(mover, self.tables, self.meter.token_seconds)
+        self.scheduler.tiers = KVOffloader(mover, self.tables, self.meter.token_seconds)
         weakref.finalize(self, mover.close)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Engine:
         self.programs.close()
 
     @property
-    def tiers(self) -> Untiered:
+    def tiers(self) -> NoOffload:
         return self.scheduler.tiers
 
     @cached_property
@@ -191,7 +191,7 @@ class Engine:
             self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.finished:
-                self.conclude(Work(request, len(request.tokens) - 1, 1))
+                self.conclude(ScheduledTokens(request, len(request.tokens) - 1, 1))
             else:
                 self.scheduler.preempt(request)
         self.tables.forget()
@@ -253,7 +253,7 @@ class Engine:
         self.warmup, self._later = self._later(self.classes), None
         self.on_warmup(self.warmup)
 
-    def _serve_with(self, classes: Classes) -> None:
+    def _serve_with(self, classes: ShapeClasses) -> None:
         self.classes, age = classes, self.programs.age
         self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
@@ -288,10 +288,10 @@ class Engine:
         """Take in all steps in flight, or those up to the last with rows of a group."""
         return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
-    def dispatch(self, plan: StepPlan) -> list[Ran]:
+    def dispatch(self, plan: SchedulerOutput) -> list[DispatchedStep]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
         slots = with_masks(self.programs, self._state.slots, plan.works)
-        self._state = Arguments(self._adapters.write(self._state.params), cache, slots)
+        self._state = StepArguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.seats:
             request.ticket = None
             self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
@@ -302,15 +302,15 @@ class Engine:
         self.meter.planned(self.tables)
         return ran
 
-    def _run(self, shape: Shape, works: dict[int, Work]) -> Ran:
+    def _run(self, shape: Shape, works: dict[int, ScheduledTokens]) -> DispatchedStep:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         batch = self._told(self.programs, shape, works)
         self.meter.ran(shape, count, cached, self.sizes.shards)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
-        return Ran(shape, works, output)
+        return DispatchedStep(shape, works, output)
 
-    def _commit(self, flight: list[Ran], waited: bool = False) -> list[Request]:
+    def _commit(self, flight: list[DispatchedStep], waited: bool = False) -> list[Request]:
         """Take in what a dispatched step sampled, the finished requests released; gives those that got
         tokens. `waited` says that the next step is not on its way yet."""
         taken = take_all(flight, self.scheduler.scores, self.meter)
@@ -323,7 +323,7 @@ class Engine:
                 self.conclude(row.work)
         return [row.work.request for row in taken if row.tokens]
 
-    def conclude(self, work: Work) -> None:
+    def conclude(self, work: ScheduledTokens) -> None:
         """A step has computed a request's tokens: full pages of them are named, and it gives up its seat
         where it has finished, or reached what its keys are good for."""
         request, tokens = work.request, len(work.request.tokens)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ...options.checks import round_up
 from ...runtime.compiled.shapes import Shape, row_tokens, smallest
-from ...runtime.equal_bits.classes import Classes
+from ...runtime.equal_bits.classes import ShapeClasses
 from .request import Request
 
 STEPS = 32  # over which the rate of seats that become free is averaged
@@ -61,7 +61,7 @@ class Costs:
     """Seconds of prefill and decode by what is computed, from those of the shapes that have run; of others in
     proportion to their areas."""
 
-    def __init__(self, classes: Classes, seconds: Seconds):
+    def __init__(self, classes: ShapeClasses, seconds: Seconds):
         self.classes, self._seconds = classes, seconds
         self.row = row_tokens(classes.prefill, prompts=2)
         most = max(s.rows for s in classes.prefill if s.tokens >= self.row)
@@ -104,7 +104,7 @@ def rowed(shared: Sequence[float | None], rows: int) -> float:
     return full * (shared[-1] or 0.0) + ((shared[rest - 1] or 0.0) if rest else 0.0)
 
 
-class Gathering:
+class PrefillBatcher:
     """Holds prompts back while it pays, and never one whose time has come: `Request.patience` seconds after
     its arrival nobody in line is held back any more.
 
@@ -113,7 +113,7 @@ class Gathering:
 
     def __init__(
         self,
-        classes: Callable[[], Classes],
+        classes: Callable[[], ShapeClasses],
         seconds: Seconds,
         clock: Callable[[], float] = time.monotonic,
     ):

@@ -10,7 +10,7 @@ from ....kvcache.pages import ON_DEVICE
 from ..speculation.acceptance import UNKNOWN, Offer, form_of
 from ..speculation.controller import Controller
 from ..speculation.drafter import DeviceDrafter, Drafter
-from .plan import Guess, Work
+from .plan import Guess, ScheduledTokens
 from .request import Request
 
 STEPS_BETWEEN_GLANCES = 16  # plain steps between two looks at what would have been guessed
@@ -18,11 +18,11 @@ GLANCED = 2  # requests that are looked at
 REMEMBERED = 8  # glances that stand for all requests
 
 
-class Taken(NamedTuple):
+class RowResult(NamedTuple):
     """A row of a step: how many tokens it sampled, those that its request took of them (fewer where it ends
     among them), and whether it computed a prompt."""
 
-    work: Work
+    work: ScheduledTokens
     sampled: int
     tokens: list[int]
     prompt: bool
@@ -84,14 +84,14 @@ class Speculation:
         asked = rows > 0 and (self.controller is None or self.controller.asks(rows))
         return self._guesses if asked else None
 
-    def _guesses(self, works: Sequence[Work]) -> list[Sequence[int]]:
+    def _guesses(self, works: Sequence[ScheduledTokens]) -> list[Sequence[int]]:
         guesses = [self._guess(work) for work in works]
         if self.controller is None or not works:
             return guesses
         offers = [self._offer(work.request, g) for work, g in zip(works, guesses, strict=True)]
         return [g[:n] for g, n in zip(guesses, self.controller.choose(offers), strict=True)]
 
-    def _guess(self, work: Work) -> Sequence[int]:
+    def _guess(self, work: ScheduledTokens) -> Sequence[int]:
         """Nothing for a row that feeds what it had generated before a preemption."""
         request = work.request
         if work.start + 1 < len(request.tokens):
@@ -130,7 +130,7 @@ class Speculation:
 
     # ------------------------------------------------------------ what came of them
 
-    def took(self, rows: Sequence[Taken], arrived: float, waited: bool) -> None:
+    def took(self, rows: Sequence[RowResult], arrived: float, waited: bool) -> None:
         """Take in the results of a step with these rows.
 
         arrived: when they came, seconds without those of prefill. waited: whether the next step is planned
@@ -150,7 +150,7 @@ class Speculation:
             self._catch_up(request, followed)
             self.drafter.end(request)
 
-    def _learn(self, row: Taken) -> None:
+    def _learn(self, row: RowResult) -> None:
         guesses = row.work.guesses
         if row.prompt:
             return
@@ -167,7 +167,7 @@ class Speculation:
         if self.controller is not None and guesses[0] == ON_DEVICE:
             self.controller.judged(UNKNOWN, len(guesses), emitted - 1)
 
-    def _time(self, rows: Sequence[Taken], now: Arrival) -> None:
+    def _time(self, rows: Sequence[RowResult], now: Arrival) -> None:
         """Time a step that is planned after the last one's tokens from these to its own, and of others those
         between two that overlapped. Host work on prompts is time that the former lose: it is not hidden."""
         before, self.last = self.last, now
@@ -180,7 +180,7 @@ class Speculation:
         elif not (now.waited or prompts):
             self.controller.plainly(len(rows), seconds)
 
-    def _glance(self, rows: Sequence[Taken]) -> None:
+    def _glance(self, rows: Sequence[RowResult]) -> None:
         """While steps are plain, and the next one runs already: guess for a few requests now and then."""
         self.rested += 1
         if self.rested % STEPS_BETWEEN_GLANCES or isinstance(self.drafter, DeviceDrafter):

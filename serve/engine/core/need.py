@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...runtime.compiled.shapes import Shape, Sizes
-from ...runtime.equal_bits.classes import Classes
+from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
-from ..metrics.meter import Meter
-from .plan import StepPlan
+from ..metrics.meter import EngineStats
+from .plan import SchedulerOutput
 from .rows import calls_of_plan
 from .scheduler import Scheduler
 
@@ -27,7 +27,7 @@ class Need:
     where no end is in sight.
     """
 
-    def __init__(self, sizes: Sizes, meter: Meter, first: Classes):
+    def __init__(self, sizes: Sizes, meter: EngineStats, first: ShapeClasses):
         self.to_come: int | None = None
         self._sizes, self._meter, self._steps = sizes, meter, 0
         self._since = meter.now()
@@ -38,7 +38,9 @@ class Need:
         """Other shapes serve from now on."""
         self._looks, self._spent, self._spared = 0, Counter[str](), Counter[Shape]()
 
-    def tell(self, warmup: Warmup | None, classes: Classes, plan: StepPlan, scheduler: Scheduler) -> None:
+    def tell(
+        self, warmup: Warmup | None, classes: ShapeClasses, plan: SchedulerOutput, scheduler: Scheduler
+    ) -> None:
         """Tell a warm-up, at each step, which shape is worth compiling beside it: one at a time."""
         if warmup is None:
             return
@@ -54,7 +56,7 @@ class Need:
         """Whether there has been no step for a while, and there may be others."""
         return self.to_come is None and self._meter.now() - self._since > GRACE
 
-    def saw(self, classes: Classes, missing: Sequence[Shape], plan: StepPlan) -> None:
+    def saw(self, classes: ShapeClasses, missing: Sequence[Shape], plan: SchedulerOutput) -> None:
         """A step is computed by `classes`; look at some of them with each missing shape beside these."""
         self._steps += bool(plan)  # else requests of a token each might be missed for ever
         if self._steps % EVERY or not plan:
@@ -66,7 +68,7 @@ class Need:
             then = self._cost(classes.joined(shape), plan)
             self._spared[shape] += now[shape.phase] - then[shape.phase]
 
-    def _cost(self, classes: Classes, plan: StepPlan) -> Counter[str]:
+    def _cost(self, classes: ShapeClasses, plan: SchedulerOutput) -> Counter[str]:
         """Tokens of a step's calls by phase, with those that each call costs beside its own."""
         found = Counter[str]()
         for shape, _ in calls_of_plan(classes, plan, self._sizes):
@@ -92,7 +94,7 @@ class Need:
         return best
 
 
-def seconds_left(scheduler: Scheduler, meter: Meter, to_come: int | None) -> float:
+def seconds_left(scheduler: Scheduler, meter: EngineStats, to_come: int | None) -> float:
     """Seconds of work to come, by those that requests have taken so far: of the queued and running ones, and
     `to_come` behind them. At least as many as so far where no end is in sight (None), and at most as many
     before the first requests have ended, of which little is known."""

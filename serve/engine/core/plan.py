@@ -11,7 +11,7 @@ from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledTokens:
     """A request's tokens [start, start + count) are computed in this step; the last of them may be guesses.
 
     ON_DEVICE among them stands for one that the device makes.
@@ -39,28 +39,28 @@ class Work:
         return self.request.constraint is not None and self.start >= len(self.request.tokens)
 
 
-Guess = Callable[[list[Work]], Sequence[Sequence[int]]]  # guesses for each row of decode
+Guess = Callable[[list[ScheduledTokens]], Sequence[Sequence[int]]]  # guesses for each row of decode
 
 
 @dataclass
-class StepPlan:
+class SchedulerOutput:
     """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has
     guesses."""
 
     seats: list[Request] = field(default_factory=list)
-    prefill: list[Work] = field(default_factory=list)
-    decode: list[Work] = field(default_factory=list)
-    verify: list[Work] = field(default_factory=list)
+    prefill: list[ScheduledTokens] = field(default_factory=list)
+    decode: list[ScheduledTokens] = field(default_factory=list)
+    verify: list[ScheduledTokens] = field(default_factory=list)
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[ScheduledTokens]:
         return [*self.prefill, *self.decode, *self.verify]
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode or self.verify)
 
 
-class Limits(NamedTuple):
+class SchedulerConfig(NamedTuple):
     """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`,
     decode steps of one dispatch, guesses of a row; and `groups` of seats whose steps are in flight together
     (a pipeline's micro-batches). Each of `shards` has so many prompt tokens, and an equal part of the seats,

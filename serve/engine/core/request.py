@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ....checkpoints.adapters.adapter import Adapter
-from ....model.pooling import Pool
+from ....model.pooling import Pooler
 from ....model.weights.adapted import NO_ADAPTER
 from ....sampling.params import NO_TOKEN, SamplingParams
-from ...kv.offload.mover import Ticket
+from ...kv.offload.mover import PageFetch
 from ...text.grammar.constraint import Constraint
 from ...text.outputs import Pass, RequestMetrics
 from ...text.tokenizer.stops import Detokenizer
@@ -49,7 +49,7 @@ def unknown_score(top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
 
 
 @dataclass
-class Clock:
+class RequestTimes:
     """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
     clock, `seen` the latest token's time when a meter last looked. `now` tells the time."""
 
@@ -80,7 +80,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     score_from: int = 1  # the prompt's position from which on it is scored, where it is
-    pool: Pool | None = None  # of the prompt, where an embedding is wanted
+    pool: Pooler | None = None  # of the prompt, where an embedding is wanted
     patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
     source: str | None = None  # address of the engine that computes its prompt, of several
     constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
@@ -97,14 +97,14 @@ class Request:
     marks: tuple[int, ...] = ()  # pages behind which states are kept
     slot: int | None = None
     place: int = NO_ADAPTER  # of its adapter, while it has a slot
-    ticket: Ticket | None = None  # for pages that come from a tier
+    ticket: PageFetch | None = None  # for pages that come from a tier
     reach: int = 0  # tokens up to which it can stay in its slot
     cached: int = 0
     preemptions: int = 0
     scores: ScoreLog = field(default_factory=ScoreLog)
     prompt_scores: ScoreLog = field(default_factory=ScoreLog)  # of its tokens from `score_from` on
     passes: list[Pass] = field(default_factory=list)  # kept with speculation only
-    clock: Clock = field(default_factory=Clock)
+    clock: RequestTimes = field(default_factory=RequestTimes)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -179,7 +179,7 @@ class Request:
             self.append(token)
             if self.params.logprobs is not None:
                 self.scores.append(*unknown_score(self.params.logprobs))
-        self.known, self.clock = self.generated, Clock()
+        self.known, self.clock = self.generated, RequestTimes()
 
     def made_by(self, version: int) -> None:
         """Tokens are of this version of the weights from now on; before the first one so is all else."""

@@ -7,32 +7,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....sampling.params import NO_TOKEN
-from ...runtime.compiled.promise import Undrawn, arrived
+from ...runtime.compiled.promise import PendingSample, arrived
 from ...runtime.compiled.shapes import Shape
 from ...text.outputs import Pass
-from ..metrics.meter import Meter
-from .guessing import Taken
-from .plan import Work
+from ..metrics.meter import EngineStats
+from .guessing import RowResult
+from .plan import ScheduledTokens
 from .request import Request
 from .scores import PageScores, score_fields, take_prompt_scores
 
 
-class Ran(NamedTuple):
+class DispatchedStep(NamedTuple):
     """A dispatched step: its shape, the work of its rows by their numbers, and its results, which may still
     be on their way."""
 
     shape: Shape
-    rows: Mapping[int, Work]
+    rows: Mapping[int, ScheduledTokens]
     output: Any  # Output
 
 
-class Flights:
+class InFlightSteps:
     """Dispatched steps that have not been taken in, of each the calls; `group_of` a request's seat says whose
     rows are whose."""
 
     def __init__(self, group_of: Callable[[Request], int | None]):
         self._group_of = group_of
-        self._steps: deque[list[Ran]] = deque()
+        self._steps: deque[list[DispatchedStep]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -44,35 +44,37 @@ class Flights:
         return verify or not may_defer and any(work.is_constrained for work in self.rows)
 
     @property
-    def calls(self) -> Iterator[Ran]:
+    def calls(self) -> Iterator[DispatchedStep]:
         return (ran for step in self._steps for ran in step)
 
     @property
-    def rows(self) -> Iterator[Work]:
+    def rows(self) -> Iterator[ScheduledTokens]:
         return (work for ran in self.calls for work in ran.rows.values())
 
     @property
-    def undrawn(self) -> Iterator[tuple[Undrawn, Iterable[Work]]]:
+    def undrawn(self) -> Iterator[tuple[PendingSample, Iterable[ScheduledTokens]]]:
         """Calls whose tokens are to be drawn, and their rows."""
         outputs = ((ran.output, ran.rows.values()) for ran in self.calls)
-        return ((out, works) for out, works in outputs if isinstance(out, Undrawn) and out.output is None)
+        return (
+            (out, works) for out, works in outputs if isinstance(out, PendingSample) and out.output is None
+        )
 
-    def add(self, step: list[Ran]) -> None:
+    def add(self, step: list[DispatchedStep]) -> None:
         if step:
             self._steps.append(step)
 
     def clear(self) -> None:
         self._steps.clear()
 
-    def oldest(self) -> list[Ran]:
+    def oldest(self) -> list[DispatchedStep]:
         return self._steps.popleft()
 
-    def beyond(self, most: int) -> Iterator[list[Ran]]:
+    def beyond(self, most: int) -> Iterator[list[DispatchedStep]]:
         """The oldest, until there are no more than `most`."""
         while len(self._steps) > max(most, 0):
             yield self.oldest()
 
-    def until(self, group: int | None) -> Iterator[list[Ran]]:
+    def until(self, group: int | None) -> Iterator[list[DispatchedStep]]:
         """Those up to the last with rows of a group, or of a request without a seat; all where it is None."""
         while self._steps and (group is None or self._has(group)):
             yield self.oldest()
@@ -81,7 +83,7 @@ class Flights:
         return any(self._group_of(work.request) in (None, group) for work in self.rows)
 
 
-def take_all(step: list[Ran], kept: PageScores, meter: Meter) -> list[Taken]:
+def take_all(step: list[DispatchedStep], kept: PageScores, meter: EngineStats) -> list[RowResult]:
     """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
     of what all have brought."""
     taken = []
@@ -94,11 +96,13 @@ def take_all(step: list[Ran], kept: PageScores, meter: Meter) -> list[Taken]:
     return taken
 
 
-def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) -> Taken:
+def take(
+    work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int], kept: PageScores
+) -> RowResult:
     """Append a row's sampled tokens to its request; scores of whole pages are `kept`."""
     request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
     if request.finished:  # aborted, or stopped by its text, while this step was on its way
-        return Taken(work, 0, [], prompt)
+        return RowResult(work, 0, [], prompt)
     take_prompt_scores(request, ran.output, row, work, kept)
     if request.pool is not None and ran.output.pooled is not None:
         request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
@@ -112,10 +116,10 @@ def take(work: Work, ran: Ran, row: int, tokens: list[int], kept: PageScores) ->
         if request.finished:
             break
     request.obey()
-    return Taken(work, len(emitted), request.tokens[known:], prompt)
+    return RowResult(work, len(emitted), request.tokens[known:], prompt)
 
 
-def note_passes(taken: list[Taken]) -> None:
+def note_passes(taken: list[RowResult]) -> None:
     """Let requests know what each step verified for them, and gave."""
     for row in taken:
         if row.tokens:

@@ -6,40 +6,42 @@ from itertools import zip_longest
 from ....kvcache.pages import Batch
 from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import Shape, Sizes, holds, row_tokens, smallest
-from ...runtime.equal_bits.classes import Classes
+from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.steps.places import fill
-from .plan import StepPlan, Work
+from .plan import ScheduledTokens, SchedulerOutput
 from .scores import tell_following
 
 
-def prompt_rows(shapes: tuple[Shape, ...], chunks: list[Work], sizes: Sizes | None = None) -> list[Work]:
+def prompt_rows(
+    shapes: tuple[Shape, ...], chunks: list[ScheduledTokens], sizes: Sizes | None = None
+) -> list[ScheduledTokens]:
     """Chunks of prompts in rows: few of one that is alone in its shard, short ones of several."""
     tokens = row_tokens(shapes, max(map(len, by_shards(chunks, sizes))))
     return [row for chunk in chunks for row in rows_of(chunk, tokens)]
 
 
-def rows_of(chunk: Work, tokens: int) -> Iterator[Work]:
+def rows_of(chunk: ScheduledTokens, tokens: int) -> Iterator[ScheduledTokens]:
     """A chunk in rows of at most `tokens` tokens."""
     end = chunk.start + chunk.count
     for start in range(chunk.start, end, tokens):
-        yield Work(chunk.request, start, min(tokens, end - start))
+        yield ScheduledTokens(chunk.request, start, min(tokens, end - start))
 
 
-def by_shards(works: Sequence[Work], sizes: Sizes | None) -> list[list[Work]]:
+def by_shards(works: Sequence[ScheduledTokens], sizes: Sizes | None) -> list[list[ScheduledTokens]]:
     """Work by the shard of its request's seat."""
     if sizes is None or sizes.shards == 1:
         return [list(works)]
-    found: list[list[Work]] = [[] for _ in range(sizes.shards)]
+    found: list[list[ScheduledTokens]] = [[] for _ in range(sizes.shards)]
     for work in works:
         assert work.request.slot is not None
         found[work.request.slot // sizes.max_num_seqs].append(work)
     return found
 
 
-Call = tuple[Shape, dict[int, Work]]  # and its work by the rows
+Call = tuple[Shape, dict[int, ScheduledTokens]]  # and its work by the rows
 
 
-def calls_of_plan(classes: Classes, plan: StepPlan, sizes: Sizes) -> Iterator[Call]:
+def calls_of_plan(classes: ShapeClasses, plan: SchedulerOutput, sizes: Sizes) -> Iterator[Call]:
     """The calls of a step, one after the other."""
     yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
     for shape, works in calls(classes.decode, plan.decode, sizes):
@@ -47,13 +49,13 @@ def calls_of_plan(classes: Classes, plan: StepPlan, sizes: Sizes) -> Iterator[Ca
     yield from calls(classes.verify, plan.verify, sizes)
 
 
-def calls(shapes: tuple[Shape, ...], works: list[Work], sizes: Sizes | None = None) -> list[Call]:
+def calls(shapes: tuple[Shape, ...], works: list[ScheduledTokens], sizes: Sizes | None = None) -> list[Call]:
     """The calls that rows of work take, each of the smallest shape that holds what every shard has for it."""
     each = [groups_of(shapes, own) for own in by_shards(works, sizes)]
     return [call for groups in zip_longest(*each, fillvalue=()) for call in calls_of(shapes, groups)]
 
 
-def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[Work]]) -> list[Call]:
+def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledTokens]]) -> list[Call]:
     """One call of a group of every shard, or one for each where no shape holds all of them."""
     shape = holder(shapes, groups)
     if shape is None:
@@ -61,28 +63,28 @@ def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[Work]]) -> lis
     return [(shape, numbered(shape, groups))]
 
 
-def alone(groups: Sequence[Sequence[Work]]) -> Iterator[list[Sequence[Work]]]:
+def alone(groups: Sequence[Sequence[ScheduledTokens]]) -> Iterator[list[Sequence[ScheduledTokens]]]:
     """Each shard's work in a call of its own."""
     for i, own in enumerate(groups):
         if own:
             yield [own if k == i else () for k in range(len(groups))]
 
 
-def numbered(shape: Shape, groups: Sequence[Sequence[Work]]) -> dict[int, Work]:
+def numbered(shape: Shape, groups: Sequence[Sequence[ScheduledTokens]]) -> dict[int, ScheduledTokens]:
     """Work by its row: a shard's follow each other, and are as many as the shape has."""
     return {shard * shape.rows + i: work for shard, own in enumerate(groups) for i, work in enumerate(own)}
 
 
-def holder(shapes: tuple[Shape, ...], groups: Sequence[Sequence[Work]]) -> Shape | None:
+def holder(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledTokens]]) -> Shape | None:
     """The smallest shape that holds each of some groups of rows."""
     tokens = [[work.count for work in own] for own in groups if own]
     least = max(map(len, tokens)), max(map(max, tokens)), max(map(sum, tokens))
     return smallest(shapes, *least) if any(holds(shape, *least) for shape in shapes) else None
 
 
-def groups_of(shapes: tuple[Shape, ...], works: list[Work]) -> list[list[Work]]:
+def groups_of(shapes: tuple[Shape, ...], works: list[ScheduledTokens]) -> list[list[ScheduledTokens]]:
     """Work cut into what one call can take: rows of a shape that holds the longest of them."""
-    groups: list[list[Work]] = []
+    groups: list[list[ScheduledTokens]] = []
     longest, most, left = 0, 0, 0  # tokens of a row of the last group, rows and more tokens that it may have
     for work in works:
         count = work.count
@@ -104,7 +106,7 @@ def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
     return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))
 
 
-def batch_of(programs: Programs, shape: Shape, works: Mapping[int, Work]) -> Batch:
+def batch_of(programs: Programs, shape: Shape, works: Mapping[int, ScheduledTokens]) -> Batch:
     """The host batch of a step: of each row the tokens that are known, and its guesses. Seats have the
     numbers of their shard."""
     seats = programs.sizes.max_num_seqs

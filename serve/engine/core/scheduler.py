@@ -8,14 +8,14 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ....kvcache.dealing import DealtTables, shard_of
+from ....kvcache.dealing import ShardedPageTables, shard_of
 from ....kvcache.names import extend
 from ....kvcache.tables import PageTables, Tables
-from ...kv.offload.tiering import Untiered
+from ...kv.offload.tiering import NoOffload
 from ...options.checks import round_up
 from ..lora.places import Places
-from .gathering import Gathering, fitting
-from .plan import Guess, Limits, StepPlan, Work
+from .gathering import PrefillBatcher, fitting
+from .plan import Guess, ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
 from .scores import PageScores
 
@@ -35,12 +35,12 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerConfig,
         tables: PageTables,
         root: bytes | None,
         recompute_outputs: bool,
         boundary: int | None = None,
-        gathering: Gathering | None = None,
+        gathering: PrefillBatcher | None = None,
     ):
         self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
         self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
@@ -48,7 +48,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
-        self.scores, self.tiers, self.places = PageScores(self.page_size), Untiered(tables), Places(0)
+        self.scores, self.tiers, self.places = PageScores(self.page_size), NoOffload(tables), Places(0)
         self.group = 0  # of seats, whose turn it is
         self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
 
@@ -86,7 +86,7 @@ class Scheduler:
         if self.limits.groups > 1:
             self.group = self.limits.turn_after(self.group, self._decoding)
 
-    def plan(self, settled: bool, guess: Guess | None = None) -> StepPlan | None:
+    def plan(self, settled: bool, guess: Guess | None = None) -> SchedulerOutput | None:
         """The next step, with decode of the group whose turn it is, or None where that lacks a page: then the
         steps in flight must be `settled` before others give way.
 
@@ -102,9 +102,13 @@ class Scheduler:
         if guess is not None:
             rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
-        return StepPlan(seated, chunks, verify=rows) if verify else StepPlan(seated, chunks, decode=rows)
+        return (
+            SchedulerOutput(seated, chunks, verify=rows)
+            if verify
+            else SchedulerOutput(seated, chunks, decode=rows)
+        )
 
-    def dispatched(self, plan: StepPlan) -> None:
+    def dispatched(self, plan: SchedulerOutput) -> None:
         """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
         now on.
 
@@ -263,7 +267,7 @@ class Scheduler:
     def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
         """The pages found for a request where it may be seated, the best place first."""
         names = self.usable(request)
-        if isinstance(self.tables, DealtTables):
+        if isinstance(self.tables, ShardedPageTables):
             return self.tables.in_order(names, loads, self.limits.shard_seats)
         found, request.ticket = self.tiers.look(names, request.ticket)
         return [] if found is None else [found]
@@ -295,7 +299,7 @@ class Scheduler:
         full = (len(request.tokens) - 1) // self.page_size
         return self._extend_names(request, full)[: self.scores.known(request, full)]
 
-    def chunks(self) -> Iterable[Work]:
+    def chunks(self) -> Iterable[ScheduledTokens]:
         """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
         count as full."""
         budget = [self.limits.max_prefill_tokens] * self.limits.shards
@@ -303,12 +307,12 @@ class Scheduler:
             shard = shard_of(request.pages)
             new = min(self._prompt_left(request), budget[shard])
             if new > 0:
-                work = Work(request, request.computed, new)
+                work = ScheduledTokens(request, request.computed, new)
                 self.tables.advance(request.pages, work.start, work.start + work.count, request.marks)
                 yield work
                 budget[shard] -= round_up(new, self.limits.row)
 
-    def _decode(self, steps: int, settled: bool) -> list[Work] | None:
+    def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
         """A row for every request of the group whose prompt is computed; None where one lacks a page and
         nobody may be preempted yet."""
         rows = []
@@ -323,10 +327,10 @@ class Scheduler:
                     return None
                 continue
             self.tables.advance(request.pages, request.computed, request.computed + count)
-            rows.append(Work(request, request.computed, count))
+            rows.append(ScheduledTokens(request, request.computed, count))
         return rows
 
-    def _ahead(self, work: Work, guesses: Sequence[int]) -> Work:
+    def _ahead(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
         """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
         way to a guess."""
         request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
@@ -335,7 +339,7 @@ class Scheduler:
         if count <= 0:
             return work
         self.tables.advance(request.pages, work.start, work.start + 1 + count)
-        return Work(request, work.start, 1 + count, tuple(guesses[:count]))
+        return ScheduledTokens(request, work.start, 1 + count, tuple(guesses[:count]))
 
     def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
         """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need

@@ -15,7 +15,7 @@ from ....kvcache.pages import Batch
 from ....sampling.sample import Sampled, Scores
 from ...runtime.steps.scoring import NEVER
 from ...runtime.steps.step import Output
-from .plan import Work
+from .plan import ScheduledTokens
 from .request import Request
 
 MOST_BYTES = 64 << 20  # of scores that are kept: about 390,000 tokens with 20 alternatives each
@@ -113,14 +113,16 @@ def scored_from(request: Request) -> np.int32:
     return np.int32(request.unscored if request.scored else NEVER)
 
 
-def tell_following(batch: Batch, row: int, work: Work) -> None:
+def tell_following(batch: Batch, row: int, work: ScheduledTokens) -> None:
     """Tell a row of prefill the prompt's token behind it, whose score its last hidden state gives."""
     end, prompt = work.start + work.count, work.request.prompt
     if batch.after is not None and end < len(prompt):
         batch.after[row] = prompt[end]
 
 
-def take_prompt_scores(request: Request, output: Output, row: int, work: Work, kept: PageScores) -> None:
+def take_prompt_scores(
+    request: Request, output: Output, row: int, work: ScheduledTokens, kept: PageScores
+) -> None:
     """Column i of a row's scores is the prompt's token start + i + 1; those of whole pages are kept."""
     if not request.scored or output.prompt is None:
         return

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ....kvcache.dealing import DealtTables
+from ....kvcache.dealing import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import knobs_row
 from ....sampling.state import dense_bias, needs_history, words_of
-from ...runtime.compiled.compile import MASKED_AT_ONCE, Arguments, Programs
-from ...runtime.compiled.promise import Undrawn
+from ...runtime.compiled.compile import MASKED_AT_ONCE, Programs, StepArguments
+from ...runtime.compiled.promise import PendingSample
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.steps.step import Seat
-from .plan import Limits, Work
+from .plan import ScheduledTokens, SchedulerConfig
 from .request import Request
 from .scores import scored_from
 
@@ -45,7 +45,7 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def with_masks(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
+def with_masks(programs: Programs, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
     """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
     one that has to read a token first, or that has given its seat up."""
     works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
@@ -55,8 +55,10 @@ def with_masks(programs: Programs, slots: Any, works: Iterable[Work]) -> Any:
 
 
 def drawn(
-    programs: Programs, state: Arguments, undrawn: Iterable[tuple[Undrawn, Iterable[Work]]]
-) -> Arguments:
+    programs: Programs,
+    state: StepArguments,
+    undrawn: Iterable[tuple[PendingSample, Iterable[ScheduledTokens]]],
+) -> StepArguments:
     """The state behind draws that were deferred until grammars had read the step before."""
     for output, works in undrawn:
         assert not any(work.is_awaiting and work.request.slot is not None for work in works)
@@ -65,7 +67,7 @@ def drawn(
     return state
 
 
-def masks_of(programs: Programs, works: Sequence[Work]) -> tuple[np.ndarray, ...]:
+def masks_of(programs: Programs, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
     """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
     the rows."""
     shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)
@@ -82,8 +84,8 @@ def masks_of(programs: Programs, works: Sequence[Work]) -> tuple[np.ndarray, ...
     return seats, first, masks
 
 
-def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: Limits) -> PageTables:
+def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: SchedulerConfig) -> PageTables:
     """The host's bookkeeping of an engine's pages."""
     work, in_turn = limits.most_tokens, limits.most_in_turn
     make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
-    return make() if sizes.shards == 1 else DealtTables(make, sizes.shards)
+    return make() if sizes.shards == 1 else ShardedPageTables(make, sizes.shards)

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from ...text.outputs import RequestMetrics
-from ..core.request import Clock
+from ..core.request import RequestTimes
 
 # Limits are vLLM's, which alerts may name, and smaller ones, for small models.
 WHOLE = (
@@ -66,7 +66,7 @@ class Distributions:
         """A step has computed so many tokens of prompts and outputs."""
         self.found["iteration_tokens_total"].observe(tokens)
 
-    def arrival(self, clock: Clock) -> None:
+    def arrival(self, clock: RequestTimes) -> None:
         """A step has brought a request one token or several."""
         if clock.seen:
             self.found["inter_token_latency_seconds"].observe(clock.last_token - clock.seen)

@@ -17,7 +17,7 @@ import numpy as np
 from ....kvcache.tables import PageTables
 from ...runtime.compiled.compile import THREADS
 from ...runtime.compiled.shapes import PHASES, Shape
-from ..core.guessing import Taken
+from ..core.guessing import RowResult
 from ..core.request import Request
 from .distributions import Distributions
 
@@ -52,7 +52,7 @@ class Sample:
 
 
 @dataclass
-class Meter:
+class EngineStats:
     """Counts since the engine's start, called at each turning point of a step or a request, by a clock that
     says what time it is `now`; `seconds` are those in steps.
 
@@ -118,7 +118,7 @@ class Meter:
         """The median of a shape's last spans."""
         return statistics.median(self.spans[str(shape)])
 
-    def brought(self, taken: Sequence[Taken]) -> None:
+    def brought(self, taken: Sequence[RowResult]) -> None:
         """A step's rows are taken in."""
         self.distributions.step(sum(row.work.count * row.prompt + len(row.tokens) for row in taken))
         for row in taken:
@@ -190,7 +190,7 @@ class Meter:
         }
 
 
-def paddings(meters: Sequence[Meter]) -> dict[str, float]:
+def paddings(meters: Sequence[EngineStats]) -> dict[str, float]:
     """The share of padding in what all have computed, and in their prefill and decode."""
 
     def share(*phases: str) -> float:
@@ -238,10 +238,10 @@ class Compilations:
 def listener(counter: "weakref.ref[Compilations]") -> Callable[..., None]:
     """A listener that does not keep its counter alive, since jax never lets go of listeners."""
 
-    def heard(event: str, duration: float, **_: Any) -> None:
+    def on_duration(event: str, duration: float, **_: Any) -> None:
         alive = counter()
         waited = not threading.current_thread().name.startswith(THREADS)
         if alive is not None and event == Compilations.EVENT and waited:
             alive.count += 1
 
-    return heard
+    return on_duration

@@ -16,10 +16,10 @@ from ....model.recurrent.kinds import STATE
 from ....model.sharding import place_at
 from ....model.transformer import Decoder
 from ...options.speculation import SpeculativeConfig
-from ...runtime.steps.phases import Alone, Phases
-from .chain import ChainPhases
-from .guessers import DraftModel, HeadGuesser
-from .tree import TreePhases
+from ...runtime.steps.phases import Phases, TargetOnly
+from .chain import ChainSpeculation
+from .guessers import DraftModel, HeadProposer
+from .tree import TreeSpeculation
 
 SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
 
@@ -39,7 +39,7 @@ def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> 
         raise ValueError(f"speculative_config is not allowed with {why}")
 
 
-class Beside(NamedTuple):
+class SpeculatorWeights(NamedTuple):
     """A head's parameters (then there is no config), or a draft model's; neither where the host guesses."""
 
     params: Decoder | Head | None = None
@@ -55,23 +55,23 @@ class Beside(NamedTuple):
     def phases(self, config: PairConfig, chosen: SpeculativeConfig) -> Phases:
         """What an engine's shapes run."""
         if self.params is None:
-            return Alone(config.target, chosen.acceptance)
+            return TargetOnly(config.target, chosen.acceptance)
         draft = config.draft
-        guesser = DraftModel(draft, chosen.acceptance) if draft else HeadGuesser(config.target)
+        guesser = DraftModel(draft, chosen.acceptance) if draft else HeadProposer(config.target)
         if chosen.tree is None:
-            return ChainPhases(config, guesser, chosen.acceptance)
-        return TreePhases(config, guesser, chosen.acceptance, chosen.tree)
+            return ChainSpeculation(config, guesser, chosen.acceptance)
+        return TreeSpeculation(config, guesser, chosen.acceptance, chosen.tree)
 
 
-def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> Beside:
+def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> SpeculatorWeights:
     """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where
     it does not fit."""
     if chosen.model is None:
-        return Beside()
+        return SpeculatorWeights()
     folder, where = find(chosen.model), everywhere(params)
     if chosen.method == "heads" or (chosen.tree is not None and (folder / heads.FILE).exists()):
         head = heads.load_head(folder, config.hidden_size, params.embed.dtype)
-        return Beside(jax.tree.map(lambda x: place_at(x, where), head))
+        return SpeculatorWeights(jax.tree.map(lambda x: place_at(x, where), head))
     if chosen.tree is not None and not chosen.tree.is_comb:
         raise ValueError(
             f"speculative_config: speculative_token_tree={chosen.speculative_token_tree!r} is not allowed "
@@ -83,7 +83,7 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
             f"speculative_config: model {chosen.model!r} has a vocabulary of {draft.vocab_size}, "
             f"the model that it drafts for one of {config.vocab_size}: they must be equal"
         )
-    return Beside(own, draft)
+    return SpeculatorWeights(own, draft)
 
 
 def find(name: str, **where: Any) -> Path:

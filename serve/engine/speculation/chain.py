@@ -10,15 +10,15 @@ from ....model.pair import Pair, PairConfig
 from ....sampling.accept import RULES
 from ...runtime.steps.phases import Result
 from ...runtime.steps.step import Slots, awake, judge, step
-from .guessers import Asked, Guesser
+from .guessers import DraftBatch, DraftProposer
 
 
 @dataclass(frozen=True)
-class ChainPhases:
+class ChainSpeculation:
     """Phases of a pair; ON_DEVICE in a batch of `verify` is a token to guess."""
 
     config: PairConfig
-    guesser: Guesser
+    guesser: DraftProposer
     acceptance: str
 
     def prefill(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> Result:
@@ -31,7 +31,7 @@ class ChainPhases:
         target, open, batch = self.config.target, batch.tokens == ON_DEVICE, awake(slots, batch)
         mine, rest = split(self.config, cache)
         rest, tokens, offers = self.guesser.chain(
-            params, rest, slots, Asked(of_draft(self.config, batch), open)
+            params, rest, slots, DraftBatch(of_draft(self.config, batch), open)
         )
         batch, rule = replace(of_target(self.config, batch), tokens=tokens), RULES[self.acceptance]
         mine, slots, out = judge(params.target, mine, slots, batch, offers, config=target, rule=rule)
@@ -39,7 +39,7 @@ class ChainPhases:
 
 
 def both(
-    config: PairConfig, guesser: Guesser, params: Pair, cache: KVCache, slots: Slots, batch: Batch
+    config: PairConfig, guesser: DraftProposer, params: Pair, cache: KVCache, slots: Slots, batch: Batch
 ) -> Result:
     """One step of the target, and the guesser's own keys for the same tokens."""
     seen, (mine, rest) = awake(slots, batch), split(config, cache)

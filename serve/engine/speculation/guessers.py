@@ -1,5 +1,5 @@
-"""The seam `Guesser`: what guesses on the device. A head reads the target's last hidden state, a draft model
-reads the tokens.
+"""The seam `DraftProposer`: what guesses on the device. A head reads the target's last hidden state, a draft
+model reads the tokens.
 
 The guesses of a row and their verification are one dispatch. A draft model has its keys in the target's
 cache, as more layers under the same page tables: prefixes that are found, shared or preempted are so for
@@ -26,14 +26,14 @@ from ....sampling.token_tree import NO_NODE, TokenTree
 from ...runtime.steps.step import Slots, column, run
 
 
-class Asked(NamedTuple):
+class DraftBatch(NamedTuple):
     """A batch with tokens that are open: to be guessed. Its page tables are those of the guesser's layers."""
 
     batch: Batch
     open: Bool[Array, "B T"]
 
 
-class Chain(NamedTuple):
+class DraftChain(NamedTuple):
     """The guesser's cache, the batch's tokens with the open ones guessed, and their distributions where they
     were drawn."""
 
@@ -43,7 +43,7 @@ class Chain(NamedTuple):
 
 
 @runtime_checkable
-class Guesser(Protocol):
+class DraftProposer(Protocol):
     """Guesses the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the guesser's own
     layers."""
 
@@ -51,19 +51,19 @@ class Guesser(Protocol):
         """The cache after the tokens of a batch."""
         ...
 
-    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: Asked) -> Chain:
+    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
         """Guesses that follow one another."""
         ...
 
     def nodes(
-        self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
+        self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
         """The cache and the tokens of all nodes; where a depth is not open, all of them are the batch's."""
         ...
 
 
 @dataclass(frozen=True)
-class HeadGuesser:
+class HeadProposer:
     """The likeliest tokens of a head on the hidden state from which the row's last token was sampled."""
 
     target: ModelConfig
@@ -71,7 +71,7 @@ class HeadGuesser:
     def follow(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> KVCache:
         return cache
 
-    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: Asked) -> Chain:
+    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
         """As many steps of the head as the longest row has guesses."""
         batch, open = asked
 
@@ -85,16 +85,16 @@ class HeadGuesser:
             return tokens.at[:, i + 1].set(guess), state
 
         first = batch.tokens, slots.hidden[batch.slot]
-        return Chain(cache, jax.lax.fori_loop(0, jnp.max(batch.count) - 1, one, first)[0])
+        return DraftChain(cache, jax.lax.fori_loop(0, jnp.max(batch.count) - 1, one, first)[0])
 
     def nodes(
-        self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
+        self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
         known = ~asked.open[:, tree.depths] | (tree.depths == 0)[None]
         found = self._tokens(params, slots, asked, tree)
         return cache, jnp.where(known, asked.batch.tokens[:, tree.depths], found)
 
-    def _tokens(self, params: Pair, slots: Slots, asked: Asked, tree: TokenTree) -> Int[Array, "B n"]:
+    def _tokens(self, params: Pair, slots: Slots, asked: DraftBatch, tree: TokenTree) -> Int[Array, "B n"]:
         hidden, first = slots.hidden[asked.batch.slot], asked.batch.tokens[:, 0]
         return guess_tree(params.draft, params.target, self.target, hidden, first, tree)
 
@@ -113,13 +113,13 @@ class DraftModel:
     def follow(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> KVCache:
         return run(params.draft, cache, slots, batch, self.draft)[1]
 
-    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: Asked) -> Chain:
+    def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
         """T steps of the draft: the last writes the keys of the last guess only, so that none is missing if
         it is right."""
         batch, open = asked
         B, T = batch.tokens.shape
 
-        def one(i: Int[Array, ""], chain: Chain) -> Chain:
+        def one(i: Int[Array, ""], chain: DraftChain) -> DraftChain:
             logits, cache, row = self._next(params, chain.cache, slots, batch, column(chain.tokens, i), i)
             guess, q = self._draw(logits, slots, row)
             after = jnp.minimum(i + 1, T - 1)
@@ -127,15 +127,15 @@ class DraftModel:
             tokens, offers = chain.tokens.at[:, i + 1].set(guess, mode="drop"), chain.offers
             if offers is not None:
                 offers = offers.at[:, i + 1].set(q, mode="drop")
-            return Chain(cache, tokens, offers)
+            return DraftChain(cache, tokens, offers)
 
         drawn = RULES[self.acceptance] is rejection
         offers = jnp.zeros((B, T, self.draft.vocab_size), jnp.float32) if drawn else None
         # as many steps as the longest row has tokens
-        return jax.lax.fori_loop(0, jnp.max(batch.count), one, Chain(cache, batch.tokens, offers))
+        return jax.lax.fori_loop(0, jnp.max(batch.count), one, DraftChain(cache, batch.tokens, offers))
 
     def nodes(
-        self, params: Pair, cache: KVCache, slots: Slots, asked: Asked, tree: TokenTree
+        self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
         """A chain of samples, and the likeliest others beside it: a comb, the draft reads one path."""
         batch, node = asked.batch, 0

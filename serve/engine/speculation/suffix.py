@@ -14,14 +14,14 @@ ANCHOR = 3  # tokens of the shortest match
 PLACES = 32  # latest places of a run that are compared
 
 
-class Guess(NamedTuple):
+class SuffixProposal(NamedTuple):
     """Tokens that may follow, and how many of them are expected to be right."""
 
     tokens: list[int]
     expected: float
 
 
-NOTHING = Guess([], 0.0)
+NOTHING = SuffixProposal([], 0.0)
 Place = tuple[Hashable, int]  # a stored sequence, and the place in it after an occurrence
 
 
@@ -56,7 +56,7 @@ class SuffixIndex:
             else:
                 self.places.pop(run, None)
 
-    def guess(self, context: Sequence[int], k: int, factor: float, least: float) -> Guess:
+    def guess(self, context: Sequence[int], k: int, factor: float, least: float) -> SuffixProposal:
         """The continuation with the most tokens expected to be right, over all lengths of a match."""
         places = self.places.get(tuple(context[-ANCHOR:]), []) if k > 0 else []
         lengths = {place: self._match(place, context) for place in places}
@@ -78,7 +78,7 @@ class SuffixIndex:
             length += 1
         return length
 
-    def _vote(self, places: list[Place], k: int, least: float) -> Guess:
+    def _vote(self, places: list[Place], k: int, least: float) -> SuffixProposal:
         """Token by token the most frequent one, the latest among equals, until so sure a path is not known
         any more."""
         tokens, sure, expected = [], 1.0, 0.0
@@ -96,7 +96,7 @@ class SuffixIndex:
             tokens.append(token)
             expected += sure
             places = [place for place, t in options if t == token]
-        return Guess(tokens, expected)
+        return SuffixProposal(tokens, expected)
 
     def _trim(self, newest: Hashable) -> None:
         while self.size > self.capacity and len(self.sequences) > 1:

@@ -14,22 +14,22 @@ from ....kvcache.branches import Branches, branches, branching, keep
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache, positions
 from ....model.pair import Pair, PairConfig
 from ....model.transformer import forward, unembed
-from ....sampling.accept import NONE_KEPT, RULES, Guesses
+from ....sampling.accept import NONE_KEPT, RULES, DraftTokens
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled
 from ....sampling.token_tree import NO_NODE, TokenTree
 from ...runtime.steps.phases import Result
 from ...runtime.steps.step import Output, Slots, awake, emit, in_turn
 from .chain import both, of_draft, of_target, split, together
-from .guessers import Asked, Guesser
+from .guessers import DraftBatch, DraftProposer
 
 
 @dataclass(frozen=True)
-class TreePhases:
+class TreeSpeculation:
     """Phases of a pair whose guesses are a tree; ON_DEVICE in `verify`'s batch opens its depth."""
 
     config: PairConfig
-    guesser: Guesser
+    guesser: DraftProposer
     acceptance: str
     tree: TokenTree
 
@@ -42,7 +42,7 @@ class TreePhases:
     def verify(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> Result:
         target, open, batch = self.config.target, batch.tokens == ON_DEVICE, awake(slots, batch)
         mine, rest = split(self.config, cache)
-        asked = Asked(of_draft(self.config, batch), open)
+        asked = DraftBatch(of_draft(self.config, batch), open)
         rest, tokens = self.guesser.nodes(params, rest, slots, asked, self.tree)
         own = of_target(self.config, batch)
         hidden, state = self._run(params, mine, slots, own, tokens)
@@ -96,7 +96,7 @@ class TreePhases:
             slots, going, node, taken, steps = state
             kids, position = children[node], batch.start + i + 1
             real = (kids != NO_NODE) & (i + 1 < batch.count)[:, None]
-            guesses = Guesses(jnp.take_along_axis(tokens, jnp.maximum(kids, 0), axis=1), real)
+            guesses = DraftTokens(jnp.take_along_axis(tokens, jnp.maximum(kids, 0), axis=1), real)
             drawn, which = rule(logits[rows, node], position, batch.slot, going, slots.sampling, guesses)
             slots, token = emit(slots, batch, drawn.token, hidden[rows, node], position, going)
             taken, steps = taken.at[:, i].set(node), steps + going.astype(jnp.int32)

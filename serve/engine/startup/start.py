@@ -21,21 +21,21 @@ from ...host.devices import memory_limit
 from ...host.memory import keep_freed
 from ...host.store import warn
 from ...kv.offload.opening import Told, check, mover_of
-from ...kv.offload.peer import Peer
+from ...kv.offload.peer import RemoteKV
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import jaxcache, kept
 from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table
 from ...runtime.compiled.sizing import choose_sizes
-from ...runtime.equal_bits.classes import Classes, choose_classes, record, step_seconds
-from ...runtime.equal_bits.warmup import Aim, Warmup, first_shapes
+from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
+from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
 from ...runtime.multihost.meeting import group
 from ...runtime.multihost.programs import SharedPrograms
 from ...runtime.pipeline.programs import StagedPrograms
 from ..core.engine import Engine
 from ..core.guessing import Speculation
-from ..core.plan import Limits
+from ..core.plan import SchedulerConfig
 from ..lora.writer import roomy
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
@@ -48,7 +48,7 @@ def start_engine(
     config: ModelConfig,
     params: Decoder,
     options: EngineOptions,
-    peer: Peer | None = None,
+    peer: RemoteKV | None = None,
     told: Told | None = None,
 ) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. A `peer` computes prompts
@@ -87,12 +87,15 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     programs = kind_of(everything)(phases, everything, sizes, shapes, early)
-    state, aim = programs.empty(everything), Aim(canonical, options.reproducible, timed_depths(options))
+    state, aim = (
+        programs.empty(everything),
+        WarmupGoal(canonical, options.reproducible, timed_depths(options)),
+    )
     limits = limits_of(options, sizes, shapes, pair.block, count)
     prefixes, later = options.enable_prefix_caching, deferral(options, programs, everything, canonical)
     make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
-        classes = Classes.of(early, same_bits=not options.reproducible)
+        classes = ShapeClasses.of(early, same_bits=not options.reproducible)
         found = record(programs, everything, canonical) if aim.reproducible else None
         warmup = Warmup(programs, shapes, classes, aim, partial(late_speculation, options), found)
         return make(classes, state, warmup=warmup)
@@ -107,10 +110,10 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
 
 def limits_of(
     options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], block: int, stages: int
-) -> Limits:
+) -> SchedulerConfig:
     """What the scheduler of an engine with these shapes may hand out; prefills begin at multiples of
     `block`."""
-    return Limits(
+    return SchedulerConfig(
         max_num_seqs=sizes.seats,
         max_prefill_tokens=round_up(options.prefill_tokens, block),
         row=least_row(shapes),
@@ -140,14 +143,14 @@ def may_serve_early(options: EngineOptions, params: Params) -> bool:
 
 def deferral(
     options: EngineOptions, programs: Programs, params: Params, canonical: Canonical
-) -> Callable[[Classes], Warmup] | None:
+) -> Callable[[ShapeClasses], Warmup] | None:
     """What brings programs that draw once the masks of grammars are there, so that other rows need not wait:
     where programs may come late, and only decode takes each token."""
     if options.guesses or options.decode_steps > 1 or not may_serve_early(options, params):
         return None
-    aim = Aim(canonical, options.reproducible, depths=())
+    aim = WarmupGoal(canonical, options.reproducible, depths=())
 
-    def later(classes: Classes) -> Warmup:
+    def later(classes: ShapeClasses) -> Warmup:
         return Warmup(programs, [s.deferred for s in classes.decode], classes, aim, lambda *_: None)
 
     return later
@@ -163,15 +166,15 @@ def timed_depths(options: EngineOptions) -> tuple[int, ...]:
     return tuple(sorted({min(n, k) for n in (1, 3, k)})) if in_turn else (k,)
 
 
-def are_known(programs: Programs, params: Params, aim: Aim) -> bool:
+def are_known(programs: Programs, params: Params, aim: WarmupGoal) -> bool:
     """Whether all programs were kept, and their classes with them."""
     if not programs.loaded or not aim.reproducible:
         return programs.loaded
-    return kept.read(record(programs, params, aim.canonical), Classes) is not None
+    return kept.read(record(programs, params, aim.canonical), ShapeClasses) is not None
 
 
 def speculation_of(
-    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+    options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
     """The drafter and, where the number of guesses adapts, the time of every step; None without guesses.
 
@@ -192,7 +195,7 @@ def speculation_of(
 
 
 def late_speculation(
-    options: EngineOptions, classes: Classes, seconds: Mapping[tuple[int, int], float] | None
+    options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
     """The same in an engine that serves already, which goes on without guesses where there can be none."""
     try:

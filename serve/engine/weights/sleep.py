@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ....model.pair import Params, target_of, with_target
-from ...runtime.compiled.compile import Arguments
+from ...runtime.compiled.compile import StepArguments
 from .params import require_own
 
 TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
@@ -37,7 +37,7 @@ class Sleep:
     def pause(self) -> None:
         self.missing.add("scheduling")
 
-    def begin(self, state: Arguments, like: Arguments, discard: bool) -> Arguments:
+    def begin(self, state: StepArguments, like: StepArguments, discard: bool) -> StepArguments:
         """Take a state's arrays off the device, the target's parameters nowhere if they are to be discarded;
         gives their shapes: those of the cache and the slots, which may be promised, are `like` others.
 
@@ -51,9 +51,11 @@ class Sleep:
         self.discarded = self.discarded or discard
         return replace(like, params=shapes_of(state.params))
 
-    def end(self, state: Arguments, tags: Iterable[str], empty: Callable[[Params], Arguments]) -> Arguments:
+    def end(
+        self, state: StepArguments, tags: Iterable[str], empty: Callable[[Params], StepArguments]
+    ) -> StepArguments:
         """The state with what `tags` name; `empty` makes one that nobody has used."""
-        for tag in self.asked(tags):
+        for tag in self.chosen_tags(tags):
             if tag == "weights":
                 state = replace(state, params=on_device(self.params, state.params))
             elif tag == "kv_cache":
@@ -61,7 +63,7 @@ class Sleep:
             self.woke(tag)
         return state
 
-    def asked(self, tags: Iterable[str]) -> list[str]:
+    def chosen_tags(self, tags: Iterable[str]) -> list[str]:
         """Those of the tags that are missing. Raises ValueError for one that is none."""
         tags = {tags} if isinstance(tags, str) else set(tags)
         if not tags <= set(TAGS):

@@ -37,7 +37,7 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
     nonce: bytes
 
 
-class Answer(msgspec.Struct, tag=True, frozen=True):
+class ChallengeResponse(msgspec.Struct, tag="Answer", frozen=True):
     """The caller's nonce and proof."""
 
     nonce: bytes
@@ -54,7 +54,7 @@ class Denied(msgspec.Struct, tag=True, frozen=True):
     """The caller's proof is of another key."""
 
 
-Message = Challenge | Answer | Proof | Denied
+Message = Challenge | ChallengeResponse | Proof | Denied
 DECODER = msgspec.msgpack.Decoder(Message)
 
 
@@ -71,7 +71,7 @@ class Secret:
         link, own = self._link(connection), secrets.token_bytes(NONCE)
         link.send(Challenge(own))
         answer = link.receive(LONGEST)
-        if not isinstance(answer, Answer) or len(answer.nonce) != NONCE:
+        if not isinstance(answer, ChallengeResponse) or len(answer.nonce) != NONCE:
             raise ValueError(f"{type(answer).__name__} is no answer")
         if not hmac.compare_digest(answer.proof, self._proof("caller", own, answer.nonce)):
             link.send(Denied())
@@ -84,7 +84,7 @@ class Secret:
         challenge = link.receive(LONGEST)
         if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE:
             raise ValueError(f"{type(challenge).__name__} is no challenge")
-        link.send(Answer(own, self._proof("caller", challenge.nonce, own)))
+        link.send(ChallengeResponse(own, self._proof("caller", challenge.nonce, own)))
         reply = link.receive(LONGEST)
         theirs = reply.proof if isinstance(reply, Proof) else b""
         if not hmac.compare_digest(theirs, self._proof("listener", challenge.nonce, own)):

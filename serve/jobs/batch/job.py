@@ -24,7 +24,7 @@ from ...text.tokenizer.tokenizer import Tokenizer
 from .answers import Answers
 from .lines import INTERNAL, Address, RawLine, address_of, decode, task_of
 from .options import BatchOptions
-from .source import Input
+from .source import JobInput
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -103,7 +103,7 @@ class OrderedStream:
             raise JobError(f"standard output: {error.strerror}") from error
 
 
-class Job:
+class BatchJob:
     """Runs the lines of `source` that `sink` has no answer for. The engine is started when the first of them
     needs it.
 
@@ -113,7 +113,7 @@ class Job:
     def __init__(
         self,
         start_engine: Callable[[], BatchEngine],
-        source: Input,
+        source: JobInput,
         sink: Sink,
         options: BatchOptions,
         interrupts: Interrupts,
@@ -131,7 +131,7 @@ class Job:
         self._ids: set[bytes] = set()
         self._address = Address(openai=False)  # of the line that is being taken
         self._openai = False
-        self._progress = Progress(source.count, sink.count, options.progress)
+        self._progress = JobProgress(source.count, sink.count, options.progress)
         self.engine_report: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -270,7 +270,7 @@ class Job:
         self._ids.add(known)
 
 
-class Progress:
+class JobProgress:
     """A bar on standard error: lines answered, and tokens per second of prompts and outputs together.
 
     It appears, and its clock starts, when the engine is ready; `before` lines were answered earlier.

@@ -22,11 +22,11 @@ from ....sampling.params import SamplingParams
 from ...host.files import PRIVATE, JobError, disk, status, write_whole
 from ...host.signals import Interrupted, Interrupts
 from ...host.streams import tell
-from .job import BatchEngine, Job, OrderedStream
+from .job import BatchEngine, BatchJob, OrderedStream
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
 from .options import BatchOptions
-from .source import Input, file_hash
+from .source import JobInput, file_hash
 
 Report = dict[str, Any]
 DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"  # answers, of a job's options
@@ -55,11 +55,11 @@ def run_batch(
     """
     try:
         check_defaults(options.sampling)
-        with Interrupts() as interrupts, Input.open(input, options.max_line_bytes) as source:
-            call = Call(start_engine, source, options, interrupts, summary)
+        with Interrupts() as interrupts, JobInput.open(input, options.max_line_bytes) as source:
+            call = BatchRun(start_engine, source, options, interrupts, summary)
             if output == "-":
                 return call.to_stdout()
-            place = Place(Path(os.path.realpath(output)))
+            place = JobFiles(Path(os.path.realpath(output)))
             check_distinct(source, place, summary_file)
             known = {"input": source.sha256, **own_fingerprint(options), **fingerprint}
             return call.to_file(place, known)
@@ -72,7 +72,7 @@ def run_batch(
 
 
 @dataclass(frozen=True)
-class Place:
+class JobFiles:
     """The files of a job: the output, and what stands beside it."""
 
     output: Path
@@ -91,11 +91,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Call:
+class BatchRun:
     """One call of the command, with its input at hand."""
 
     start_engine: Callable[[], BatchEngine]
-    source: Input
+    source: JobInput
     options: BatchOptions
     interrupts: Interrupts
     summary: Callable[[Report], None] | None
@@ -109,13 +109,13 @@ class Call:
         if onto_input:
             raise JobError("standard output is the input: answers would be read as lines")
         sys.stdout.flush()
-        job = Job(
+        job = BatchJob(
             self.start_engine, self.source, OrderedStream(1), self.options, self.interrupts, datetime.now()
         )
         self._run(job)
         return 0
 
-    def to_file(self, place: Place, fingerprint: dict[str, str]) -> int:
+    def to_file(self, place: JobFiles, fingerprint: dict[str, str]) -> int:
         """Resumes or begins a job, and makes the finished file of its journal. Raises JobError or
         Interrupted."""
         if finished(place, fingerprint) and not place.journal.exists():
@@ -143,11 +143,11 @@ class Call:
                 raise
         return 0
 
-    def _nothing_to_do(self, place: Place) -> int:
+    def _nothing_to_do(self, place: JobFiles) -> int:
         say(f"{place.output} is already complete: same input, model and flags")
         return 0
 
-    def _check_free(self, place: Place, journal: Journal, fingerprint: dict[str, str]) -> None:
+    def _check_free(self, place: JobFiles, journal: Journal, fingerprint: dict[str, str]) -> None:
         """Raises JobError, leaving no empty journal behind, if something stands where the output is to be."""
         reason = obstacle(place, fingerprint) or foreign(place.report)
         if reason and not journal.count and not journal.damaged:
@@ -159,15 +159,17 @@ class Call:
         if journal.count:
             say(f"{journal.count} of {self.source.count} lines are answered already")
         now = datetime.fromisoformat(journal.header.started)
-        return self._run(Job(self.start_engine, self.source, journal, self.options, self.interrupts, now))
+        return self._run(
+            BatchJob(self.start_engine, self.source, journal, self.options, self.interrupts, now)
+        )
 
-    def _run(self, job: Job) -> Report | None:
+    def _run(self, job: BatchJob) -> Report | None:
         job.run()
         if job.engine_report is not None and self.summary is not None:
             self.summary(job.engine_report)
         return job.engine_report
 
-    def _finish(self, place: Place, journal: Journal, ran: Report | None) -> None:
+    def _finish(self, place: JobFiles, journal: Journal, ran: Report | None) -> None:
         """First the output, then the report that vouches for it, then away with the journal: any kill between
         is repaired."""
         count, result = self.source.count, Result()
@@ -182,7 +184,7 @@ class Call:
         about = {
             "fingerprint": journal.header.fingerprint,
             "started": journal.header.started,
-            "output": result.told(),
+            "output": result.as_report(),
             "run": ran,
         }
         write_whole(
@@ -214,7 +216,7 @@ class Result:
             self._errors.update([str(about["error"])] if "error" in about else [])
             yield line
 
-    def told(self) -> Report:
+    def as_report(self) -> Report:
         errors = {"errors": self._errors.total(), "internal_errors": self._errors[INTERNAL]}
         return {"sha256": self._sha256.hexdigest(), "lines": self._count, **errors}
 
@@ -226,7 +228,7 @@ class Result:
         return said + (f" ({internal} internal: the report says where)" if internal else "")
 
 
-def finished(place: Place, fingerprint: Mapping[str, str]) -> bool:
+def finished(place: JobFiles, fingerprint: Mapping[str, str]) -> bool:
     """Whether the output is this very job's, complete and unchanged."""
     with disk(place.output):
         report = read_report(place.report)
@@ -238,7 +240,7 @@ def finished(place: Place, fingerprint: Mapping[str, str]) -> bool:
         )
 
 
-def obstacle(place: Place, fingerprint: Mapping[str, str]) -> str:
+def obstacle(place: JobFiles, fingerprint: Mapping[str, str]) -> str:
     """Why the output cannot be written: something is there that would be lost. Empty if nothing is (or an
     empty file)."""
     output = place.output
@@ -270,7 +272,7 @@ def check_ours(report: Path) -> None:
         raise JobError(reason)
 
 
-def check_distinct(source: Input, place: Place, summary_file: str | None) -> None:
+def check_distinct(source: JobInput, place: JobFiles, summary_file: str | None) -> None:
     """No file is written that is read, and none twice, by whatever name. Raises JobError."""
     named = {"the output": place.output, "the job's journal": place.journal, "the job's report": place.report}
     summary = None if summary_file is None else Path(os.path.realpath(summary_file))
@@ -283,7 +285,7 @@ def check_distinct(source: Input, place: Place, summary_file: str | None) -> Non
             raise JobError(f"{path} is --report and {what}: they must be two files")
 
 
-def check_folder(place: Place) -> None:
+def check_folder(place: JobFiles) -> None:
     if not place.output.parent.is_dir():
         raise JobError(f"{place.output.parent} is not a folder")
     if place.output.exists() and not place.output.is_file():

@@ -15,7 +15,7 @@ from .lines import LineReader, RawLine
 
 
 @dataclass(frozen=True)
-class Input:
+class JobInput:
     """A job's input as it was at the start: later additions are not read, later changes are refused.
 
     `count` is its number of lines that are not blank; `limit` the bytes that a line may have; `origin` tells

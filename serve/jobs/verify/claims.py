@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...llm.audit.chain import START, Line, read
+from ...llm.audit.chain import START, ChainLine, read
 from ...llm.audit.facts import NEEDED
 
 
@@ -18,7 +18,7 @@ class Named(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Entry(msgspec.Struct, frozen=True):
+class AuditEntry(msgspec.Struct, frozen=True):
     """A request's line (`audit.entry` says what its fields are)."""
 
     id: str
@@ -86,7 +86,7 @@ class Claim:
     """A request's line by its number, and the start that it refers to, if that is in the log."""
 
     line: int
-    entry: Entry
+    entry: AuditEntry
     start: Start | None
 
     @property
@@ -119,7 +119,7 @@ class Claims:
             raise ValueError(f"{path} is no audit log: it has no start of an engine")
         return found
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: ChainLine) -> None:
         if not line.record:
             self.cut_off.append(line.number)
             return
@@ -132,14 +132,14 @@ class Claims:
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             self.broken.setdefault(line.number, f"it is no line of a log: {error}")
 
-    def _note(self, line: Line) -> None:
+    def _note(self, line: ChainLine) -> None:
         record: Mapping[str, Any] = line.record
         if record["kind"] == START:
             self.starts[line.hash] = msgspec.convert(record, Start)
         elif record["kind"] == "weights":
             self.starts[record["start"]].versions[record["version"]] = record["weights"]
         elif record["kind"] == "request":
-            entry = msgspec.convert(record, Entry)
+            entry = msgspec.convert(record, AuditEntry)
             self.requests.append(Claim(line.number, entry, self.starts.get(record["start"])))
         else:
             raise KeyError(f"kind {record['kind']!r}")

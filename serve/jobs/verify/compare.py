@@ -6,12 +6,12 @@ from typing import Any
 
 from ...engine.core.request import Request
 from ...llm.audit.entry import scores_of
-from .claims import Entry, Span
+from .claims import AuditEntry, Span
 
 Scores = Mapping[str, Sequence[Any]]
 
 
-def difference(entry: Entry, span: Span, request: Request) -> str:
+def difference(entry: AuditEntry, span: Span, request: Request) -> str:
     """The first place in which a span differs from the request that made it again; empty where none does."""
     found = first_of(entry.tokens[span.first : span.end], request.outputs[span.first :])
     if found is not None:
@@ -29,7 +29,7 @@ def difference(entry: Entry, span: Span, request: Request) -> str:
     return wrong
 
 
-def is_last(entry: Entry, span: Span) -> bool:
+def is_last(entry: AuditEntry, span: Span) -> bool:
     return span.end == len(entry.tokens)
 
 

@@ -15,16 +15,16 @@ from ....sampling.state import check_choice
 from ...engine.core.request import Request
 from ...llm.audit.facts import facts_of, weights_hash, words_hash
 from ...llm.llm import LLM
-from ...llm.ticket import Ticket
-from .claims import Claim, Claims, Entry, Span
+from ...llm.ticket import RequestGroup
+from .claims import AuditEntry, Claim, Claims, Span
 from .compare import difference, is_last
-from .verdict import Proof, Verdict
+from .verdict import Verdict, VerificationReport
 
 TOGETHER = 512  # requests that are run at the same time
 SEED = 20240817  # of the order in which they are
 
 
-class Job(NamedTuple):
+class Replay(NamedTuple):
     """A span of a claim, to be made again."""
 
     claim: Claim
@@ -45,7 +45,7 @@ class Prover:
         sample: int | None = None,
         anyway: bool = False,
         told: Callable[[int], None] = lambda n: None,
-    ) -> Proof:
+    ) -> VerificationReport:
         """A verdict on each request, or on a random `sample` of them; `anyway` tries those too that other
         facts have made. `told` hears how many more are done."""
         chosen = claims.requests
@@ -53,14 +53,14 @@ class Prover:
             picked = set(random.SystemRandom().sample(range(len(chosen)), sample))
             chosen = [claim for i, claim in enumerate(chosen) if i in picked]
         verdicts = {claim.line: self._before(claim, anyway) for claim in chosen}
-        jobs = [Job(c, s) for c in chosen if not (v := verdicts[c.line]).differences for s in v.spans]
+        jobs = [Replay(c, s) for c in chosen if not (v := verdicts[c.line]).differences for s in v.spans]
         random.Random(SEED).shuffle(jobs)
         for i in range(0, len(jobs), TOGETHER):
             found = self._run(jobs[i : i + TOGETHER])
             for line, wrongs in found.items():
                 verdicts[line].differences.extend(wrongs)
             told(len(found))
-        return Proof(list(verdicts.values()), claims)
+        return VerificationReport(list(verdicts.values()), claims)
 
     def _before(self, claim: Claim, anyway: bool) -> Verdict:
         """What is known of a claim before anything is run, and which of its spans are to be."""
@@ -104,24 +104,24 @@ class Prover:
         made_by = {} if claim.start is None else claim.start.versions
         return [span for span in claim.spans if made_by.get(span.version) == self.weights]
 
-    def _impossible(self, entry: Entry) -> Iterator[str]:
+    def _impossible(self, entry: AuditEntry) -> Iterator[str]:
         """What no engine can have written."""
         words = range(self.llm.config.vocab_size)
         if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in words]:
             yield f"token id {wrong[0]}, which the vocabulary lacks"
         yield from entry.impossible()
 
-    def _adapter(self, entry: Entry) -> Adapter | None:
+    def _adapter(self, entry: AuditEntry) -> Adapter | None:
         """The one whose terms a request had, whatever its name is here."""
         served = self.llm._intake.adapters
         return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
 
     # ------------------------------------------------------------ run again
 
-    def _run(self, jobs: Sequence[Job]) -> dict[int, list[str]]:
+    def _run(self, jobs: Sequence[Replay]) -> dict[int, list[str]]:
         """What differs, by the lines of claims."""
         found: dict[int, list[str]] = defaultdict(list)
-        made: list[tuple[Job, Request]] = []
+        made: list[tuple[Replay, Request]] = []
         for i, job in enumerate(jobs):
             try:
                 made.append((job, self._request(job, i)))
@@ -135,7 +135,7 @@ class Prover:
             found[job.claim.line].extend([wrong] if wrong else [])
         return found
 
-    def _request(self, job: Job, place: int) -> Request:
+    def _request(self, job: Replay, place: int) -> Request:
         """A span's request: what came before is given, and one that is not the last ends with it."""
         entry, span = job.claim.entry, job.span
         params = SamplingParams.from_dict(entry.params)
@@ -165,7 +165,7 @@ class Prover:
             raise ValueError(f"it ends after {request.generated} tokens")
         return request
 
-    def _check(self, params: SamplingParams, entry: Entry) -> None:
+    def _check(self, params: SamplingParams, entry: AuditEntry) -> None:
         """Raises ValueError for what no row of the engine can have."""
         V = self.llm.config.vocab_size
         params.check_vocabulary(V)
@@ -174,6 +174,6 @@ class Prover:
         check_choice(params, V, stops, words)
 
 
-def ticket_of(request: Request, id: str) -> Ticket:
+def ticket_of(request: Request, id: str) -> RequestGroup:
     request.id = id
-    return Ticket(id, None, [request])
+    return RequestGroup(id, None, [request])

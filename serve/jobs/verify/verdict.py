@@ -40,7 +40,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Proof:
+class VerificationReport:
     """Verdicts on requests of a log."""
 
     verdicts: list[Verdict]
@@ -88,7 +88,7 @@ class Proof:
     def record(self) -> dict[str, Any]:
         """The same as JSON."""
 
-        def told(verdict: Verdict) -> dict[str, Any]:
+        def summary(verdict: Verdict) -> dict[str, Any]:
             own = vars(verdict)
             return {name: own[name] for name in ("line", "id", "index", "reasons", "differences")}
 
@@ -97,8 +97,8 @@ class Proof:
             "run": len(self.verdicts),
             "proved": len(self.proved),
             "given": sum(v.given for v in self.proved),
-            "altered": [told(v) for v in self.altered],
-            "not_provable": [told(v) for v in self.unproved],
+            "altered": [summary(v) for v in self.altered],
+            "not_provable": [summary(v) for v in self.unproved],
             "broken": [{"line": n, "wrong": wrong} for n, wrong in self.claims.broken.items()],
             "cut_off": self.claims.cut_off,
             "head": self.claims.head,

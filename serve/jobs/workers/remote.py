@@ -11,24 +11,24 @@ from typing import Any, Protocol
 from ....lora.request import LoRARequest
 from ....sampling.params import SamplingParams
 from ...host.streams import tell
-from ...llm.intake import Intake
+from ...llm.intake import InputProcessor
 from ...options.engine import EngineOptions
 from ...text.outputs import RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
-from .worker import Asked, Facts, Gone
+from .worker import WorkerInfo, WorkerLost, WorkerRequest
 
 LOSSES = 5  # workers that may be lost in a row, nothing having ended between
 
 
-class Crew(Protocol):
+class WorkerBackend(Protocol):
     """Who runs workers. A worker and a promise are whatever it makes of them; where a worker is lost, `got`
-    and `facts` raise Gone."""
+    and `facts` raise WorkerLost."""
 
     def hire(self) -> Any: ...
 
-    def facts(self, worker: Any) -> Facts: ...
+    def facts(self, worker: Any) -> WorkerInfo: ...
 
-    def take(self, worker: Any, new: Sequence[Asked]) -> Any:
+    def take(self, worker: Any, new: Sequence[WorkerRequest]) -> Any:
         """A promise of what `Worker.take` gives."""
         ...
 
@@ -46,12 +46,12 @@ class Crew(Protocol):
 
 
 @dataclass
-class Hand:
+class WorkerHandle:
     """A worker, the requests that it has, those that it has yet to be given, and what it has promised."""
 
     worker: Any
-    has: dict[str, Asked] = field(default_factory=dict)
-    new: list[Asked] = field(default_factory=list)
+    has: dict[str, WorkerRequest] = field(default_factory=dict)
+    new: list[WorkerRequest] = field(default_factory=list)
     promise: Any = None
     is_known: bool = False  # its products and its realm are those of the first
 
@@ -60,7 +60,7 @@ class Hand:
         return len(self.has) + len(self.new)
 
 
-class Remote:
+class WorkerPool:
     """Several workers as one engine: `add_request` deals to whoever has least, `step` waits for the first
     that has something to tell.
 
@@ -68,18 +68,20 @@ class Remote:
     first, or multiplies otherwise.
     """
 
-    def __init__(self, crew: Crew, count: int, tokenizer: Tokenizer | None, options: EngineOptions):
+    def __init__(self, crew: WorkerBackend, count: int, tokenizer: Tokenizer | None, options: EngineOptions):
         self._crew, self.tokenizer = crew, tokenizer
-        self._hands = [Hand(crew.hire()) for _ in range(count)]
+        self._hands = [WorkerHandle(crew.hire()) for _ in range(count)]
         self._facts = self._first_facts()
         facts = self._facts
-        self._intake = Intake(facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids)
+        self._intake = InputProcessor(
+            facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids
+        )
         self.lost = self._in_a_row = 0
 
-    def _first_facts(self) -> Facts:
+    def _first_facts(self) -> WorkerInfo:
         try:
             return self._crew.facts(self._hands[0].worker)
-        except Gone as gone:
+        except WorkerLost as gone:
             raise RuntimeError(f"no worker could be started: {gone}") from None
 
     @property
@@ -96,10 +98,10 @@ class Remote:
     ) -> str:
         """Raises ValueError or TypeError for what no worker could run."""
         self._intake.ticket(request_id, prompt, params)
-        self._deal(Asked(request_id, prompt, params, lora_request))
+        self._deal(WorkerRequest(request_id, prompt, params, lora_request))
         return request_id
 
-    def _deal(self, asked: Asked) -> None:
+    def _deal(self, asked: WorkerRequest) -> None:
         min(self._hands, key=lambda hand: hand.load).new.append(asked)
 
     def expect(self, requests: int) -> None:
@@ -121,7 +123,7 @@ class Remote:
         try:
             ended = self._crew.got(first)
             self._check(hand)
-        except Gone as gone:
+        except WorkerLost as gone:
             self._replace(hand, gone)
             return []
         for output in ended:
@@ -129,7 +131,7 @@ class Remote:
         self._in_a_row = 0 if ended else self._in_a_row
         return ended
 
-    def _replace(self, hand: Hand, gone: Gone) -> None:
+    def _replace(self, hand: WorkerHandle, gone: WorkerLost) -> None:
         """Another worker takes the place of one that is lost; all deal its requests again."""
         self.lost, self._in_a_row = self.lost + 1, self._in_a_row + 1
         if self._in_a_row > LOSSES:
@@ -140,7 +142,7 @@ class Remote:
         for one in asked:
             self._deal(one)
 
-    def _check(self, hand: Hand) -> None:
+    def _check(self, hand: WorkerHandle) -> None:
         """Raises RuntimeError where bits may be others: an accelerator's compiler may choose otherwise, and
         the model's folder may have been written since the first worker's start."""
         if hand.is_known:
@@ -158,7 +160,7 @@ class Remote:
         about = {"workers": len(self._hands), "workers_lost": self.lost}
         try:
             return self._crew.report(self._hands[0].worker, explained) | about
-        except Gone:
+        except WorkerLost:
             return about | {"products": self._facts.products}
 
     def save_cache(self, path: str) -> int:

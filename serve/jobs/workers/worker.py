@@ -16,7 +16,7 @@ from ...text.outputs import RequestOutput
 ENOUGH, MOST = 0.05, 1.0
 
 
-class Asked(NamedTuple):
+class WorkerRequest(NamedTuple):
     """A request as a worker is given it."""
 
     id: str
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class WorkerInfo:
     """What is to be known of a worker's engine before it is given requests."""
 
     vocab_size: int
@@ -37,7 +37,7 @@ class Facts:
     realm: str = ""  # of its answers
 
 
-class Gone(Exception):
+class WorkerLost(Exception):
     """A worker's process has been lost."""
 
 
@@ -47,13 +47,13 @@ class Worker:
     def __init__(self, **arguments: Any):
         self._llm = LLM(**arguments)
 
-    def facts(self) -> Facts:
+    def facts(self) -> WorkerInfo:
         llm = self._llm
         ends, products = llm._intake.eos_ids, self.report()["products"]
         longest, realm = llm.engine.sizes.max_model_len, realms_of(llm).name
-        return Facts(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
+        return WorkerInfo(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
 
-    def take(self, new: Sequence[Asked]) -> list[RequestOutput]:
+    def take(self, new: Sequence[WorkerRequest]) -> list[RequestOutput]:
         """Begin some requests, and go on with all; what has ended."""
         for id, prompt, params, adapter in new:
             self._llm.add_request(prompt, params, id, lora_request=adapter)

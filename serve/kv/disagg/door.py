@@ -12,33 +12,33 @@ from msgspec.structs import replace
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
 from ..offload.tier import Key
-from .memory import Shared
+from .memory import SharedMemoryWriter
 from .messages import (
     SECONDS,
-    Compute,
-    Computed,
-    Fetch,
-    Hello,
-    Leave,
+    CancelPrefill,
+    GetPage,
+    Handshake,
+    HandshakeAccepted,
+    HandshakeRejected,
     Message,
-    Page,
+    PageData,
     Place,
-    Refused,
-    Welcome,
+    PrefillDone,
+    PrefillRequest,
     link_over,
     secret_of,
     sum_of,
 )
-from .registered import Agent, Registered
-from .source import Source
+from .registered import NixlAgent, NixlWriter
+from .source import PrefillService
 
 HELLO = 1 << 16  # bytes of a first message, at most
 LONGEST = 1 << 26  # and of another
-Ends = dict[Place, Shared | Registered]
+Ends = dict[Place, SharedMemoryWriter | NixlWriter]
 OTHERS = "its model, weights, layout, canonical shapes, versions, machine or options are others"
 
 
-class Door:
+class PrefillServer:
     """Listens at an address, and passes to a source the requests of engines that know the secret. Each engine
     has two threads, one that receives and one that answers: one that reads nothing for a while is lost, and
     delays no other. With an agent pages can be read through NIXL too.
@@ -46,24 +46,26 @@ class Door:
     Raises what `Port` does, and ValueError for a file that has no key.
     """
 
-    def __init__(self, address: tuple[str, int], agent: Agent | None = None, key_file: str | None = None):
-        self._port: Port[tuple[Link[Message], Source]] = Port(address, secret_of(key_file), "duetto-door")
+    def __init__(self, address: tuple[str, int], agent: NixlAgent | None = None, key_file: str | None = None):
+        self._port: Port[tuple[Link[Message], PrefillService]] = Port(
+            address, secret_of(key_file), "duetto-door"
+        )
         self.address = self._port.address
         self._agent = agent
-        self._source: Source | None = None
-        self._hello: Hello | None = None
+        self._source: PrefillService | None = None
+        self._hello: Handshake | None = None
         self._links: set[Link[Message]] = set()
         self._lock = threading.Lock()
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         """Pages of this realm are handed over from now on; who is here has to come again."""
         with self._lock:
-            self._hello = None if realm is None else Hello(realm, tuple(page_bytes))
+            self._hello = None if realm is None else Handshake(realm, tuple(page_bytes))
             links, self._links = self._links, set()
         for link in links:
             link.close()
 
-    def serve(self, source: Source) -> None:
+    def serve(self, source: PrefillService) -> None:
         self._source = source
         self._port.begin(self._greet, self._host)
 
@@ -73,7 +75,7 @@ class Door:
 
     # ------------------------------------------------------------ threads
 
-    def _greet(self, connection: socket.socket) -> tuple[Link[Message], Source] | None:
+    def _greet(self, connection: socket.socket) -> tuple[Link[Message], PrefillService] | None:
         """A visitor's link and the source, where the source has the pages that the visitor wants."""
         link = link_over(connection)
         hello = link.receive(HELLO)
@@ -82,10 +84,10 @@ class Door:
             if fits:
                 self._links.add(link)
         if not fits:
-            link.send(Refused(OTHERS))
+            link.send(HandshakeRejected(OTHERS))
         return (link, self._source) if fits and self._source is not None else None
 
-    def _host(self, visitor: tuple[Link[Message], Source]) -> None:
+    def _host(self, visitor: tuple[Link[Message], PrefillService]) -> None:
         """Serve a visitor until it leaves."""
         link, source = visitor
         try:
@@ -97,28 +99,28 @@ class Door:
                 self._links.discard(link)
             link.close()
 
-    def _visit(self, link: Link[Message], source: Source) -> None:
+    def _visit(self, link: Link[Message], source: PrefillService) -> None:
         most = max(self._hello.page_bytes, default=0) if self._hello else 0
-        ends, welcome = Ends(), Welcome(source.room)
+        ends, welcome = Ends(), HandshakeAccepted(source.room)
         with suppress(OSError):
-            ends["shared"] = shared = Shared(most)
+            ends["shared"] = shared = SharedMemoryWriter(most)
             welcome = replace(welcome, memory=shared.path, proof=shared.proof)
         if self._agent is not None:
-            ends["registered"] = registered = Registered(self._agent, most)
+            ends["registered"] = registered = NixlWriter(self._agent, most)
             welcome = replace(welcome, region=registered.region)
-        Visit(link, source, ends, most).run(welcome)
+        PrefillConnection(link, source, ends, most).run(welcome)
 
 
-class Visit:
+class PrefillConnection:
     """What one who has come asks for, one after the other."""
 
-    def __init__(self, link: Link[Message], source: Source, ends: Ends, most: int):
+    def __init__(self, link: Link[Message], source: PrefillService, ends: Ends, most: int):
         self.link, self.source, self.ends, self.most = link, source, ends, most
         self._numbers: dict[int, int] = {}  # of the source, by the asker's
         self._lock = threading.RLock()  # a source may answer at once
         self._answers: queue.SimpleQueue[tuple[Message, Place] | None] = queue.SimpleQueue()
 
-    def run(self, welcome: Welcome) -> None:
+    def run(self, welcome: HandshakeAccepted) -> None:
         """Raises what the link does."""
         threading.Thread(target=self._answer, name="duetto-door", daemon=True).start()
         try:
@@ -134,29 +136,29 @@ class Visit:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Compute(number=number, prompt=prompt):
+            case PrefillRequest(number=number, prompt=prompt):
                 with self._lock:  # it may be ready before its number is known
                     self._numbers[number] = self.source.begin(prompt, partial(self._ready, number))
-            case Leave(number=number):
+            case CancelPrefill(number=number):
                 with self._lock:
                     own = self._numbers.pop(number, None)
                 if own is not None:
                     self.source.leave(own)
-            case Fetch(number=number, key=key, place=place):
+            case GetPage(number=number, key=key, place=place):
                 self._answers.put(self._page(number, key, place))
             case _:
                 raise ValueError(f"{type(message).__name__} is no question")
 
     def _ready(self, number: int, keys: Sequence[Key]) -> None:
-        self._answers.put((Computed(number, tuple(keys)), "answer"))
+        self._answers.put((PrefillDone(number, tuple(keys)), "answer"))
         with self._lock:
             self._numbers.pop(number, None)
 
-    def _page(self, number: int, key: Key, place: Place) -> tuple[Page, Place]:
+    def _page(self, number: int, key: Key, place: Place) -> tuple[PageData, Place]:
         content = self.source.fetch(key)
         if content is None:
-            return Page(number), "answer"
-        page, end = Page(number, len(content), sum_of(key, content)), self.ends.get(place)
+            return PageData(number), "answer"
+        page, end = PageData(number, len(content), sum_of(key, content)), self.ends.get(place)
         if end is None or page.size > self.most:
             return replace(page, content=content), "answer"
         end.write(content)

@@ -12,24 +12,24 @@ from ...host.sockets.link import Link
 from ...host.sockets.secret import Refusal
 from ...host.store import warn
 from ..offload.tier import Content, Key
-from .memory import Seen
+from .memory import SharedMemoryReader
 from .messages import (
     SECONDS,
-    Compute,
-    Computed,
-    Fetch,
-    Hello,
-    Leave,
+    CancelPrefill,
+    GetPage,
+    Handshake,
+    HandshakeAccepted,
+    HandshakeRejected,
     Message,
-    Page,
+    PageData,
     Place,
-    Refused,
-    Welcome,
+    PrefillDone,
+    PrefillRequest,
     link_over,
     secret_of,
     sum_of,
 )
-from .registered import Agent, Reached
+from .registered import NixlAgent, NixlReader
 from .source import Ready
 
 PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
@@ -37,7 +37,7 @@ LONGER = 5.0  # where it has refused
 WELCOME = 1 << 16  # bytes of a first message, at most
 
 
-class Far:
+class RemotePrefillClient:
     """A source at an address. It is reached again whenever it is lost; prompts that were asked for are then
     told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither. With an
     agent pages are read through NIXL, where the source has one too, until a read does not come in time."""
@@ -48,17 +48,17 @@ class Far:
         self,
         address: tuple[str, int],
         seconds: float = SECONDS,
-        agent: Agent | None = None,
+        agent: NixlAgent | None = None,
         key_file: str | None = None,
     ):
         self.address, self.seconds, self.damaged = address, seconds, 0
         self._agent, self._secret = agent, secret_of(key_file)
-        self._hello: Hello | None = None
+        self._hello: Handshake | None = None
         self._link: Link[Message] | None = None
-        self._memory: Seen | Reached | None = None
+        self._memory: SharedMemoryReader | NixlReader | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, Ready] = {}
-        self._pages: dict[int, queue.SimpleQueue[Page | None]] = {}
+        self._pages: dict[int, queue.SimpleQueue[PageData | None]] = {}
         self._words: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock, self._renewed, self._closed = threading.Lock(), threading.Event(), False
         for work in (self._hear, self._say):
@@ -77,7 +77,7 @@ class Far:
         with self._lock:
             if here := self._link is not None:
                 self._waiting[number] = ready
-                self._words.put(Compute(number, tuple(prompt)))
+                self._words.put(PrefillRequest(number, tuple(prompt)))
         if not here:
             ready([])
         return number
@@ -85,18 +85,18 @@ class Far:
     def leave(self, number: int) -> None:
         with self._lock:
             if self._waiting.pop(number, None) is not None:
-                self._words.put(Leave(number))
+                self._words.put(CancelPrefill(number))
 
     def fetch(self, key: Key) -> Content | None:
         """A page, if it comes in time and undamaged. A source that is too slow for one is lost."""
-        number, answer = next(self._numbers), queue.SimpleQueue[Page | None]()
+        number, answer = next(self._numbers), queue.SimpleQueue[PageData | None]()
         until = time.monotonic() + self.seconds
         with self._lock:
             link, memory = self._link, self._memory
             if link is None:
                 return None
             self._pages[number] = answer
-            self._words.put(Fetch(number, key, place_of(memory)))
+            self._words.put(GetPage(number, key, place_of(memory)))
         try:
             page = answer.get(timeout=self.seconds)
         except queue.Empty:
@@ -122,7 +122,7 @@ class Far:
         self._agent = None
         warn(f"nothing was read of {self._place} through NIXL in {self.seconds:g} s")
 
-    def _checked(self, key: Key, page: Page, content: Content) -> Content | None:
+    def _checked(self, key: Key, page: PageData, content: Content) -> Content | None:
         if len(content) == page.size and sum_of(key, content) == page.sum:
             return content
         self.damaged += 1
@@ -130,7 +130,7 @@ class Far:
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         with self._lock:
-            self._hello = None if realm is None else Hello(realm, tuple(page_bytes))
+            self._hello = None if realm is None else Handshake(realm, tuple(page_bytes))
         self._lose()
         self._renewed.set()
 
@@ -186,9 +186,9 @@ class Far:
             link.wait_for(self.seconds)
             link.send(hello)
             match link.receive(WELCOME):
-                case Refused(why=why):
+                case HandshakeRejected(why=why):
                     raise Refusal(why)
-                case Welcome() as welcome:
+                case HandshakeAccepted() as welcome:
                     self._enter(hello, link, welcome.room, self._memory_of(hello, welcome))
                     return link
             raise ValueError("no welcome")
@@ -196,19 +196,23 @@ class Far:
             link.close()
             raise
 
-    def _memory_of(self, hello: Hello, welcome: Welcome) -> Seen | Reached | None:
+    def _memory_of(
+        self, hello: Handshake, welcome: HandshakeAccepted
+    ) -> SharedMemoryReader | NixlReader | None:
         """Where pages can be read; where nowhere, they come in answers."""
         if self._agent is not None:
             try:
                 if welcome.region is not None:
-                    return Reached(self._agent, welcome.region, max(hello.page_bytes, default=0))
+                    return NixlReader(self._agent, welcome.region, max(hello.page_bytes, default=0))
                 why = "it has none"
             except Exception as error:  # noqa: BLE001 - NIXL's own have no name in common
                 why = type(error).__name__
             warn(f"pages of {self._place} do not come through NIXL: {why}")
-        return Seen.at(welcome.memory, welcome.proof)
+        return SharedMemoryReader.at(welcome.memory, welcome.proof)
 
-    def _enter(self, hello: Hello, link: Link[Message], room: int, memory: Seen | Reached | None) -> None:
+    def _enter(
+        self, hello: Handshake, link: Link[Message], room: int, memory: SharedMemoryReader | NixlReader | None
+    ) -> None:
         with self._lock:
             if fits := self._hello is hello:
                 self._link, self._memory, self.room = link, memory, room
@@ -219,12 +223,12 @@ class Far:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Computed(number=number, keys=keys):
+            case PrefillDone(number=number, keys=keys):
                 with self._lock:
                     ready = self._waiting.pop(number, None)
                 if ready is not None:
                     ready(keys)
-            case Page(number=number):
+            case PageData(number=number):
                 answer = self._pages.get(number)
                 if answer is not None:
                     answer.put(message)
@@ -248,11 +252,11 @@ class Far:
                 ready([])
 
 
-def place_of(memory: Seen | Reached | None) -> Place:
+def place_of(memory: SharedMemoryReader | NixlReader | None) -> Place:
     match memory:
         case None:
             return "answer"
-        case Seen():
+        case SharedMemoryReader():
             return "shared"
-        case Reached():
+        case NixlReader():
             return "registered"

@@ -16,7 +16,7 @@ PLACE = re.compile(r"/proc/\d+/fd/\d+")
 PROOF = 16  # bytes at its start, which are told over the network: on another host there is another memory
 
 
-class Shared:
+class SharedMemoryWriter:
     """The owner's end, of so many bytes. Raises OSError where the system has no such memory."""
 
     def __init__(self, size: int):
@@ -44,14 +44,14 @@ class Shared:
         os.close(self._handle)
 
 
-class Seen:
+class SharedMemoryReader:
     """The other end."""
 
     def __init__(self, content: mmap.mmap):
         self._map = content
 
     @classmethod
-    def at(cls, path: str, proof: bytes) -> "Seen | None":
+    def at(cls, path: str, proof: bytes) -> "SharedMemoryReader | None":
         """None where it is not here."""
         if not PLACE.fullmatch(path) or not proof:
             return None

@@ -15,7 +15,7 @@ Place = Literal["answer", "shared", "registered"]
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class Handshake(msgspec.Struct, tag="Hello", frozen=True):
     """Which pages are wanted, and the bytes of one of each window."""
 
     realm: bytes
@@ -31,7 +31,7 @@ class Region(msgspec.Struct, frozen=True):
     note: bytes
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
+class HandshakeAccepted(msgspec.Struct, tag="Welcome", frozen=True):
     """These pages are computed here, and kept in so many bytes; where memory can be shared, and a proof that
     it is this one; and what can be read through NIXL."""
 
@@ -41,33 +41,33 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     region: Region | None = None
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class HandshakeRejected(msgspec.Struct, tag="Refused", frozen=True):
     """Why a prefill engine has nothing to hand over."""
 
     why: str
 
 
-class Compute(msgspec.Struct, tag=True, frozen=True):
+class PrefillRequest(msgspec.Struct, tag="Compute", frozen=True):
     """A prompt, under a number of the asker's."""
 
     number: int
     prompt: tuple[int, ...]
 
 
-class Computed(msgspec.Struct, tag=True, frozen=True):
+class PrefillDone(msgspec.Struct, tag="Computed", frozen=True):
     """A prompt's pages that can be fetched; none where it could not be computed."""
 
     number: int
     keys: tuple[Key, ...]
 
 
-class Leave(msgspec.Struct, tag=True, frozen=True):
+class CancelPrefill(msgspec.Struct, tag="Leave", frozen=True):
     """Nobody wants a prompt any more."""
 
     number: int
 
 
-class Fetch(msgspec.Struct, tag=True, frozen=True):
+class GetPage(msgspec.Struct, tag="Fetch", frozen=True):
     """A page is wanted, in the answer or in one of the memories."""
 
     number: int
@@ -75,7 +75,7 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
     place: Place
 
 
-class Page(msgspec.Struct, tag=True, frozen=True):
+class PageData(msgspec.Struct, tag="Page", frozen=True):
     """A page of so many bytes and its sum, in the answer or in the memory that was named; of none there is
     neither."""
 
@@ -85,7 +85,16 @@ class Page(msgspec.Struct, tag=True, frozen=True):
     content: Content = b""
 
 
-Message = Hello | Welcome | Refused | Compute | Computed | Leave | Fetch | Page
+Message = (
+    Handshake
+    | HandshakeAccepted
+    | HandshakeRejected
+    | PrefillRequest
+    | PrefillDone
+    | CancelPrefill
+    | GetPage
+    | PageData
+)
 DECODER = msgspec.msgpack.Decoder(Message)
 
 

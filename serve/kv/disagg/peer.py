@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..offload.peer import Ask, Peer
+from ..offload.peer import RemoteKV, RemotePrefill
 from ..offload.tier import Content, Counts, Key, window_of
-from .source import Source
+from .source import PrefillService
 
 MOST_KEYS = 1 << 16  # of pages that are remembered to be there
 
 
-class PeerTier(Peer):
+class RemoteKVTier(RemoteKV):
     """Pages of prompts that a source computes. It takes none, and has those that the source has told of.
 
     Prompts are asked for as long as their pages have room at the source until they are fetched, the others
@@ -22,28 +22,28 @@ class PeerTier(Peer):
     nothing is asked, until the source has answered something: prompts are computed here.
     """
 
-    def __init__(self, source: Source, patience: float):
+    def __init__(self, source: PrefillService, patience: float):
         self.source, self.patience, self.counts = source, patience, Counts()
         self.page_bytes: Sequence[int] = ()
         self.asked = self.answered = self.late = self.nbytes = 0
         self._is_silent = False
-        self._line: deque[Ask] = deque()  # asks that are still to be sent
+        self._line: deque[RemotePrefill] = deque()  # asks that are still to be sent
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._lock = threading.RLock()  # a source may answer at once
 
     # ------------------------------------------------------------ prompts
 
-    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> RemotePrefill | None:
         """There is one source, whichever is wanted."""
         with self._lock:
             if self._is_silent or not self.source.is_here:
                 return None
-            ask = Ask(list(prompt), pages)
+            ask = RemotePrefill(list(prompt), pages)
             self._line.append(ask)
             self._send()
             return ask
 
-    def awaits(self, ask: Ask) -> bool:
+    def awaits(self, ask: RemotePrefill) -> bool:
         with self._lock:
             if ask.done.is_set() or self._is_silent or ask.released:
                 return False
@@ -58,7 +58,7 @@ class PeerTier(Peer):
             self.late += 1
             return False
 
-    def release(self, ask: Ask) -> None:
+    def release(self, ask: RemotePrefill) -> None:
         with self._lock:
             if ask.released:
                 return
@@ -78,15 +78,15 @@ class PeerTier(Peer):
         while self._line and (not self.nbytes or self.nbytes + self._size(self._line[0]) <= self.source.room):
             self._begin(self._line.popleft())
 
-    def _begin(self, ask: Ask) -> None:
+    def _begin(self, ask: RemotePrefill) -> None:
         self.nbytes += self._size(ask)
         self.asked += 1
         ask.number = self.source.begin(ask.prompt, partial(self._ready, ask))
 
-    def _size(self, ask: Ask) -> int:
+    def _size(self, ask: RemotePrefill) -> int:
         return ask.pages * sum(self.page_bytes)
 
-    def _ready(self, ask: Ask, keys: Sequence[Key]) -> None:
+    def _ready(self, ask: RemotePrefill, keys: Sequence[Key]) -> None:
         with self._lock:
             self._is_silent = False
             self.answered += bool(keys)

@@ -3,25 +3,25 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..offload.peer import Ask, Peer
-from ..offload.tier import Chain, Content, Key
-from .peer import PeerTier
+from ..offload.peer import RemoteKV, RemotePrefill
+from ..offload.tier import Content, Key, TierChain
+from .peer import RemoteKVTier
 
 
-class Peers(Peer):
+class RemoteKVPool(RemoteKV):
     """The tiers of several engines, each under its address, as one.
 
     A prompt is asked of the engine that its request names. Where that is not there, or none of these, it is
     the one that is asked for the least: so a request can choose among these addresses, and reach no other.
     """
 
-    def __init__(self, tiers: Mapping[str, PeerTier]):
+    def __init__(self, tiers: Mapping[str, RemoteKVTier]):
         self.tiers = dict(tiers)
-        self._chain = Chain(list(self.tiers.values()))
+        self._chain = TierChain(list(self.tiers.values()))
 
     # ------------------------------------------------------------ prompts
 
-    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> RemotePrefill | None:
         for place in self._places(at):
             if (ask := self.tiers[place].ask(prompt, pages)) is not None:
                 ask.at = place
@@ -33,10 +33,10 @@ class Peers(Peer):
             yield at
         yield from sorted(self.tiers.keys() - {at}, key=lambda place: self.tiers[place].nbytes)
 
-    def awaits(self, ask: Ask) -> bool:
+    def awaits(self, ask: RemotePrefill) -> bool:
         return self.tiers[ask.at].awaits(ask)
 
-    def release(self, ask: Ask) -> None:
+    def release(self, ask: RemotePrefill) -> None:
         self.tiers[ask.at].release(ask)
 
     # ------------------------------------------------------------ pages

@@ -33,7 +33,7 @@ def nixl() -> Any:
     return found
 
 
-class Lent:
+class RegisteredBuffer:
     """Bytes that are registered."""
 
     def __init__(self, own: Any, size: int):
@@ -42,7 +42,7 @@ class Lent:
         self.registered = own.register_memory([(self.address, size, 0, "")], "DRAM", ["UCX"])
 
 
-class Agent:
+class NixlAgent:
     """This process to NIXL, over UCX: one for all whom it meets.
 
     Memory is lent, and registered until the process ends: a read that was given up may still touch it.
@@ -55,21 +55,21 @@ class Agent:
         self.own = package.nixl_agent(f"duetto-{secrets.token_hex(8)}", config)
         if "UCX" not in self.own.backends:
             raise ValueError("kv_transport nixl is not allowed: its package has no UCX")
-        self._free: dict[int, list[Lent]] = {}
+        self._free: dict[int, list[RegisteredBuffer]] = {}
         self._notes: set[bytes] = set()
         self._met: Counter[str] = Counter()  # connections to each other agent
         self._lock = threading.Lock()
 
-    def lend(self, size: int) -> Lent:
+    def lend(self, size: int) -> RegisteredBuffer:
         with self._lock:
             free = self._free.setdefault(size, [])
-            return free.pop() if free else Lent(self.own, size)
+            return free.pop() if free else RegisteredBuffer(self.own, size)
 
-    def take_back(self, lent: Lent) -> None:
+    def take_back(self, lent: RegisteredBuffer) -> None:
         with self._lock:
             self._free[lent.bytes.size].append(lent)
 
-    def words(self, lent: Lent) -> bytes:
+    def words(self, lent: RegisteredBuffer) -> bytes:
         """What another agent has to know to read it."""
         return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
 
@@ -98,10 +98,10 @@ class Agent:
             return found
 
 
-class Registered:
+class NixlWriter:
     """The owner's end, of so many bytes."""
 
-    def __init__(self, agent: Agent, size: int):
+    def __init__(self, agent: NixlAgent, size: int):
         self._agent, self._lent, self._closed = agent, agent.lend(size), False
         self.region = Region(agent.words(self._lent), self._lent.address, secrets.token_bytes(16))
 
@@ -127,10 +127,10 @@ class Registered:
         self._agent.take_back(self._lent)
 
 
-class Reached:
+class NixlReader:
     """The other end. Raises what NIXL does where the owner cannot be known."""
 
-    def __init__(self, agent: Agent, region: Region, size: int):
+    def __init__(self, agent: NixlAgent, region: Region, size: int):
         self._agent, self._region, self._closed = agent, region, False
         self._owner = agent.meet(region.agent)
         self._lent, self._reading = agent.lend(size), threading.Lock()

@@ -10,7 +10,7 @@ Ready = Callable[
 ]  # told of the pages that can be fetched, once; of none where it failed
 
 
-class Source(Protocol):
+class PrefillService(Protocol):
     """An engine that computes prompts. None of its methods raises, and none waits but `fetch`."""
 
     @property

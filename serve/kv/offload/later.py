@@ -12,7 +12,7 @@ MOST = 1 << 28  # bytes that wait to be kept
 LINGER = 1.0  # seconds that the thread waits for more
 
 
-class Later:
+class WriteBehindTier:
     """Another tier, to which pages are passed on one after the other; until then they are found here. Beyond
     `most_bytes` of them no more are taken, since a page that is nowhere is computed again."""
 

@@ -25,8 +25,8 @@ from ...runtime.compiled.transfers import (
     count_for,
     filled,
 )
-from .peer import Ask, Peer
-from .tier import Chain, Key, window_of
+from .peer import RemoteKV, RemotePrefill
+from .tier import Key, TierChain, window_of
 
 FETCHES = 16  # whose rates are remembered, the latest
 FEWEST = 3  # that say how long one takes
@@ -35,11 +35,11 @@ END = 10.0  # seconds that the end of an engine waits for its mover
 
 
 @dataclass(eq=False)
-class Ticket:
+class PageFetch:
     """Pages that a request waits for. `parts` are those that have arrived; at its admission `places` says
     into which pages they go."""
 
-    ask: Ask | None = None  # of the engine that computes the prompt, where it is another
+    ask: RemotePrefill | None = None  # of the engine that computes the prompt, where it is another
     rounds: int = 0  # how often pages were asked for
     pages: int = 0
     until: float = 0.0  # the time when nobody waits any more
@@ -71,7 +71,7 @@ class Ticket:
 Job = Callable[[], None]
 
 
-class Jobs:
+class MoverQueue:
     """What a mover has to do, in order, but what somebody waits for goes first."""
 
     def __init__(self):
@@ -89,7 +89,7 @@ class Jobs:
         return self._jobs.get(timeout=timeout)[-1]
 
 
-class Mover:
+class PageMover:
     """Offers pages to a tier and fetches from it, one job at a time; `reopen` gives a tier for the pages of
     other parameters.
 
@@ -100,10 +100,10 @@ class Mover:
 
     def __init__(
         self,
-        tier: Chain,
+        tier: TierChain,
         transfers: Transfers,
-        reopen: Callable[[Any], Chain],
-        peer: Peer | None = None,
+        reopen: Callable[[Any], TierChain],
+        peer: RemoteKV | None = None,
     ):
         self.tier, self.transfers, self.reopen, self.peer = tier, transfers, reopen, peer
         self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, as those waited who asked
@@ -111,7 +111,7 @@ class Mover:
         self._refreshed = time.monotonic()
         self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
         self._lock = threading.Lock()
-        self._jobs = Jobs()
+        self._jobs = MoverQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -139,7 +139,7 @@ class Mover:
                 self._coming[key] = self._coming.get(key, 0) + 1
         self._jobs.put(lambda: self._keep(keys, leaves))
 
-    def fetch(self, keys: Sequence[Key], ticket: Ticket, patience: float) -> None:
+    def fetch(self, keys: Sequence[Key], ticket: PageFetch, patience: float) -> None:
         """Bring pages to the device, for as many seconds as somebody waits: before others are kept, unless
         they are among these."""
         done = threading.Event()
@@ -150,7 +150,7 @@ class Mover:
             here = self._coming.keys().isdisjoint(keys)
         self._jobs.put(lambda: self._bring(keys, ticket, done, asked), awaited=here)
 
-    def taken(self, ticket: Ticket) -> None:
+    def taken(self, ticket: PageFetch) -> None:
         """A request has its pages, or wants them no more."""
         if self.peer is not None and ticket.ask is not None:
             self.peer.release(ticket.ask)
@@ -162,7 +162,7 @@ class Mover:
     def replaced(self, params: Any) -> None:
         """Other parameters are served from now on, whose pages `reopen` finds a tier for."""
         self.wait()
-        self.tier = Chain([])  # whatever happens: names say nothing of the weights
+        self.tier = TierChain([])  # whatever happens: names say nothing of the weights
         self.tier = self.reopen(params)
 
     def wait(self) -> None:
@@ -216,7 +216,7 @@ class Mover:
                     if not self._coming[key]:
                         del self._coming[key]
 
-    def _bring(self, keys: Sequence[Key], ticket: Ticket, done: threading.Event, asked: float) -> None:
+    def _bring(self, keys: Sequence[Key], ticket: PageFetch, done: threading.Event, asked: float) -> None:
         """The last pages first: a tier keeps those longest that it has fetched last, and a prefix ends where
         one lacks. What others' pages take before these counts too."""
         size = 0
@@ -231,7 +231,7 @@ class Mover:
                 self._rates.append((time.perf_counter() - asked) / size)
             done.set()
 
-    def _bring_part(self, window: int, keys: Sequence[Key], ticket: Ticket) -> int:
+    def _bring_part(self, window: int, keys: Sequence[Key], ticket: PageFetch) -> int:
         """Gives the bytes of what was there."""
         found = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
         if not found:
@@ -245,7 +245,7 @@ class Mover:
                 ticket.parts.append((list(found), leaves))
         return len(found) * self.transfers.page_bytes[window]
 
-    def _stage(self, pages: int, ticket: Ticket) -> bool:
+    def _stage(self, pages: int, ticket: PageFetch) -> bool:
         with self._lock:
             fits = not ticket.dropped and self._staged + pages <= STAGED
             self._staged += pages if fits else 0

@@ -14,11 +14,11 @@ from ...runtime.compiled.sizing import host_memory
 from ...runtime.compiled.transfers import Transfers
 from .disk import DiskTier, place_at
 from .host import HostTier
-from .later import Later
-from .mover import Mover
-from .peer import Peer
+from .later import WriteBehindTier
+from .mover import PageMover
+from .peer import RemoteKV
 from .realm import realm
-from .tier import Chain, Tier
+from .tier import Tier, TierChain
 
 Told = Callable[[bytes | None, Sequence[int]], None]  # of a realm, and the bytes of a page of each window
 
@@ -42,7 +42,7 @@ def folder(options: EngineOptions) -> Path:
         raise ValueError(f"kv_disk_space is not allowed without kv_disk_path: {error}") from error
 
 
-def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> Chain:
+def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> TierChain:
     """The tiers for pages of these parameters, the quickest first; without files while parameters are not
     there to be named. Raises what `check` does."""
     tiers: list[Tier] = []
@@ -51,8 +51,8 @@ def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> Chain:
     there = are_there(params)
     if options.kv_disk_space and there:
         named = realm(programs, params, options)
-        tiers.append(Later(DiskTier(folder(options), named, options.kv_disk_space * GIB)))
-    return Chain(tiers, there)
+        tiers.append(WriteBehindTier(DiskTier(folder(options), named, options.kv_disk_space * GIB)))
+    return TierChain(tiers, there)
 
 
 def are_there(params: Any) -> bool:
@@ -63,23 +63,23 @@ def mover_of(
     options: EngineOptions,
     programs: Programs,
     params: Any,
-    peer: Peer | None = None,
+    peer: RemoteKV | None = None,
     told: Told | None = None,
-) -> Mover:
+) -> PageMover:
     """A mover at work between the pools of programs and the tiers, a `peer` the last of them. Whoever hands
     pages over is `told` whose they are, at once and where parameters are replaced."""
     transfers = Transfers(programs.config, programs.like)
     hearers = [told, peer.renew if peer else None]
 
-    def reopen(params: Any) -> Chain:
+    def reopen(params: Any) -> TierChain:
         chain = tiers_of(options, programs, params)
         if any(hearers):
             named = realm(programs, params, options, options.reproducible) if are_there(params) else None
             for hear in hearers:
                 if hear is not None:
                     hear(named, transfers.page_bytes)
-        return Chain([*chain.tiers, *([peer] if peer else [])], chain.whole)
+        return TierChain([*chain.tiers, *([peer] if peer else [])], chain.whole)
 
-    mover = Mover(reopen(params), transfers, reopen, peer)
+    mover = PageMover(reopen(params), transfers, reopen, peer)
     mover.begin()
     return mover

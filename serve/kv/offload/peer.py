@@ -9,7 +9,7 @@ from .tier import Content, Key, Tier
 
 
 @dataclass(eq=False)
-class Ask:
+class RemotePrefill:
     """A prompt that another engine is asked to compute. `done` says that it has, or that it will not."""
 
     prompt: Sequence[int]
@@ -21,7 +21,7 @@ class Ask:
     released: bool = False
 
 
-class Peer(Tier, Protocol):
+class RemoteKV(Tier, Protocol):
     """Pages that another engine has computed for this one, which takes none and looks for none: it is told.
     No method waits but `fetch`, and none raises."""
 
@@ -32,17 +32,17 @@ class Peer(Tier, Protocol):
         """False: it takes no pages."""
         return False
 
-    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> Ask | None:
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> RemotePrefill | None:
         """Have a prompt of so many full pages computed, `at` an address rather than at others; None where
         nobody can be asked now."""
         ...
 
-    def awaits(self, ask: Ask) -> bool:
+    def awaits(self, ask: RemotePrefill) -> bool:
         """Whether the first in line, who asks, waits for its prompt still: its time begins with the first
         question."""
         ...
 
-    def release(self, ask: Ask) -> None:
+    def release(self, ask: RemotePrefill) -> None:
         """The pages of a prompt are here, or nobody wants them any more."""
         ...
 

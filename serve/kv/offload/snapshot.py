@@ -8,7 +8,7 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables
 from ...runtime.compiled.transfers import MOST, Transfers, contents
 from .disk import DiskTier
-from .tier import Chain, Content, Key, Tier, key_of
+from .tier import Content, Key, Tier, TierChain, key_of
 
 UNBOUNDED = 1 << 62  # bytes
 NOTE = "realm-"  # how files begin that say whose pages a folder has
@@ -30,7 +30,7 @@ def save(folder: Path, realm: bytes, pages: Iterable[tuple[Key, Content]]) -> in
 
 
 def named_pages(
-    cache: KVCache, tables: PageTables, transfers: Transfers, but: Chain | None = None
+    cache: KVCache, tables: PageTables, transfers: Transfers, but: TierChain | None = None
 ) -> Iterator[tuple[Key, Content]]:
     """All pages of the pools that can be found by name, the last first, but those that a tier has."""
     for g, pool in enumerate(tables.pools):
@@ -73,7 +73,7 @@ def load(path: str | Path, realm: bytes) -> DiskTier:
         raise ValueError(f"load_cache: {error}") from error
 
 
-def add(chain: Chain, loaded: DiskTier) -> None:
+def add(chain: TierChain, loaded: DiskTier) -> None:
     """Find pages in what was loaded too, under a name of its own; a folder that was loaded before is read
     anew."""
     others = [tier for tier in chain.tiers if not is_of(loaded.folder, tier)]

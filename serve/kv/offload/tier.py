@@ -89,7 +89,7 @@ class Tier(Protocol):
         ...
 
 
-class Chain:
+class TierChain:
     """Tiers of which the first are the quickest: pages are offered to all of them, and found in any. One that
     is not `whole` lacks those that parameters have to be there for."""
 
@@ -126,9 +126,9 @@ class Chain:
         return [entry for tier in self.tiers for entry in tier.own()]
 
     @property
-    def lasting(self) -> "Chain":
+    def lasting(self) -> "TierChain":
         """Those of its tiers that take pages and outlive the process."""
-        return Chain([tier for tier in self.tiers if tier.lasts and tier.keeps])
+        return TierChain([tier for tier in self.tiers if tier.lasts and tier.keeps])
 
     def report(self) -> dict[str, Any]:
         return {tier.name: tier.report() for tier in self.tiers}

@@ -16,9 +16,9 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import AWAY, PageTables, Tables
 from ...host.store import warn
 from ...runtime.compiled.transfers import MOST
-from .mover import Mover, Ticket
+from .mover import PageFetch, PageMover
 from .snapshot import named_pages
-from .tier import Chain, Key, key_of, window_of
+from .tier import Key, TierChain, key_of, window_of
 
 ROUNDS = 3  # in which pages are fetched for one admission: some may be evicted while others come
 TRIES = 16  # pages are fetched every so many times though it does not pay: rates change
@@ -28,7 +28,7 @@ WRITING = 60.0  # seconds that the end of an engine waits for files
 AHEAD = 1 << 26  # bytes that are on their way then
 
 
-class Untiered:
+class NoOffload:
     """Where an engine without tiers finds pages: in its pools alone."""
 
     def __init__(self, tables: PageTables):
@@ -36,15 +36,17 @@ class Untiered:
 
     def expect(
         self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
-    ) -> Ticket | None:
+    ) -> PageFetch | None:
         """A prompt whose pages have these names comes into line: another engine is asked to compute it, if
         there is one, and of several the one at the address `source`."""
 
-    def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
+    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
         """Pages of the longest prefix that is here, has been fetched, or may yet be fetched."""
         return self.tables.find(names)
 
-    def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
         """What is found of a prompt that is first in line, all of it here or arrived; None while it waits.
         What is in tiers is asked for, with a ticket."""
         return self.tables.find(names), None
@@ -55,18 +57,18 @@ class Untiered:
         names: Sequence[bytes],
         tokens: Sequence[int],
         pages: Tables,
-        ticket: Ticket | None,
+        ticket: PageFetch | None,
     ) -> None:
         """A prompt has got pages of its own for those that have been fetched: from now on they are found
         there."""
 
-    def drop(self, ticket: Ticket | None) -> None:
+    def drop(self, ticket: PageFetch | None) -> None:
         """Nobody wants a ticket any more."""
 
     def pause(self) -> None:
         """What an engine does that waits for pages alone."""
 
-    def step(self, cache: KVCache, tickets: Iterable[Ticket | None]) -> KVCache:
+    def step(self, cache: KVCache, tickets: Iterable[PageFetch | None]) -> KVCache:
         """Copy the pages that have lost their names before anything is written over them; then put those that
         have been fetched into their places."""
         return cache
@@ -88,7 +90,7 @@ class Untiered:
         return {}
 
 
-class Tiering(Untiered):
+class KVOffloader(NoOffload):
     """What an engine has in tiers. The prompt that is first in line is looked up by `look` and waits while
     its pages come; `admit` gives them places, and `step` puts them there, before the step's programs.
 
@@ -96,12 +98,12 @@ class Tiering(Untiered):
     both are known. Where it does not pay pages are neither kept nor fetched.
     """
 
-    def __init__(self, mover: Mover, tables: PageTables, token_seconds: Callable[[], float | None]):
+    def __init__(self, mover: PageMover, tables: PageTables, token_seconds: Callable[[], float | None]):
         super().__init__(tables)
         self.mover, self.token_seconds = mover, token_seconds
         self.kept = self.left_out = self.fetched = self.refused = self.late = 0  # pages
         self._asked = 0
-        self._last: Ticket | None = None
+        self._last: PageFetch | None = None
         for pool in tables.pools:
             pool.evicted = []
 
@@ -109,14 +111,14 @@ class Tiering(Untiered):
 
     def expect(
         self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
-    ) -> Ticket | None:
+    ) -> PageFetch | None:
         peer = self.mover.peer
         if peer is None or len(self.find(names, None)[0]) == len(names):
             return None
         ask = peer.ask(prompt, len(names), source)
-        return None if ask is None else Ticket(ask)
+        return None if ask is None else PageFetch(ask)
 
-    def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
+    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
         arrived = set() if ticket is None else ticket.arrived
         more = ticket is None or ticket.rounds < ROUNDS
 
@@ -126,7 +128,9 @@ class Tiering(Untiered):
 
         return self.tables.find(names, is_away)
 
-    def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
         if ticket is not None and self._awaits(ticket):
             self._last = ticket
             return None, ticket
@@ -134,18 +138,18 @@ class Tiering(Untiered):
         lacking = [key for key in away(found, names) if key not in arrived]
         if not lacking:
             return found, ticket
-        ticket = ticket or Ticket()
+        ticket = ticket or PageFetch()
         if ticket.is_pending:
             return None, ticket
         self._ask(lacking, ticket)
         return self.look(names, ticket)  # which waits, unless nothing more is asked for or all is here
 
-    def _awaits(self, ticket: Ticket) -> bool:
+    def _awaits(self, ticket: PageFetch) -> bool:
         """Whether another engine may still compute a prompt in time."""
         peer, ask = self.mover.peer, ticket.ask
         return peer is not None and ask is not None and peer.awaits(ask)
 
-    def _ask(self, keys: list[Key], ticket: Ticket) -> None:
+    def _ask(self, keys: list[Key], ticket: PageFetch) -> None:
         """One more round, unless the last is late, or fetching does not pay."""
         if ticket.is_late:
             self.late += ticket.pages
@@ -163,7 +167,7 @@ class Tiering(Untiered):
         names: Sequence[bytes],
         tokens: Sequence[int],
         pages: Tables,
-        ticket: Ticket | None,
+        ticket: PageFetch | None,
     ) -> None:
         if ticket is not None:
             ticket.places = {
@@ -174,7 +178,7 @@ class Tiering(Untiered):
             }
             self.tables.name(pages, names[: len(found[0])], 0, tokens)
 
-    def drop(self, ticket: Ticket | None) -> None:
+    def drop(self, ticket: PageFetch | None) -> None:
         if ticket is not None and not ticket.dropped:
             self.mover.taken(ticket)
 
@@ -189,7 +193,7 @@ class Tiering(Untiered):
 
     # ------------------------------------------------------------ on the device, in the engine's order
 
-    def step(self, cache: KVCache, tickets: Iterable[Ticket | None]) -> KVCache:
+    def step(self, cache: KVCache, tickets: Iterable[PageFetch | None]) -> KVCache:
         for g, pool in enumerate(self.tables.pools):
             evicted, pool.evicted = pool.evicted or [], []
             if evicted and self.mover.tier.keeps and self.pays is not False:
@@ -237,7 +241,7 @@ class Tiering(Untiered):
         if lost and time.monotonic() > until:
             warn(f"{lost} pages were not written within {WRITING:g} seconds: they are computed again")
 
-    def _keep_named(self, cache: KVCache, lasting: Chain, until: float) -> int:
+    def _keep_named(self, cache: KVCache, lasting: TierChain, until: float) -> int:
         """Offer all pages that can be found by name until a time; gives how many could not be."""
         names = ((name, g) for g, pool in enumerate(self.tables.pools) for name, _ in pool.named())
         left = sum(not lasting.has(key_of(*name)) for name in names)
@@ -250,7 +254,7 @@ class Tiering(Untiered):
                 left -= 1
         return left
 
-    def _fill(self, cache: KVCache, ticket: Ticket) -> KVCache:
+    def _fill(self, cache: KVCache, ticket: PageFetch) -> KVCache:
         for keys, leaves in ticket.parts:
             pages = [ticket.places.pop(key, None) for key in keys]
             if wanted := sum(page is not None for page in pages):

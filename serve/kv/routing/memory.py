@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Protocol
 
 
-class Memory(Protocol):
+class PrefixIndex(Protocol):
     """Pages of a replica by the names that the router gives them."""
 
     def hits(self, names: Sequence[bytes]) -> int:
@@ -26,7 +26,7 @@ class Memory(Protocol):
         ...
 
 
-class Sent:
+class AssumedPrefixIndex:
     """What was sent to a replica is thought to be there, the latest `most` pages of it: of a prompt the last
     go first, as in the replica's own cache."""
 
@@ -51,7 +51,7 @@ class Sent:
         self._names.clear()
 
 
-class Told:
+class EventPrefixIndex:
     """What a replica says is there, and what is on its way to be."""
 
     def __init__(self):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .memory import Memory
+from .memory import PrefixIndex
 
 ROW = 32  # tokens of prefill that a request which generates is reckoned as
 
@@ -18,14 +18,14 @@ class Prompt:
     tokens: int = 0
 
 
-class Connection(Protocol):
+class ReplicaConnection(Protocol):
     """A request's way to its replica."""
 
     def abort(self) -> None: ...
 
 
 @dataclass(eq=False)
-class Job:
+class RoutedRequest:
     """A request on its way: its prompt, and of the replica that has it how many tokens of the prompt that has
     to compute, until its answer has begun. `left` are replicas that could not serve it, `others` those of
     them whose realm is not the one of the answer so far, `realm`."""
@@ -52,12 +52,12 @@ class Job:
 class Replica:
     """A server at an address: whether it is there and takes requests, and those that it has."""
 
-    def __init__(self, address: str, memory: Memory, row: int = ROW):
+    def __init__(self, address: str, memory: PrefixIndex, row: int = ROW):
         self.address, self.memory, self._row = address, memory, row
         self.is_up = self.is_ready = False  # before the first look
         self.realm = ""  # of its answers, as far as it is known
-        self.jobs: set[Job] = set()
-        self.connections: set[Connection] = set()
+        self.jobs: set[RoutedRequest] = set()
+        self.connections: set[ReplicaConnection] = set()
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
         self._work = 0  # of jobs that have not begun
 
@@ -77,7 +77,7 @@ class Replica:
         """Tokens of prefill until a prompt would be computed here."""
         return self.load + prompt.tokens - self.hits(prompt)
 
-    def take(self, job: Job) -> None:
+    def take(self, job: RoutedRequest) -> None:
         hits = self.hits(job.prompt)
         job.work, job.has_begun = job.prompt.tokens - hits, False
         self._work += job.work
@@ -87,13 +87,13 @@ class Replica:
         self.prompt_tokens += job.prompt.tokens
         self.hit_tokens += hits
 
-    def begun(self, job: Job) -> None:
+    def begun(self, job: RoutedRequest) -> None:
         """The first of a job's answer has come: its prompt is computed."""
         if job in self.jobs and not job.has_begun:
             job.has_begun = True
             self._work -= job.work
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: RoutedRequest) -> None:
         if job in self.jobs:
             self.begun(job)
             self.jobs.remove(job)

@@ -24,7 +24,7 @@ START = "start"  # the kind of a process's first line
 
 
 @dataclass(frozen=True)
-class Line:
+class ChainLine:
     """A line by its number from 1 on: its hash, its record, and what is wrong with its place in the chain.
 
     Of what a killed process has left the record is empty.
@@ -78,7 +78,7 @@ class ChainWriter:
         os.close(self._descriptor)
 
 
-def read(path: Path) -> Iterator[Line]:
+def read(path: Path) -> Iterator[ChainLine]:
     """The lines of a file in their order. Raises OSError."""
     before, left = FIRST, 0
     with path.open("rb") as file:
@@ -87,14 +87,14 @@ def read(path: Path) -> Iterator[Line]:
             record = record_of(line) if line != raw else None
             if record is None:
                 left += len(line)
-                yield Line(number, "", {})
+                yield ChainLine(number, "", {})
                 continue
             told = record.get("cut_off", 0) if record.get("kind") == START else 0
             wrong = "" if record["prev"] == before else "what stood before it was changed, moved or taken out"
             if left != told:
                 wrong = wrong or "what stands before it cannot be read"
             before, left = hash_of(line), 0
-            yield Line(number, before, record, wrong)
+            yield ChainLine(number, before, record, wrong)
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:

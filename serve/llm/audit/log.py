@@ -86,7 +86,7 @@ def opened(
     params, facts, outside = engine.params, facts_of(engine, options), outside_contract(engine, options)
     needed = msgspec.json.decode(msgspec.json.encode(needed_options(options)))
 
-    def told() -> Record:
+    def start_record() -> Record:
         return {
             "model": model,
             "options": needed,
@@ -96,6 +96,6 @@ def opened(
             "weights": weights_hash(params),
         }
 
-    log.started(told)
+    log.started(start_record)
     weakref.finalize(engine, log.close)  # also at the end of the process
     return log

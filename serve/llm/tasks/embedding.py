@@ -14,7 +14,7 @@ from ...text.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from .. import vllm
 from ..bar import Tqdm
 from ..intake import Prompt, listed, one_each
-from ..ticket import Ticket
+from ..ticket import RequestGroup
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -50,7 +50,7 @@ def embed(
     return [result(ticket) for ticket in tickets]
 
 
-def making(llm: "LLM", prompt: Prompt, params: PoolingParams) -> Callable[..., Ticket]:
+def making(llm: "LLM", prompt: Prompt, params: PoolingParams) -> Callable[..., RequestGroup]:
     """What makes the ticket of a prompt to embed. Raises ValueError or TypeError for parameters that are not
     allowed."""
     if not isinstance(params, PoolingParams):
@@ -65,7 +65,7 @@ def making(llm: "LLM", prompt: Prompt, params: PoolingParams) -> Callable[..., T
     return partial(llm._intake.ticket, prompt=prompt, params=READING, pooling=settled)
 
 
-def embedding_of(ticket: Ticket) -> np.ndarray:
+def embedding_of(ticket: RequestGroup) -> np.ndarray:
     """Float32 [D], of a ticket that has finished. Raises RuntimeError where it was aborted."""
     pool = ticket.requests[0].pool
     if pool is None or (found := pool.embedding) is None:
@@ -73,6 +73,6 @@ def embedding_of(ticket: Ticket) -> np.ndarray:
     return found
 
 
-def result(ticket: Ticket) -> EmbeddingRequestOutput:
+def result(ticket: RequestGroup) -> EmbeddingRequestOutput:
     request, output = ticket.requests[0], EmbeddingOutput(embedding_of(ticket).tolist())
     return EmbeddingRequestOutput(ticket.id, output, request.prompt, num_cached_tokens=request.cached)

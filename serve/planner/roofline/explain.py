@@ -7,7 +7,7 @@ from ...engine.core.engine import Engine
 from ...runtime.compiled.shapes import Shape
 from .facts import facts
 from .floor import Demand, pair_demand, pools, starts
-from .table import Cost, floored, render_table
+from .table import ShapeCost, floored, render_table
 from .targets import Target, here
 
 
@@ -26,7 +26,7 @@ def explain(engine: Engine) -> str:
     return "\n".join(render_table(rows))
 
 
-def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
+def row_of(engine: Engine, shape: Shape, target: Target) -> ShapeCost:
     meter = engine.meter
     config = engine.config
     params = engine.everything
@@ -42,4 +42,4 @@ def row_of(engine: Engine, shape: Shape, target: Target) -> Cost:
     read = pools(work, config.layers, engine.cache, context)
     found = None if is_deferred else facts(engine.programs.steps[shape], read, shape.tokens)
     each = Demand(whole.flops * shards / devices, whole.bytes * shards / devices)
-    return floored(Cost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)
+    return floored(ShapeCost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)

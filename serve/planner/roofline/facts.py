@@ -9,7 +9,18 @@ from typing import NamedTuple
 
 import jax
 
-from .hlo import Instruction, Module, Pool, Run, Walk, buffers, here, label, nbytes, result
+from .hlo import (
+    ExecutedInstruction,
+    Instruction,
+    Module,
+    PoolBuffer,
+    Walk,
+    buffers,
+    here,
+    label,
+    nbytes,
+    result,
+)
 from .products import Product, products
 from .thunks import Thunks
 
@@ -46,7 +57,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProgramFacts:
     """Bytes of a compiled program's arguments, of those updated in place, of its scratch memory; and what it
     moves.
 
@@ -68,14 +79,14 @@ class Facts:
     thunks: Thunks | None = None
 
 
-def facts(compiled: jax.stages.Compiled, pools: Sequence[Pool] = (), steps: int = 1) -> Facts:
+def facts(compiled: jax.stages.Compiled, pools: Sequence[PoolBuffer] = (), steps: int = 1) -> ProgramFacts:
     """Read a compiled program, whose loops over keys read these pools; other loops without an end in sight
     take `steps`."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None, "this backend does not describe its programs"
     module = Module.read(text)
     walk = Walk(module, tuple(pools), steps)
-    return Facts(
+    return ProgramFacts(
         memory.argument_size_in_bytes,
         memory.alias_size_in_bytes,
         len(re.findall(r"(?:may|must)-alias", text.partition("\n")[0])),
@@ -104,7 +115,7 @@ def moved(instructions: Iterable[Instruction]) -> tuple[Moved, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.instruction)))
 
 
-def collectives(runs: Iterable[Run], devices: int) -> dict[str, Collective]:
+def collectives(runs: Iterable[ExecutedInstruction], devices: int) -> dict[str, Collective]:
     """What goes between devices, by kind; the two halves of an asynchronous collective are one call."""
     found: dict[str, Collective] = {}
     for run in runs:

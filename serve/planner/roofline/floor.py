@@ -28,7 +28,7 @@ from ....model.sharding import device_bytes
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import abstract, nbytes, paths
 from ...runtime.compiled.shapes import Shape
-from .hlo import Pool
+from .hlo import PoolBuffer
 
 
 @dataclass(frozen=True)
@@ -113,22 +113,24 @@ def starts(shape: Shape, context: int) -> np.ndarray:
     return context + apart * np.arange(shape.rows)
 
 
-def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: int) -> tuple[Pool, ...]:
+def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: int) -> tuple[PoolBuffer, ...]:
     """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their
     devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 
-    def pool(mixer: Mixer, buffer: Any, arrays: int) -> Pool:
+    def pool(mixer: Mixer, buffer: Any, arrays: int) -> PoolBuffer:
         _, pages, width, *_ = buffer.sharding.shard_shape(buffer.shape)
         own = device_bytes(buffer)
         if mixer.window == STATE:
-            return Pool(own, own * min(shape.sequences, pages) // pages, 0, arrays)
+            return PoolBuffer(own, own * min(shape.sequences, pages) // pages, 0, arrays)
         sequences, rows = min(shape.sequences, shape.rows_of(tokens)), shape.rows_of(tokens)
         live = min((sequences * seen(mixer, context) + rows * tokens) / (pages * width), 1)
         first = 0 if mixer.window is None else np.maximum(first_seen(mixer, start), 0) // BLOCK
         blocks = np.sort(-(-(start + tokens) // BLOCK) - first)[::-1]
-        return Pool(own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays)
+        return PoolBuffer(
+            own, round(own * live), int(blocks[:: group_size(shape.rows, tokens)].sum()), arrays
+        )
 
     found = []
     for kind, keys, values, states in zip(layers, cache.k, cache.v, cache.states, strict=True):

@@ -53,7 +53,7 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-class Pool(NamedTuple):
+class PoolBuffer(NamedTuple):
     """A layer's buffer of pages: its bytes, the live ones, and the blocks that a loop over its keys takes."""
 
     bytes: int
@@ -62,7 +62,7 @@ class Pool(NamedTuple):
     arrays: int = 2  # that its layer has
 
 
-class Run(NamedTuple):
+class ExecutedInstruction(NamedTuple):
     """An instruction that is executed, how often, and the bytes that it touches each time."""
 
     instruction: Instruction
@@ -115,19 +115,19 @@ class Walk:
     """
 
     module: Module
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[PoolBuffer, ...] = ()
     steps: int = 1
     dearest: bool = False
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ExecutedInstruction]:
         return self.inlined(self.module.entry)
 
     @cached_property
     def bytes(self) -> int:
         return total(self.runs)
 
-    def inlined(self, name: str) -> list[Run]:
+    def inlined(self, name: str) -> list[ExecutedInstruction]:
         """What a computation executes, with all that it calls."""
         computation, found = self.module.computations[name], []
         for x in computation.values():
@@ -139,7 +139,7 @@ class Walk:
             elif x.operation in ("call", "call-start", "async-start"):
                 found += [run for callee in x.calls("to_apply", "calls") for run in self.inlined(callee)]
             else:
-                found.append(Run(x, 1, self.touched(computation, x)))
+                found.append(ExecutedInstruction(x, 1, self.touched(computation, x)))
         return found
 
     def trips(self, computation: Computation, loop: Instruction) -> int:
@@ -224,11 +224,11 @@ class Walk:
         return found
 
 
-def total(runs: Iterable[Run]) -> int:
+def total(runs: Iterable[ExecutedInstruction]) -> int:
     return sum(run.times * run.bytes for run in runs)
 
 
-def repeated(runs: list[Run], times: int) -> list[Run]:
+def repeated(runs: list[ExecutedInstruction], times: int) -> list[ExecutedInstruction]:
     return [run._replace(times=run.times * times) for run in runs]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....kvcache.pages import Batch
 from ...host import clock
-from ...runtime.compiled.compile import Arguments, Programs
+from ...runtime.compiled.compile import Programs, StepArguments
 from ...runtime.compiled.shapes import Shape
 from ...runtime.steps.step import Output
 from .floor import starts
@@ -21,7 +21,7 @@ REPEATS = 5
 STATUS = Path("/proc/self/status")
 
 
-class Measured(NamedTuple):
+class MeasuredPrograms(NamedTuple):
     """Seconds of each program, the median of REPEATS calls; and bytes that parameters, state and programs
     took at most."""
 
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
     peak: int | None
 
 
-def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
+def measure(programs: Programs, arguments: StepArguments, context: int) -> MeasuredPrograms:
     """Run compiled programs with every row awake, and `context` tokens in the cache of all but those of
     prefill.
 
@@ -44,10 +44,10 @@ def measure(programs: Programs, arguments: Arguments, context: int) -> Measured:
         batch = full_batch(programs, shape, 0 if shape.phase == "prefill" else context)
         seconds[shape], state = timed(programs, shape, state, batch)
     after = memory()
-    return Measured(seconds, None if before is None or after is None else after - before)
+    return MeasuredPrograms(seconds, None if before is None or after is None else after - before)
 
 
-def unending(state: Arguments) -> Arguments:
+def unending(state: StepArguments) -> StepArguments:
     """Every slot with a request that does not end."""
     slots = state.slots
     far = jnp.full_like(slots.end, np.iinfo(np.int32).max)
@@ -70,7 +70,9 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     return batch
 
 
-def timed(programs: Programs, shape: Shape, state: Arguments, batch: Batch) -> tuple[float, Arguments]:
+def timed(
+    programs: Programs, shape: Shape, state: StepArguments, batch: Batch
+) -> tuple[float, StepArguments]:
     """Seconds of a call, the first one aside, and the state it leaves."""
 
     def call() -> Output:

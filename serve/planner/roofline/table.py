@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...runtime.compiled.shapes import Shape
-from .facts import Facts
+from .facts import ProgramFacts
 from .floor import Demand
 from .targets import Target
 
 
 @dataclass(frozen=True)
-class Cost:
+class ShapeCost:
     """A shape's work on each device, its floor in seconds where the peaks are known, what XLA made of it, and
     measured seconds."""
 
@@ -18,7 +18,7 @@ class Cost:
     work: Demand
     floor: float | None
     bound: str | None
-    facts: Facts | None
+    facts: ProgramFacts | None
     seconds: float | None = None
 
     @property
@@ -27,7 +27,7 @@ class Cost:
         return self.facts.bytes / self.work.bytes if self.facts else None
 
 
-def floored(row: Cost, target: Target, dtype: Any) -> Cost:
+def floored(row: ShapeCost, target: Target, dtype: Any) -> ShapeCost:
     """The row with its floor, where the target's peaks are known."""
     if target.peaks is None:
         return row
@@ -35,7 +35,7 @@ def floored(row: Cost, target: Target, dtype: Any) -> Cost:
     return replace(row, floor=row.work.floor(*at_most), bound=row.work.bound(*at_most))
 
 
-def render_table(rows: list[Cost]) -> list[str]:
+def render_table(rows: list[ShapeCost]) -> list[str]:
     """A line for each program. Operations and the floor's bytes are counted analytically, the program's in
     XLA's module."""
     heads = ("GFLOP", 9), ("least MB", 10), ("touched MB", 11), ("ratio", 6), ("FLOP/B", 8), ("floor ms", 10)
@@ -44,7 +44,7 @@ def render_table(rows: list[Cost]) -> list[str]:
     return [head, *map(render_row, rows)]
 
 
-def render_row(row: Cost) -> str:
+def render_row(row: ShapeCost) -> str:
     w = row.work
     f = row.facts
     over = row.seconds and row.floor and row.seconds / row.floor
@@ -62,7 +62,7 @@ def or_dash(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
-def render_fact(f: Facts, link: float) -> str:
+def render_fact(f: ProgramFacts, link: float) -> str:
     """What XLA made of a program; `link` are bytes/s between devices, 0 if unknown."""
     lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
     lines += [f"  {f.thunks}"] if f.thunks else []

@@ -16,7 +16,7 @@ from ....model.config import Experts, ModelConfig
 from ....model.transformer import Decoder
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Shape, can_share, doublings, table
-from .fitting import Fitted, Job, fit
+from .fitting import Fitted, PlannedModel, fit
 from .times import Demands, Efficiency, Roofline
 
 GUESSES = (2, 4)  # a step, where an acceptance is given
@@ -126,7 +126,7 @@ class Space:
     """Candidates for a job. What was counted and drawn up once is kept: `demands` and `params` by
     quantisation and keys. Options that are `fixed` stay as the base has them."""
 
-    job: Job
+    job: PlannedModel
     base: EngineOptions
     efficiency: Efficiency
     acceptance: float | None = None

@@ -23,7 +23,7 @@ class SimulatedClock:
 
 
 @dataclass
-class Stages:
+class SimulatedStages:
     """Stages one behind the other, each of which does one call at a time, in the order in which they come
     (as `serve/runtime/pipeline/` has it). A device without a pipeline is one stage."""
 

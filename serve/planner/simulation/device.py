@@ -11,18 +11,18 @@ import numpy as np
 from ....model.pair import PairConfig
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled
-from ...engine.core.plan import Work
-from ...runtime.compiled.compile import Arguments
+from ...engine.core.plan import ScheduledTokens
+from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.step import Output, Seat
-from .clock import SimulatedClock, Stages
-from .times import Call, StepTimes
+from .clock import SimulatedClock, SimulatedStages
+from .times import StepCall, StepTimes
 
 TOKEN = 0  # that every row samples
 
 
 @dataclass(frozen=True)
-class Coming:
+class SimulatedResult:
     """What a call will bring, once somebody waits for it."""
 
     output: Output
@@ -35,9 +35,9 @@ class Coming:
 
 
 class SimulatedPrograms:
-    """What an engine asks of `Programs`, on `Stages`. Guesses are right with the probability `acceptance`,
-    each after those before it. `inline` is a host's own processor: whoever asks for a call runs it. A request
-    that takes a seat takes `seating` seconds of the host."""
+    """What an engine asks of `Programs`, on `SimulatedStages`. Guesses are right with the probability
+    `acceptance`, each after those before it. `inline` is a host's own processor: whoever asks for a call runs
+    it. A request that takes a seat takes `seating` seconds of the host."""
 
     count, seconds, age = 0, 0.0, 0.0
     ready: ClassVar[dict[Shape, float]] = {}
@@ -53,7 +53,7 @@ class SimulatedPrograms:
         seating: float = 0.0,
     ):
         self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
-        self.stages = Stages(times.stages)
+        self.stages = SimulatedStages(times.stages)
         self._acceptance, self._random, self._inline = acceptance, Random(0), inline
         self._seating = seating
         self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
@@ -68,8 +68,8 @@ class SimulatedPrograms:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def empty(self, params: Any, failed: BaseException | None = None) -> Arguments:
-        return Arguments(params, cast(Any, None), cast(Any, None))
+    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
+        return StepArguments(params, cast(Any, None), cast(Any, None))
 
     def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         self._known[int(slot)] = int(new.known)
@@ -82,23 +82,25 @@ class SimulatedPrograms:
     def load_masks(self, slots: Any, *masks: Any) -> Any:
         return slots
 
-    def run(self, shape: Shape, arguments: Arguments, works: Mapping[int, Work]) -> tuple[Any, Any, Coming]:
+    def run(
+        self, shape: Shape, arguments: StepArguments, works: Mapping[int, ScheduledTokens]
+    ) -> tuple[Any, Any, SimulatedResult]:
         """A call begins once it is asked for, its rows' steps before have left the last stage, and those
         before it the first."""
         tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
-        call, seats = Call(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
+        call, seats = StepCall(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
         coming = self.coming(shape, works, self.dispatch(call, seats))
         return arguments.cache, arguments.slots, coming
 
-    def coming(self, shape: Shape, works: Mapping[int, Work], at: float) -> Coming:
+    def coming(self, shape: Shape, works: Mapping[int, ScheduledTokens], at: float) -> SimulatedResult:
         """What the rows of a call have sampled, at a moment."""
         sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
         for row, work in works.items():
             first, end = self._sampled(shape, work, self._known[_seat(work)])
             sampled[row, first:end] = TOKEN
-        return Coming(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
+        return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
 
-    def dispatch(self, call: Call, seats: Iterable[int] = ()) -> float:
+    def dispatch(self, call: StepCall, seats: Iterable[int] = ()) -> float:
         """When the results of a call for some seats, asked for now, arrive."""
         moment = self.clock()
         if self.stages.count > 1:
@@ -113,7 +115,7 @@ class SimulatedPrograms:
     def _most(self, shape: Shape) -> int:
         return 1 if shape.phase == "prefill" else shape.tokens
 
-    def _sampled(self, shape: Shape, work: Work, known: int) -> tuple[int, int]:
+    def _sampled(self, shape: Shape, work: ScheduledTokens, known: int) -> tuple[int, int]:
         """The columns in which a row samples: behind the last of its known tokens."""
         if shape.phase == "prefill":
             return 0, int(work.start + work.count >= known)
@@ -125,6 +127,6 @@ class SimulatedPrograms:
         return next((i for i in range(guesses) if self._random.random() >= self._acceptance), guesses)
 
 
-def _seat(work: Work) -> int:
+def _seat(work: ScheduledTokens) -> int:
     assert work.request.slot is not None
     return work.request.slot

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ...runtime.compiled.shapes import Shape, smallest
 from ..roofline.bubbles import cycle
-from ..workloads.tally import Within
+from ..workloads.tally import SLO
 from ..workloads.workload import Workload
 from .candidates import Candidate
-from .times import Call
+from .times import StepCall
 
 SAMPLE = 64  # prompts whose prefill is counted
 FULL = 0.9  # share of the time that prefills may take: beyond, queues grow long
@@ -19,7 +19,7 @@ ROUNDS = 24  # of halving a rate's interval
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """Requests a second of one replica, seconds between a request's tokens, rows that an engine decodes at
     the same time, and what keeps it from more."""
 
@@ -29,14 +29,14 @@ class Steady:
     bound: str
 
 
-class Reading(NamedTuple):
+class PrefillTimes(NamedTuple):
     """Seconds of a prompt's prefill, on average, and of one that is longer than most."""
 
     mean: float
     long: float
 
 
-def estimate(own: Candidate, load: Workload, within: Within, share: float = 0.99) -> Steady:
+def estimate(own: Candidate, load: Workload, within: SLO, share: float = 0.99) -> SteadyState:
     """The most load at which no bound is exceeded, of which so many requests are in time."""
     decode = cache(partial(between_tokens, own, load.context))
     at = partial(steady, own, load, within, prefill_seconds(own, load, share), decode)
@@ -47,29 +47,29 @@ def estimate(own: Candidate, load: Workload, within: Within, share: float = 0.99
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle).bound == "" else (low, middle)
     found = at(low)
-    return Steady(low, found.tpot, found.rows, at(high).bound)
+    return SteadyState(low, found.tpot, found.rows, at(high).bound)
 
 
 def steady(
     own: Candidate,
     load: Workload,
-    within: Within,
-    prefill: Reading,
+    within: SLO,
+    prefill: PrefillTimes,
     decode: Callable[[int], float],
     rate: float,
-) -> Steady:
+) -> SteadyState:
     """The state at a rate, and the bound that it exceeds, "" if none: rows follow from the time of a step,
     and that from the rows and the prefills between steps."""
     reading = rate * prefill.mean  # share of its time that an engine reads prompts
     if reading > FULL:
-        return Steady(rate, 0.0, 0.0, "prefill")
+        return SteadyState(rate, 0.0, 0.0, "prefill")
     own_rate, beside = rate / own.decoders, 0.0 if own.apart else reading
     rows, tpot, seats = 1.0, 0.0, own.options.seats
     for _ in range(ROUNDS):
         tpot = decode(max(1, round(rows))) / (1 - beside)
         rows = own_rate * load.output * tpot
         if rows > seats:
-            return Steady(rate, tpot, rows, "seats")
+            return SteadyState(rate, tpot, rows, "seats")
     ttft = prefill.long + prefill.mean * reading / (1 - reading) + tpot
     bounds = (
         (
@@ -79,7 +79,7 @@ def steady(
         (tpot > within.tpot, "time between tokens"),
         (ttft > within.ttft, "time to the first token"),
     )
-    return Steady(rate, tpot, rows, next((name for exceeded, name in bounds if exceeded), ""))
+    return SteadyState(rate, tpot, rows, next((name for exceeded, name in bounds if exceeded), ""))
 
 
 def between_tokens(own: Candidate, context: float, rows: int) -> float:
@@ -90,7 +90,9 @@ def between_tokens(own: Candidate, context: float, rows: int) -> float:
     phase = "verify" if o.guesses else "decode"
     shape = call_shape(own.shapes, phase, each, 1 + o.guesses if o.guesses else o.decode_steps)
     calls = -(-each // shape.rows)
-    call = Call(shape, min(each, shape.rows), each * (1 + o.guesses), round(min(each, shape.rows) * context))
+    call = StepCall(
+        shape, min(each, shape.rows), each * (1 + o.guesses), round(min(each, shape.rows) * context)
+    )
     seconds = [calls * s for s in own.times(call)]
     groups //= lay.data
     step = groups * cycle(seconds, groups) if lay.stages > 1 else sum(seconds)
@@ -111,7 +113,7 @@ def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> S
     return smallest(fewest, min(rows, max(s.rows for s in fewest)), fewest[0].tokens)
 
 
-def prefill_seconds(own: Candidate, load: Workload, share: float) -> Reading:
+def prefill_seconds(own: Candidate, load: Workload, share: float) -> PrefillTimes:
     """Of a prompt's prefill in chunks, of the stage that takes the longest; prompts lack what they share."""
     lone = [s for s in own.shapes if s.phase == "prefill" and s.rows == 1]
     lacking = 1 - found_share(own, load)
@@ -119,7 +121,7 @@ def prefill_seconds(own: Candidate, load: Workload, share: float) -> Reading:
     some = prompts[:: max(1, len(prompts) // SAMPLE)]
     total = sum(prompt_seconds(own, lone, tokens) for tokens in some)
     last = prompts[min(int(share * len(prompts)), len(prompts) - 1)]
-    return Reading(total / len(some) / own.fitted.layout.data, prompt_seconds(own, lone, last))
+    return PrefillTimes(total / len(some) / own.fitted.layout.data, prompt_seconds(own, lone, last))
 
 
 def found_share(own: Candidate, load: Workload) -> float:
@@ -132,6 +134,6 @@ def prompt_seconds(own: Candidate, lone: list[Shape], tokens: int) -> float:
     while done < tokens:
         count = min(most, tokens - done)
         shape = smallest(lone, 1, count)
-        total += max(own.times(Call(shape, 1, count, done)))
+        total += max(own.times(StepCall(shape, 1, count, done)))
         done += count
     return total

@@ -21,7 +21,7 @@ from ...engine.startup.mesh import layout_of, put
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.compiled.sizing import (
-    Room,
+    StageBudget,
     check_slots,
     moved_bytes,
     scratch_bytes,
@@ -51,7 +51,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedModel:
     """A model on a target: its sizes, and the dtype that it computes in."""
 
     name: str
@@ -67,7 +67,7 @@ class Job:
         return abstract(form_spec(self.config, quantization), jnp.dtype(self.dtype))
 
 
-def fit(job: Job, options: EngineOptions, params: Decoder) -> Fitted:
+def fit(job: PlannedModel, options: EngineOptions, params: Decoder) -> Fitted:
     """The sizes of an engine with these options on the target, of parameters in their quantisation.
 
     Raises ValueError where the layout is not allowed, or does not fit, with what would.
@@ -91,7 +91,7 @@ def fit(job: Job, options: EngineOptions, params: Decoder) -> Fitted:
     budget = int(job.target.memory * options.gpu_memory_utilization) - beside
     spans, W = spans_of(job.config, layout), options.page_size
     places = [
-        Room(slice(span.start, span.stop), budget - own, ways)
+        StageBudget(slice(span.start, span.stop), budget - own, ways)
         for span, own in zip(spans, weights, strict=True)
     ]
     if min(place.budget for place in places) <= 0:
@@ -107,7 +107,7 @@ def fit(job: Job, options: EngineOptions, params: Decoder) -> Fitted:
     return Fitted(options, layout, sizes, max(weights), cache, places[0].budget)
 
 
-def stage_bytes(job: Job, layout: Layout, params: Decoder) -> list[int]:
+def stage_bytes(job: PlannedModel, layout: Layout, params: Decoder) -> list[int]:
     """Bytes of the weights on a device of each stage."""
     placed = on_mesh(job.config, layout, params)
     if layout.stages == 1:

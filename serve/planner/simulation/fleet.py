@@ -12,24 +12,24 @@ from typing import Any
 
 from ...engine.core.request import Request
 from ...engine.metrics.meter import paddings
-from ...kv.routing.memory import Sent
-from ...kv.routing.replicas import Job, Prompt, Replica, best
-from ..workloads.tally import ANY, Tally, Within
-from ..workloads.traces import BLOCK, Entry
-from .handed import Link, handed_to
+from ...kv.routing.memory import AssumedPrefixIndex
+from ...kv.routing.replicas import Prompt, Replica, RoutedRequest, best
+from ..workloads.tally import ANY, SLO, SLOStats
+from ..workloads.traces import BLOCK, TraceEntry
+from .handed import SimulatedLink, handed_to
 from .run import Simulation
 
 Choice = Callable[..., Replica | None]  # as the router's
 
 
-def placed(entry: Entry) -> Prompt:
+def placed(entry: TraceEntry) -> Prompt:
     """A prompt as the router sees it, whose pages are the trace's blocks."""
     full = entry.prompt // BLOCK
     return Prompt([b"%d" % name for name in entry.blocks[:full]], BLOCK, entry.prompt)
 
 
 @dataclass(eq=False)
-class Source:
+class SimulatedPrefillEngine:
     """An engine that computes prompts for others, as requests of one token."""
 
     simulation: Simulation
@@ -38,7 +38,7 @@ class Source:
     def __post_init__(self):
         self.simulation.engine.on_end = self._computed
 
-    def ask(self, entry: Entry, ready: Callable[[float], None]) -> None:
+    def ask(self, entry: TraceEntry, ready: Callable[[float], None]) -> None:
         request = self.simulation.request_of(replace(entry, output=1))
         self.asked[request] = ready
         self.simulation.arrive(request, entry.arrival)
@@ -48,32 +48,32 @@ class Source:
 
 
 @dataclass(eq=False)
-class Member:
+class SimulatedReplica:
     """An engine of a fleet as the router sees it. Where it has a `source` that computes its prompts, and
     their pages come over the `link`."""
 
     simulation: Simulation
-    tally: Tally
-    source: Source | None = None
-    link: Link = field(default_factory=Link)
+    tally: SLOStats
+    source: SimulatedPrefillEngine | None = None
+    link: SimulatedLink = field(default_factory=SimulatedLink)
 
     def __post_init__(self):
         most = self.simulation.sizes.shards * max(self.simulation.sizes.pages) * self._page_size // BLOCK
-        self.replica = Replica("simulated", Sent(most))
+        self.replica = Replica("simulated", AssumedPrefixIndex(most))
         self.replica.is_up = self.replica.is_ready = True
         self.simulation.engine.on_end = self._ended
-        self._jobs: dict[Request, Job] = {}
+        self._jobs: dict[Request, RoutedRequest] = {}
         self._unread: deque[Request] = deque()  # whose first token has not been seen
-        self._gone: deque[tuple[float, Job]] = deque()
+        self._gone: deque[tuple[float, RoutedRequest]] = deque()
         self._coming: list[tuple[float, int, Request]] = []  # whose prompts are computed
 
     @property
     def _page_size(self) -> int:
         return self.simulation.sizes.page_size
 
-    def take(self, entry: Entry, prompt: Prompt) -> None:
+    def take(self, entry: TraceEntry, prompt: Prompt) -> None:
         """A request is placed here."""
-        request, job = self.simulation.request_of(entry), Job(prompt)
+        request, job = self.simulation.request_of(entry), RoutedRequest(prompt)
         self.replica.take(job)
         self._jobs[request] = job
         self._unread.append(request)
@@ -126,23 +126,27 @@ class Fleet:
         self._token_seconds = token_seconds
 
     def serve(
-        self, entries: Iterable[Entry], within: Within = ANY, most_late: float = math.inf
+        self, entries: Iterable[TraceEntry], within: SLO = ANY, most_late: float = math.inf
     ) -> dict[str, Any]:
         """Serve requests as they arrive, in order, until all have ended, or more than `most_late` have broken
         the limits; what came of it as plain numbers."""
-        tally = Tally(within, most_late)
+        tally = SLOStats(within, most_late)
         given_up = self._play(entries, self._members(tally), tally)
         return tally.report() | outcome(self.simulations, self.prefills, tally) | {"given_up": given_up}
 
-    def _members(self, tally: Tally) -> list[Member]:
+    def _members(self, tally: SLOStats) -> list[SimulatedReplica]:
         if not self.prefills:
-            return [Member(own, tally) for own in self.simulations]
+            return [SimulatedReplica(own, tally) for own in self.simulations]
         handed_to(self.simulations)
-        sources = cycle([Source(own) for own in self.prefills])
+        sources = cycle([SimulatedPrefillEngine(own) for own in self.prefills])
         pairs = zip(self.simulations, sources, strict=False)
-        return [Member(own, tally, source, Link(self._token_seconds)) for own, source in pairs]
+        return [
+            SimulatedReplica(own, tally, source, SimulatedLink(self._token_seconds)) for own, source in pairs
+        ]
 
-    def _play(self, entries: Iterable[Entry], members: Sequence[Member], tally: Tally) -> bool:
+    def _play(
+        self, entries: Iterable[TraceEntry], members: Sequence[SimulatedReplica], tally: SLOStats
+    ) -> bool:
         """Whether it was given up before its end."""
         longest = self.simulations[0].sizes.max_model_len
         for entry in entries:
@@ -156,20 +160,20 @@ class Fleet:
         self._advance(members, tally, math.inf)
         return not all(own.is_idle for own in self.simulations)
 
-    def _advance(self, members: Sequence[Member], tally: Tally, until: float) -> None:
+    def _advance(self, members: Sequence[SimulatedReplica], tally: SLOStats, until: float) -> None:
         for prefill in self.prefills:
             prefill.advance(until, lambda: tally.is_hopeless)
         for member in members:
             member.advance(until)
             member.tell(until)
 
-    def _place(self, entry: Entry, members: Sequence[Member]) -> None:
+    def _place(self, entry: TraceEntry, members: Sequence[SimulatedReplica]) -> None:
         prompt = placed(entry)
         chosen = self._choose([member.replica for member in members], prompt, sys.maxsize, ())
         next(member for member in members if member.replica is chosen).take(entry, prompt)
 
 
-def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: Tally) -> dict[str, Any]:
+def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: SLOStats) -> dict[str, Any]:
     """What the engines say of themselves, and what a planner wants to know beside it. Prompts are those of
     the engines that read them."""
     every, readers = [*parts, *prefills], prefills or parts

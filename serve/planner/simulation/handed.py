@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....kvcache.tables import PageTables, Tables
-from ...kv.offload.mover import Ticket
-from ...kv.offload.tiering import Untiered
+from ...kv.offload.mover import PageFetch
+from ...kv.offload.tiering import NoOffload
 from .run import Simulation
 
 
 @dataclass
-class Link:
+class SimulatedLink:
     """A way for pages, which go one behind the other; a token's keys take so many seconds."""
 
     token_seconds: float = 0.0
@@ -23,7 +23,7 @@ class Link:
         return self.free
 
 
-class Handed(Untiered):
+class SimulatedRemotePages(NoOffload):
     """Where an engine finds the pages of prompts that were computed for it: a prompt comes into line when
     they are all there. Those that it gives up later are computed here."""
 
@@ -33,14 +33,16 @@ class Handed(Untiered):
 
     def expect(
         self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
-    ) -> Ticket | None:
+    ) -> PageFetch | None:
         self._there.update(names)
         return None
 
-    def find(self, names: Sequence[bytes], ticket: Ticket | None) -> Tables:
+    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
         return self.tables.find(names, lambda group, name: name in self._there)
 
-    def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
         return self.find(names, ticket), ticket
 
     def admit(
@@ -49,7 +51,7 @@ class Handed(Untiered):
         names: Sequence[bytes],
         tokens: Sequence[int],
         pages: Tables,
-        ticket: Ticket | None,
+        ticket: PageFetch | None,
     ) -> None:
         own = names[: len(found[0])]
         self.tables.name(pages, own, 0, tokens)
@@ -59,4 +61,4 @@ class Handed(Untiered):
 def handed_to(simulations: Iterable[Simulation]) -> None:
     """Let engines find what was computed for them."""
     for own in simulations:
-        own.engine.scheduler.tiers = Handed(own.engine.tables)
+        own.engine.scheduler.tiers = SimulatedRemotePages(own.engine.tables)

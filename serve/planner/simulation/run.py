@@ -9,22 +9,22 @@ from ....model.transformer import Decoder
 from ....sampling.params import SamplingParams
 from ...engine.core.engine import Engine
 from ...engine.core.guessing import Speculation
-from ...engine.core.request import Clock, Request
+from ...engine.core.request import Request, RequestTimes
 from ...engine.startup.start import limits_of
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes, can_share, table
-from ...runtime.equal_bits.classes import Classes
-from ..workloads.traces import BLOCK, Entry
+from ...runtime.equal_bits.classes import ShapeClasses
+from ..workloads.traces import BLOCK, TraceEntry
 from .clock import SimulatedClock
 from .device import TOKEN, SimulatedPrograms
 from .times import Host, StepTimes
-from .together import Together
+from .together import DecodeFastForward
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 NO_TIME = Host()
 
 
-class Sure:
+class AlwaysRightDrafter:
     """A drafter that always guesses; whether it is right the simulated device says."""
 
     def begin(self, request: Any, prompt: Any) -> None: ...
@@ -54,14 +54,14 @@ class Simulation:
         platform: str,
         acceptance: float = 0.0,
         host: Host = NO_TIME,
-        classes: Classes | None = None,
+        classes: ShapeClasses | None = None,
         inline: bool = False,
     ):
         self.clock, self.host, self.sizes = SimulatedClock(), host, sizes
         pair = PairConfig(config).within(sizes.max_model_len)
         self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline, host.seat)
         shapes = table(options, sizes, can_share(pair.layers), platform)
-        classes = classes or Classes.of(shapes, same_bits=True)
+        classes = classes or ShapeClasses.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)
         self.engine = Engine(
             cast(Any, self.programs),
@@ -69,11 +69,11 @@ class Simulation:
             self.programs.empty(params),
             limits,
             options.enable_prefix_caching,
-            Speculation(Sure(), options.guesses) if options.guesses else None,
+            Speculation(AlwaysRightDrafter(), options.guesses) if options.guesses else None,
             clock=self.clock,
             told=cast(Any, lambda programs, shape, works: works),
         )
-        self.together: Together | None = Together(self.engine, self.programs)
+        self.together: DecodeFastForward | None = DecodeFastForward(self.engine, self.programs)
         self._count, self._patience = 0, options.patience(awaited=True)
 
     @property
@@ -97,7 +97,7 @@ class Simulation:
             self.engine.step()
         self.clock.spend(self.host.step + self.host.row * len(self.engine.scheduler.running))
 
-    def request_of(self, entry: Entry) -> Request:
+    def request_of(self, entry: TraceEntry) -> Request:
         self._count += 1
         return Request(
             id=str(self._count),
@@ -107,11 +107,11 @@ class Simulation:
             end=entry.prompt + entry.output,
             arrival=self._count,
             patience=self._patience,
-            clock=Clock(entry.arrival, now=self.clock),
+            clock=RequestTimes(entry.arrival, now=self.clock),
         )
 
 
-def prompt_of(entry: Entry, own: int) -> list[int]:
+def prompt_of(entry: TraceEntry, own: int) -> list[int]:
     """Token ids of a prompt: those of a block are its name, and so are the same in every prompt that has it;
     the rest are the prompt's own."""
     tokens = [name + 1 for name in entry.blocks for _ in range(BLOCK)][: entry.prompt]

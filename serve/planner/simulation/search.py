@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any
 
 from ...options.checks import GIB
-from ..workloads.tally import Within
-from ..workloads.traces import Entry, faster
+from ..workloads.tally import SLO
+from ..workloads.traces import TraceEntry, faster
 from ..workloads.workload import Workload
 from .candidates import HANDED, Candidate, Space
-from .estimate import Steady, estimate
+from .estimate import SteadyState, estimate
 from .fleet import Fleet
 from .run import Simulation
 from .tiers import swap
@@ -29,10 +29,10 @@ FLEET = 8  # replicas that are simulated together; of more, so many stand for al
 
 
 @dataclass(frozen=True)
-class Aim:
+class SearchGoal:
     """What is asked for: limits, the share of requests that is to keep them, and seconds of search."""
 
-    within: Within
+    within: SLO
     share: float = 0.99
     seconds: float = 30.0
 
@@ -57,11 +57,11 @@ class Point:
 
 
 @dataclass
-class Answer:
+class CandidateResult:
     """A candidate, what was estimated, and the simulations of it."""
 
     candidate: Candidate
-    steady: Steady
+    steady: SteadyState
     points: list[Point] = field(default_factory=list)
     gains: list[tuple[str, float]] = field(default_factory=list)  # knobs by what they were estimated to give
 
@@ -81,8 +81,8 @@ class Answer:
 
 
 def search(
-    space: Space, load: Workload, aim: Aim, clock: Callable[[], float] = time.monotonic
-) -> list[Answer]:
+    space: Space, load: Workload, aim: SearchGoal, clock: Callable[[], float] = time.monotonic
+) -> list[CandidateResult]:
     """The best candidates, the best first. What time does not allow is left out; one is always simulated.
 
     Raises ValueError where no layout fits.
@@ -105,27 +105,29 @@ def search(
     return sorted(chosen, key=lambda a: (a.rate(aim.share), per_device(a)), reverse=True)
 
 
-def below(answer: Answer, load: Workload) -> float:
+def below(answer: CandidateResult, load: Workload) -> float:
     """Requests a second to begin with: somewhat fewer than are estimated; where that is none, one after the
     other."""
     return answer.steady.rate / RATIO or 1 / (load.output * answer.steady.tpot)
 
 
-def splits(answer: Answer, load: Workload, aim: Aim) -> list[Answer]:
+def splits(answer: CandidateResult, load: Workload, aim: SearchGoal) -> list[CandidateResult]:
     """The candidate with prompts computed apart, in the ratio that is estimated to be the best."""
     found = (ranked(other, load, aim) for other in answer.candidate.splits())
     return sorted(found, key=per_device, reverse=True)[:1]
 
 
-def ranked(candidate: Candidate, load: Workload, aim: Aim) -> Answer:
-    return Answer(candidate, estimate(candidate, load, aim.within, aim.share))
+def ranked(candidate: Candidate, load: Workload, aim: SearchGoal) -> CandidateResult:
+    return CandidateResult(candidate, estimate(candidate, load, aim.within, aim.share))
 
 
-def per_device(answer: Answer) -> float:
+def per_device(answer: CandidateResult) -> float:
     return answer.steady.rate / answer.candidate.devices
 
 
-def improved(space: Space, answer: Answer, load: Workload, aim: Aim, goes_on: Callable[[], bool]) -> Answer:
+def improved(
+    space: Space, answer: CandidateResult, load: Workload, aim: SearchGoal, goes_on: Callable[[], bool]
+) -> CandidateResult:
     """The candidate with each knob in turn at its best by the estimates; of values as good as each other the
     one that is there stays."""
     gains: dict[str, float] = {}
@@ -149,7 +151,12 @@ def stated(candidate: Candidate, space: Space) -> dict[str, Any]:
 
 
 def bear(
-    answer: Answer, load: Workload, aim: Aim, start: float, until: float, clock: Callable[[], float]
+    answer: CandidateResult,
+    load: Workload,
+    aim: SearchGoal,
+    start: float,
+    until: float,
+    clock: Callable[[], float],
 ) -> None:
     """Simulate a candidate under loads around a first one, until it is known within FINE how much it bears,
     or time is over."""
@@ -167,14 +174,18 @@ def bear(
 
 
 def without(
-    answer: Answer, load: Workload, aim: Aim, until: float, clock: Callable[[], float] = time.monotonic
+    answer: CandidateResult,
+    load: Workload,
+    aim: SearchGoal,
+    until: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, float]:
     """Requests a second that one replica would bear without each limit; those that time sufficed to find."""
     found: dict[str, float] = {}
     for name, limit in aim.within._asdict().items():
         if limit < math.inf and clock() < until:
             free = replace(aim, within=aim.within._replace(**{name: math.inf}))
-            own, borne = Answer(answer.candidate, answer.steady), answer.borne(aim.share)
+            own, borne = CandidateResult(answer.candidate, answer.steady), answer.borne(aim.share)
             start = RATIO * borne.rate if borne else below(answer, load)
             bear(own, load, free, start, until, clock)
             if both := [p for p in (own.borne(aim.share), borne) if p]:
@@ -182,7 +193,7 @@ def without(
     return found
 
 
-def served(answer: Answer, load: Workload, aim: Aim) -> tuple[int, Point] | None:
+def served(answer: CandidateResult, load: Workload, aim: SearchGoal) -> tuple[int, Point] | None:
     """How many replicas bear the workload's own rate, and what requests see of them; None where none bears
     anything, or all requests are there at once."""
     borne = answer.borne(aim.share)
@@ -195,7 +206,7 @@ def served(answer: Answer, load: Workload, aim: Aim) -> tuple[int, Point] | None
 
 
 def simulated(
-    own: Candidate, load: Workload, rate: float, rows: float, aim: Aim, replicas: int = 1
+    own: Candidate, load: Workload, rate: float, rows: float, aim: SearchGoal, replicas: int = 1
 ) -> dict[str, Any]:
     """What comes of so many requests a second at some replicas, in whose engines about so many run at the
     same time each."""
@@ -230,7 +241,7 @@ def simulation_of(own: Candidate) -> Simulation:
     return found
 
 
-def dealt(load: Workload, count: int, rate: float) -> Iterator[Entry]:
+def dealt(load: Workload, count: int, rate: float) -> Iterator[TraceEntry]:
     """Requests at a rate, of a workload that is repeated where it is too short."""
     entries = load.repeated(count).entries
     if math.isinf(load.rate):

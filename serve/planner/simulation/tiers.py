@@ -12,17 +12,17 @@ from typing import Any, cast
 
 from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.host import HostTier
-from ...kv.offload.mover import FETCHES, FEWEST, Mover, Ticket
+from ...kv.offload.mover import FETCHES, FEWEST, PageFetch, PageMover
 from ...kv.offload.tier import Key, window_of
-from ...kv.offload.tiering import PAUSE, Tiering
+from ...kv.offload.tiering import PAUSE, KVOffloader
 from ...runtime.compiled.transfers import OFFERED
 from .clock import SimulatedClock
-from .handed import Link
+from .handed import SimulatedLink
 from .run import Simulation
 
 
 @dataclass(frozen=True)
-class Blank:
+class BlankPage:
     """A page without content, of so many bytes."""
 
     nbytes: int
@@ -46,8 +46,8 @@ class Copies:
 
 @dataclass(eq=False)
 class SimulatedMover:
-    """What `Tiering` asks of a mover. Pages go out and come back over two ways, one behind the other on each;
-    those on their way out are there already for whoever asks."""
+    """What `KVOffloader` asks of a mover. Pages go out and come back over two ways, one behind the other on
+    each; those on their way out are there already for whoever asks."""
 
     tier: HostTier
     transfers: Copies
@@ -57,8 +57,8 @@ class SimulatedMover:
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FETCHES))
 
     def __post_init__(self):
-        self._out, self._back = Link(self.seconds), Link(self.seconds)
-        self._coming: list[tuple[float, int, Ticket, list[Key]]] = []
+        self._out, self._back = SimulatedLink(self.seconds), SimulatedLink(self.seconds)
+        self._coming: list[tuple[float, int, PageFetch, list[Key]]] = []
         self._count = 0
 
     @property
@@ -75,9 +75,9 @@ class SimulatedMover:
     def offer(self, keys: Sequence[Key], leaves: tuple[()]) -> None:
         self._out.carried(self.clock(), self._bytes(keys))
         for key in keys:
-            self.tier.offer(key, cast(bytes, Blank(self._bytes([key]))))
+            self.tier.offer(key, cast(bytes, BlankPage(self._bytes([key]))))
 
-    def fetch(self, keys: Sequence[Key], ticket: Ticket, patience: float) -> None:
+    def fetch(self, keys: Sequence[Key], ticket: PageFetch, patience: float) -> None:
         """The last pages first, as a mover does."""
         found = [key for key in reversed(keys) if self.tier.fetch(key) is not None]
         size = self._bytes(found)
@@ -88,7 +88,7 @@ class SimulatedMover:
         ticket.rounds, self._count = ticket.rounds + 1, self._count + 1
         heapq.heappush(self._coming, (at, self._count, ticket, found))
 
-    def taken(self, ticket: Ticket) -> None:
+    def taken(self, ticket: PageFetch) -> None:
         ticket.dropped, ticket.parts = True, []
 
     def deliver(self) -> None:
@@ -108,14 +108,16 @@ class SimulatedMover:
         return sum(self.transfers.page_bytes[window_of(key)] for key in keys)
 
 
-class Swapped(Tiering):
+class SimulatedOffloader(KVOffloader):
     """The engine's tiers, whose pages come as simulated time passes."""
 
     def __init__(self, moved: SimulatedMover, tables: PageTables, token_seconds: Callable[[], float | None]):
-        super().__init__(cast(Mover, moved), tables, token_seconds)
+        super().__init__(cast(PageMover, moved), tables, token_seconds)
         self.moved = moved
 
-    def look(self, names: Sequence[bytes], ticket: Ticket | None) -> tuple[Tables | None, Ticket | None]:
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
         self.moved.deliver()
         return super().look(names, ticket)
 
@@ -128,4 +130,4 @@ def swap(own: Simulation, most_bytes: int, page_bytes: Sequence[int], bandwidth:
     many bytes/s."""
     mover = SimulatedMover(HostTier(most_bytes), Copies(page_bytes), own.clock, 1 / bandwidth)
     meter = own.engine.meter
-    own.engine.scheduler.tiers = Swapped(mover, own.engine.tables, meter.token_seconds)
+    own.engine.scheduler.tiers = SimulatedOffloader(mover, own.engine.tables, meter.token_seconds)

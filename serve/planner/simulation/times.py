@@ -22,7 +22,7 @@ from ..roofline.targets import Peaks
 FIRST_CONTEXT = 128  # tokens; times are linear between contexts that double from here on
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """What a step is asked: its shape, rows that are not empty, the tokens that they compute, and the tokens
     that all of them have in the cache."""
 
@@ -38,7 +38,7 @@ class StepTimes(Protocol):
     @property
     def stages(self) -> int: ...
 
-    def __call__(self, call: Call) -> Sequence[float]: ...
+    def __call__(self, call: StepCall) -> Sequence[float]: ...
 
 
 class Recorded:
@@ -49,12 +49,12 @@ class Recorded:
     def __init__(self, seconds: Iterable[float]):
         self._seconds: Iterator[float] = iter(seconds)
 
-    def __call__(self, call: Call) -> Sequence[float]:
+    def __call__(self, call: StepCall) -> Sequence[float]:
         return (next(self._seconds),)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """Times of shapes: of each some seconds, and so many more for each token that its rows have in the
     cache. Shapes that were not measured take as long as the nearest that were, in proportion to their
     areas. Where a shape's `spread` is known, a call is off its line by one of these ratios, by chance: who
@@ -66,7 +66,7 @@ class Measured:
     chance: Random = field(default_factory=lambda: Random(0), compare=False)
 
     @classmethod
-    def of(cls, samples: Iterable[tuple[Shape, int, float]]) -> "Measured":
+    def of(cls, samples: Iterable[tuple[Shape, int, float]]) -> "MeasuredTimes":
         """From samples: a shape, tokens in the cache of all its rows, and seconds. Lines are laid through
         them by least squares; they never fall with the tokens."""
         found: dict[Shape, list[tuple[int, float]]] = {}
@@ -75,7 +75,7 @@ class Measured:
         table = {shape: line(points) for shape, points in found.items()}
         return cls(table, {shape: ratios(points, *table[shape]) for shape, points in found.items()})
 
-    def __call__(self, call: Call) -> Sequence[float]:
+    def __call__(self, call: StepCall) -> Sequence[float]:
         base, slope = self.table.get(call.shape) or self._alike(call.shape)
         spread = self.spread.get(call.shape)
         return ((base + slope * call.cached) * (self.chance.choice(spread) if spread else 1.0),)
@@ -199,7 +199,7 @@ class Roofline:
     def stages(self) -> int:
         return self.layout.stages
 
-    def __call__(self, call: Call) -> Sequence[float]:
+    def __call__(self, call: StepCall) -> Sequence[float]:
         context = call.cached / (call.rows if call.shape.phase == "prefill" else call.shape.rows)
         low = 0 if context < FIRST_CONTEXT else FIRST_CONTEXT << int(context / FIRST_CONTEXT).bit_length() - 1
         high = max(2 * low, FIRST_CONTEXT)

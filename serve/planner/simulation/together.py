@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
-from ....kvcache.dealing import DealtTables, shard_of
+from ....kvcache.dealing import ShardedPageTables, shard_of
 from ....model.recurrent.kinds import STATE
 from ...engine.core.engine import Engine
-from ...engine.core.plan import StepPlan, Work
+from ...engine.core.plan import ScheduledTokens, SchedulerOutput
 from ...engine.core.request import Request
-from ...engine.core.results import Ran, take_all
+from ...engine.core.results import DispatchedStep, take_all
 from ...engine.core.rows import by_shards, holder, numbered
 from ...runtime.compiled.shapes import Shape
-from .device import TOKEN, Coming, SimulatedPrograms
-from .times import Call
+from .device import TOKEN, SimulatedPrograms, SimulatedResult
+from .times import StepCall
 
 FEWEST = 4  # steps for which there must be pages
-ONE = Work(cast(Any, None), 0, 1)
+ONE = ScheduledTokens(cast(Any, None), 0, 1)
 
 
 @dataclass(eq=False)
-class Row:
+class DecodeRow:
     """A request that decodes: the step that computes its first token here and that token's position, and the
     step that computes its last; `given` of the tokens its request has."""
 
@@ -48,18 +48,18 @@ class Row:
         self.given = count
 
 
-class Flight(NamedTuple):
+class DecodeFlight(NamedTuple):
     """A step on its way: the calls that read prompts, and of all rows that decode their number, the shape,
     and when their tokens arrive."""
 
-    read: Sequence[Ran]
+    read: Sequence[DispatchedStep]
     rows: int = 0
     shape: Shape | None = None
     at: float = 0.0
 
 
 @dataclass(eq=False)
-class Together:
+class DecodeFastForward:
     """What an engine does step by step, as its scheduler plans it, with all rows that decode as one; the
     engine goes on by itself from where they were given back. The meter's distributions do not hear of them.
     """
@@ -67,14 +67,16 @@ class Together:
     engine: Engine
     programs: SimulatedPrograms
     number: int = 0  # of the step in flight
-    rows: dict[int, Row] = field(default_factory=dict)  # of that step, by their seats
-    flight: Flight | None = None
+    rows: dict[int, DecodeRow] = field(default_factory=dict)  # of that step, by their seats
+    flight: DecodeFlight | None = None
 
     def __post_init__(self):
         self._cached, self._loads = 0, [0] * self.engine.sizes.shards  # tokens; rows of each shard
-        self._turns: dict[int, list[Row]] = defaultdict(list)  # rows by the step that needs another page
-        self._ends: dict[int, list[Row]] = defaultdict(list)  # and by the step in which they end
-        self._joining: list[Row] = []
+        self._turns: dict[int, list[DecodeRow]] = defaultdict(
+            list
+        )  # rows by the step that needs another page
+        self._ends: dict[int, list[DecodeRow]] = defaultdict(list)  # and by the step in which they end
+        self._joining: list[DecodeRow] = []
         self._arrived = 0.0  # the last tokens
         self._shapes: dict[tuple[int, ...], Shape | None] = {}
 
@@ -117,12 +119,14 @@ class Together:
             return False
         self.number += 1
         for work in works:
-            self._enter(Row(work.request, self.number, work.start))
+            self._enter(DecodeRow(work.request, self.number, work.start))
         self._join(ready)
         read = [ran for ran in flight if ran.shape.phase != "decode"]
-        self.flight = Flight(read)
+        self.flight = DecodeFlight(read)
         if calls:
-            self.flight = Flight(read, len(works), calls[0].shape, cast(Coming, calls[0].output).at)
+            self.flight = DecodeFlight(
+                read, len(works), calls[0].shape, cast(SimulatedResult, calls[0].output).at
+            )
         return True
 
     def _ready(self) -> Iterable[Request]:
@@ -133,7 +137,7 @@ class Together:
     def _have_pages(self, rows: int) -> bool:
         """Whether some steps of so many rows lack no page."""
         tables = self.engine.tables
-        parts = tables.shards if isinstance(tables, DealtTables) else [tables]
+        parts = tables.shards if isinstance(tables, ShardedPageTables) else [tables]
         return all(
             part.full is None or part.full.free * part.page_size >= FEWEST * (rows + part.page_size)
             for part in parts
@@ -143,22 +147,22 @@ class Together:
         """Let the engine have the step in flight, and its requests all that they have got."""
         assert self.flight is not None
         read, _, shape, at = self.flight
-        works = [self._told(row) for row in sorted(self.rows.values(), key=lambda row: row.request.rank)]
+        works = [self._synced(row) for row in sorted(self.rows.values(), key=lambda row: row.request.rank)]
         flight = list(read)
         if shape is not None:
             rows = numbered(shape, by_shards(works, self.engine.sizes))
-            flight.append(Ran(shape, rows, cast(Any, self.programs.coming(shape, rows, at))))
+            flight.append(DispatchedStep(shape, rows, cast(Any, self.programs.coming(shape, rows, at))))
         self.engine.flights.add(flight)
         for part in (self.rows, self._turns, self._ends, self._joining):
             part.clear()
         self._cached, self._loads, self.flight = 0, [0] * len(self._loads), None
 
-    def _told(self, row: Row) -> Work:
+    def _synced(self, row: DecodeRow) -> ScheduledTokens:
         row.give(self.number)
         row.request.computed = row.at(self.number) + 1
         if row.given:
             row.request.clock.last_token = self._arrived
-        return Work(row.request, row.at(self.number), 1)
+        return ScheduledTokens(row.request, row.at(self.number), 1)
 
     # ------------------------------------------------------------ a step
 
@@ -167,7 +171,7 @@ class Together:
         tables, number = self.engine.tables, self.number + 1
         if any(len(row.request.tokens) > row.start + 1 for row in self._joining):
             return False
-        parts = tables.shards if isinstance(tables, DealtTables) else [tables]
+        parts = tables.shards if isinstance(tables, ShardedPageTables) else [tables]
         wanted = [0] * len(parts)
         for row in (*self._turns[number], *self._joining):
             pages = row.request.pages
@@ -183,7 +187,7 @@ class Together:
         for row in turned:
             self._turn(row)
         seated = scheduler.admit(seats) if seats else []
-        plan = StepPlan(seated, list(scheduler.chunks()) if scheduler.reading else [])
+        plan = SchedulerOutput(seated, list(scheduler.chunks()) if scheduler.reading else [])
         self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.seats else self._noted(plan))
         if before is not None:
             self._commit(before, turned, ended)
@@ -192,7 +196,7 @@ class Together:
     def _has_been_read(self, request: Request) -> bool:
         return request.slot is not None and request.slot not in self.engine.scheduler.reading
 
-    def _move(self, ended: Iterable[Row]) -> None:
+    def _move(self, ended: Iterable[DecodeRow]) -> None:
         """Rows leave whose last token is on its way, others join."""
         self._cached += len(self.rows)
         for row in ended:
@@ -208,9 +212,9 @@ class Together:
         """From the next step on."""
         for r in dict.fromkeys(requests):
             if r.computed < r.reach - 1:
-                self._joining.append(Row(r, self.number + 1, r.computed))
+                self._joining.append(DecodeRow(r, self.number + 1, r.computed))
 
-    def _enter(self, row: Row) -> None:
+    def _enter(self, row: DecodeRow) -> None:
         assert row.request.slot is not None
         self.rows[row.request.slot] = row
         self._cached += row.start
@@ -218,7 +222,7 @@ class Together:
         self._ends[row.last + 1].append(row)
         self._turn(row)
 
-    def _turn(self, row: Row) -> None:
+    def _turn(self, row: DecodeRow) -> None:
         """Take the pages of the position that is computed, and find the next step that needs others."""
         at, size = row.at(self.number), self.engine.tables.page_size
         self.engine.tables.grow(row.request.pages, at + 1)
@@ -233,18 +237,20 @@ class Together:
         size, windows = self.engine.tables.page_size, self.engine.tables.windows
         return {0} | {(window - 1) % size for window in windows if window}
 
-    def _noted(self, plan: StepPlan) -> list[Ran]:
+    def _noted(self, plan: SchedulerOutput) -> list[DispatchedStep]:
         """What is to be said of a plan in which no prompt is read."""
         self.engine.scheduler.dispatched(plan)
         self.engine.meter.planned(self.engine.tables)
         return []
 
-    def _dispatch(self, read: Sequence[Ran]) -> Flight | None:
+    def _dispatch(self, read: Sequence[DispatchedStep]) -> DecodeFlight | None:
         if not self.rows:
-            return Flight(read) if read else None
+            return DecodeFlight(read) if read else None
         rows, shape = len(self.rows), self._shape()
         self.engine.meter.ran(shape, rows, self._cached, len(self._loads))
-        return Flight(read, rows, shape, self.programs.dispatch(Call(shape, rows, rows, self._cached)))
+        return DecodeFlight(
+            read, rows, shape, self.programs.dispatch(StepCall(shape, rows, rows, self._cached))
+        )
 
     def _shape(self) -> Shape:
         loads = tuple(self._loads)
@@ -254,7 +260,7 @@ class Together:
         assert found is not None, f"no shape holds {loads} rows"
         return found
 
-    def _commit(self, flight: Flight, turned: Iterable[Row], ended: Iterable[Row]) -> None:
+    def _commit(self, flight: DecodeFlight, turned: Iterable[DecodeRow], ended: Iterable[DecodeRow]) -> None:
         """Take in what a step has brought: pages that rows have filled are named, and those that had their
         last token end."""
         read = list(flight.read)
@@ -273,8 +279,8 @@ class Together:
         for row in sorted(ended, key=lambda row: row.request.rank):
             self._end(row)
 
-    def _end(self, row: Row) -> None:
+    def _end(self, row: DecodeRow) -> None:
         row.give(self.number - 1)
         row.request.computed = row.at(self.number)
         row.request.append(TOKEN)
-        self.engine.conclude(Work(row.request, row.request.computed - 1, 1))
+        self.engine.conclude(ScheduledTokens(row.request, row.request.computed - 1, 1))

@@ -10,7 +10,7 @@ from ...engine.metrics.meter import Sample
 SPANS = "queued", "ttft", "tpot", "e2e"
 
 
-class Within(NamedTuple):
+class SLO(NamedTuple):
     """What requests are to keep: seconds to the first token, and between tokens on average."""
 
     ttft: float = math.inf
@@ -20,15 +20,15 @@ class Within(NamedTuple):
         return ttft <= self.ttft and tpot <= self.tpot
 
 
-ANY = Within()
+ANY = SLO()
 
 
 @dataclass
-class Tally:
+class SLOStats:
     """The requests so far: those that ended, in time or not, and those that were too long. More than
     `most_late` that are not in time make the rest hopeless. Its memory is bounded."""
 
-    within: Within
+    within: SLO
     most_late: float = math.inf
     ended: int = 0
     in_time: int = 0

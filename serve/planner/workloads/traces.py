@@ -23,7 +23,7 @@ Name = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TraceEntry:
     """A line of a trace: arrival in seconds, tokens of prompt and output, and names of the prompt's
     blocks."""
 
@@ -44,8 +44,8 @@ class Mooncake(msgspec.Struct):
     output_length: Tokens
     hash_ids: tuple[Name, ...] | None = None
 
-    def entry(self) -> tuple[Entry, Iterable[Name]]:
-        return Entry(self.timestamp / 1e3, self.input_length, self.output_length), self.hash_ids or ()
+    def entry(self) -> tuple[TraceEntry, Iterable[Name]]:
+        return TraceEntry(self.timestamp / 1e3, self.input_length, self.output_length), self.hash_ids or ()
 
 
 class Azure(msgspec.Struct):
@@ -55,9 +55,9 @@ class Azure(msgspec.Struct):
     ContextTokens: Tokens
     GeneratedTokens: Tokens
 
-    def entry(self) -> tuple[Entry, Iterable[Name]]:
+    def entry(self) -> tuple[TraceEntry, Iterable[Name]]:
         at = self.TIMESTAMP if self.TIMESTAMP.tzinfo else self.TIMESTAMP.replace(tzinfo=UTC)
-        return Entry(at.timestamp(), self.ContextTokens, self.GeneratedTokens), ()
+        return TraceEntry(at.timestamp(), self.ContextTokens, self.GeneratedTokens), ()
 
 
 class Compact(msgspec.Struct):
@@ -68,9 +68,9 @@ class Compact(msgspec.Struct):
     output: Tokens
     blocks: Ranges | None = None
 
-    def entry(self) -> tuple[Entry, Iterable[Name]]:
+    def entry(self) -> tuple[TraceEntry, Iterable[Name]]:
         names = (name for part in (self.blocks or "").split() for name in names_of(part))
-        return Entry(self.arrival_ms / 1e3, self.prompt, self.output), names
+        return TraceEntry(self.arrival_ms / 1e3, self.prompt, self.output), names
 
 
 FORMS = "lines of JSON with {}, or a table with {} or {}".format(
@@ -83,7 +83,7 @@ def names_of(part: str) -> Iterable[int]:
     return range(int(first), int(last or first) + 1)
 
 
-def read(file: Path) -> Iterator[Entry]:
+def read(file: Path) -> Iterator[TraceEntry]:
     """The lines of a trace in any of these forms, as they are asked for. Names are numbered by their first
     appearance; those behind a prompt's end are left out.
 
@@ -138,12 +138,12 @@ def form_of(file: Path, names: Sequence[str]) -> type[Azure] | type[Compact]:
     raise ValueError(f"{file}: columns {', '.join(names):.200} are not those of a trace: {FORMS}")
 
 
-def drawn(count: int, rate: float, prompt: float, output: float, seed: int = 0) -> Iterator[Entry]:
+def drawn(count: int, rate: float, prompt: float, output: float, seed: int = 0) -> Iterator[TraceEntry]:
     """Requests that arrive independently, `rate` a second (a Poisson process), with lengths that are
     lognormal around these means, as conversations' are; all at once where the rate is infinite."""
     random, at = Random(seed), 0.0
     for _ in range(count):
-        yield Entry(at, lognormal(random, prompt), lognormal(random, output))
+        yield TraceEntry(at, lognormal(random, prompt), lognormal(random, output))
         at += random.expovariate(rate) if math.isfinite(rate) else 0.0
 
 
@@ -151,6 +151,6 @@ def lognormal(random: Random, mean: float, spread: float = 0.8) -> int:
     return max(1, round(random.lognormvariate(math.log(mean) - spread**2 / 2, spread)))
 
 
-def faster(entries: Iterable[Entry], times: float) -> Iterator[Entry]:
+def faster(entries: Iterable[TraceEntry], times: float) -> Iterator[TraceEntry]:
     """The same requests, so many times as often."""
     return (replace(entry, arrival=entry.arrival / times) for entry in entries)

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .traces import BLOCK, Entry, faster
+from .traces import BLOCK, TraceEntry, faster
 
 
 @dataclass(frozen=True)
 class Workload:
     """Requests in order of their arrival, that stand for all."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TraceEntry]
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> "Workload":
+    def of(cls, entries: Iterable[TraceEntry]) -> "Workload":
         """Requests in any order, of which the first arrives at 0."""
         own = sorted(entries, key=lambda e: e.arrival)
         return cls([replace(e, arrival=e.arrival - own[0].arrival) for e in own])
@@ -79,6 +79,6 @@ class Workload:
         return Workload(entries[: max(count, len(self.entries))])
 
 
-def length(entry: Entry) -> int:
+def length(entry: TraceEntry) -> int:
     """Tokens that a request ends with."""
     return entry.prompt + entry.output

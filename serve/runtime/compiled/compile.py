@@ -24,12 +24,12 @@ from ....sampling.params import NO_TOKEN
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.memory import release
-from ..steps.phases import Alone, Phases
+from ..steps.phases import Phases, TargetOnly
 from ..steps.places import packed
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import kept
-from .kept import Lowered, Parts
-from .promise import Deferred
+from .kept import JoinedPrograms, Lowered
+from .promise import DeferredSampling
 from .shapes import Shape, Sizes
 from .tuning import tuning
 
@@ -39,7 +39,7 @@ MASKED_AT_ONCE = 8  # seats whose masks are written by one call
 
 
 @dataclass(frozen=True)
-class Arguments:
+class StepArguments:
     """What every step takes besides its batch, as arrays or as shapes without numbers; cache and slots may be
     promised."""
 
@@ -66,7 +66,7 @@ def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
     return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top, sizes.positions)
 
 
-def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Arguments:
+def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArguments:
     """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too,
     ask for them."""
 
@@ -80,7 +80,7 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> Argument
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
     places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
     cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)
-    return Arguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
+    return StepArguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
 
 
 def all_pages(sizes: Sizes) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
     return change
 
 
-def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> jax.stages.Lowered:
+def lower(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
     """One step's program. The cache and the slots are donated, and stay where and how they are."""
     whole = arguments.everywhere
     out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
@@ -143,15 +143,17 @@ def lower(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> j
     return jitted.lower(*operands(shape, arguments, sizes))
 
 
-def lower_deferred(phases: Phases, shape: Shape, arguments: Arguments, sizes: Sizes) -> Parts:
+def lower_deferred(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> JoinedPrograms:
     """A decode in two programs: what its tokens are drawn from, and the draw."""
-    assert isinstance(phases, Alone), "what guesses needs each token at once"
+    assert isinstance(phases, TargetOnly), "what guesses needs each token at once"
     params, cache, slots, batch = given = operands(shape, arguments, sizes)
     out = jax.tree.map(lambda pool: pool.sharding, cache), slots.last.sharding
     forward = jax.jit(phases.forward, donate_argnums=1, out_shardings=out).trace(*given)
     hidden = jax.ShapeDtypeStruct(forward.out_info[1].shape, forward.out_info[1].dtype, sharding=out[1])
     draw = jax.jit(phases.draw, donate_argnums=1, out_shardings=out[1])
-    return Parts([forward.lower(), draw.lower(around(params), slots, batch, hidden)], Deferred)
+    return JoinedPrograms(
+        [forward.lower(), draw.lower(around(params), slots, batch, hidden)], DeferredSampling
+    )
 
 
 def mesh_of(place: Sharding) -> Mesh:
@@ -160,7 +162,7 @@ def mesh_of(place: Sharding) -> Mesh:
     return place.mesh
 
 
-def operands(shape: Shape, arguments: Arguments, sizes: Sizes) -> tuple[Any, ...]:
+def operands(shape: Shape, arguments: StepArguments, sizes: Sizes) -> tuple[Any, ...]:
     """What a step's program takes, without numbers."""
     batch = batch_like(shape, sizes, arguments.everywhere)
     return arguments.params, arguments.cache, arguments.slots, batch
@@ -246,7 +248,7 @@ class Programs:
             "compiled_at": ready,
         }
 
-    def begin(self, state: Arguments) -> None:
+    def begin(self, state: StepArguments) -> None:
         """Requests come from now on, to an engine in this state: what has run so far does not count."""
 
     def close(self) -> None:
@@ -287,11 +289,11 @@ class Programs:
             kept.write(own, found)
         return found
 
-    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+    def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
         """Parameters with a cache and slots that nobody has used, made once those are gone that a failed step
         has held."""
         release(failed)
-        return Arguments(params, self.fresh_cache(), self.fresh_slots())
+        return StepArguments(params, self.fresh_cache(), self.fresh_slots())
 
     def _small(self) -> list[Lowered]:
         of_slots = [self._lower_seat(), self._lower_history(), self._lower_masks()]
@@ -327,9 +329,9 @@ class Programs:
 
     def _lower_masks(self) -> Lowered:
         allowed = self.like.slots.sampling.allowed
-        return Parts([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
+        return JoinedPrograms([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
 
-    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
+    def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the
         Output."""
         if shape.packed:

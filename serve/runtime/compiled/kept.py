@@ -62,7 +62,7 @@ class Lowered(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class JoinedPrograms:
     """Several programs that make one when they are compiled."""
 
     parts: Sequence[Lowered]
@@ -259,8 +259,8 @@ def unlike_any() -> dict[str, str | bool]:
 def watch_hits() -> None:
     """Count what jax's cache finds, by the thread that asks."""
 
-    def heard(event: str, **_: Any) -> None:
+    def on_event(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
             THREAD.hits = getattr(THREAD, "hits", 0) + 1
 
-    jax.monitoring.register_event_listener(heard)
+    jax.monitoring.register_event_listener(on_event)

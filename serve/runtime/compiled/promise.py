@@ -10,7 +10,7 @@ from ....model.pair import Params, target_of
 
 
 @runtime_checkable
-class Promised(Protocol):
+class StepResult(Protocol):
     """What stands for a result until it is needed."""
 
     def arrived(self) -> Any:
@@ -19,7 +19,7 @@ class Promised(Protocol):
 
 
 @dataclass
-class Undrawn:
+class PendingSample:
     """The output of a decode whose tokens are to be drawn from its hidden states, [B,1,D]."""
 
     program: Callable[..., tuple[Any, Any]]
@@ -39,19 +39,19 @@ class Undrawn:
 
 
 @dataclass(frozen=True)
-class Deferred:
-    """A decode in two programs, called as other steps are; its output is `Undrawn`."""
+class DeferredSampling:
+    """A decode in two programs, called as other steps are; its output is `PendingSample`."""
 
     forward: Callable[..., tuple[Any, Any]]
     draw: Callable[..., tuple[Any, Any]]
 
-    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Undrawn]:
+    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, PendingSample]:
         cache, hidden = self.forward(params, cache, slots, batch)
-        return cache, slots, Undrawn(self.draw, batch, hidden)
+        return cache, slots, PendingSample(self.draw, batch, hidden)
 
 
 @dataclass(frozen=True)
-class Promise:
+class StepFuture:
     """One result of a job."""
 
     job: Future[Any]
@@ -60,11 +60,11 @@ class Promise:
     def arrived(self) -> Any:
         return self.pick(self.job.result())
 
-    def part(self, i: int) -> "Promise":
+    def part(self, i: int) -> "StepFuture":
         """The i-th of several results."""
-        return Promise(self.job, lambda result: self.pick(result)[i])
+        return StepFuture(self.job, lambda result: self.pick(result)[i])
 
 
 def arrived(result: Any) -> Any:
     """A result, waited for if it is promised."""
-    return result.arrived() if isinstance(result, Promised) else result
+    return result.arrived() if isinstance(result, StepResult) else result

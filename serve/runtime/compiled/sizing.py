@@ -86,7 +86,7 @@ def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
     return shards * (2 + 3 * kind.ffn.active) * D if shards > 1 else 0
 
 
-class Room(NamedTuple):
+class StageBudget(NamedTuple):
     """What the devices of a stage have for the keys of its layers: bytes of each, which hold one of `ways`
     parts of a page."""
 
@@ -104,16 +104,18 @@ class Room(NamedTuple):
         return sum(pages[window] * size for window, size in sizes.items()) // self.ways
 
 
-def rooms(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> list[Room]:
+def rooms(
+    config: PairConfig, options: EngineOptions, params: Params, memory: int | None
+) -> list[StageBudget]:
     """What each stage has, in bytes of memory of each accelerator."""
     found, target = stages(params), target_of(params)
     if len(found) == 1:
         params = attending(target) if is_apart(params) else params
         budget = cache_budget(config, options, params, target.embed.dtype, memory)
-        return [Room(slice(None), budget, parts(config.layers, params))]
+        return [StageBudget(slice(None), budget, parts(config.layers, params))]
     each = [(slice(span.start, span.stop), params_of(target, span)) for span in found]
     return [
-        Room(
+        StageBudget(
             span,
             cache_budget(config, options, own, target.embed.dtype, memory) // (1 if memory else len(found)),
             parts(config.layers[span], own),
@@ -189,7 +191,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
     return sizes_in(config, options, rooms(config, options, params, memory), dtype)
 
 
-def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[Room], dtype: Any) -> Sizes:
+def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[StageBudget], dtype: Any) -> Sizes:
     """The same in what each stage has for its keys, of a model that computes in a dtype."""
     W, kept = options.page_size, kept_as(options.kv_cache_dtype, dtype)
     most = config.target.max_position

@@ -14,7 +14,7 @@ from ....kvcache.pages import KVCache
 from ....model.config import LayerKind
 from ....model.pair import PairConfig
 from ....model.recurrent.kinds import STATE
-from .compile import THREADS, Arguments
+from .compile import THREADS, StepArguments
 from .kept import cores
 
 COUNTS = (1, 4, 16)  # pages of a copy; others are padded to the next of them
@@ -73,7 +73,7 @@ class Transfers:
     """Compiled copies of each of COUNTS pages of each window. A scatter consumes the cache, and gives it
     back."""
 
-    def __init__(self, config: PairConfig, like: Arguments):
+    def __init__(self, config: PairConfig, like: StepArguments):
         self.config, self.like, self.windows = config, like, range(len(config.windows))
         lowered = {(g, n): (self._gather(g, n), self._scatter(g, n)) for g in self.windows for n in COUNTS}
         with ThreadPoolExecutor(max(2, cores() or 0), THREADS) as pool:

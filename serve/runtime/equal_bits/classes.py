@@ -16,13 +16,13 @@ import numpy as np
 
 from ...host import progress
 from ..compiled import kept
-from ..compiled.compile import Arguments, Programs
+from ..compiled.compile import Programs, StepArguments
 from ..compiled.shapes import PHASES, Canonical, Shape
 from .probe import Probe, Runs, finish
 
 
 @dataclass(frozen=True)
-class Classes:
+class ShapeClasses:
     """The shapes that may serve together, and whether prefill and decode write the same bits."""
 
     prefill: tuple[Shape, ...]
@@ -32,7 +32,7 @@ class Classes:
     deferred: tuple[Shape, ...] = ()
 
     @classmethod
-    def of(cls, shapes: Iterable[Shape], same_bits: bool) -> "Classes":
+    def of(cls, shapes: Iterable[Shape], same_bits: bool) -> "ShapeClasses":
         of = {phase: tuple(s for s in sorted(shapes) if s.phase == phase) for phase in PHASES}
         return cls(**of, same_bits=same_bits)
 
@@ -45,26 +45,28 @@ class Classes:
         """Whether each decode has a twin that draws later."""
         return bool(self.decode) and {s.deferred for s in self.decode} == {*self.deferred}
 
-    def joined(self, shape: Shape) -> "Classes":
-        return Classes.of([*self.shapes, shape], self.same_bits)
+    def joined(self, shape: Shape) -> "ShapeClasses":
+        return ShapeClasses.of([*self.shapes, shape], self.same_bits)
 
 
 def choose_classes(
-    programs: Programs, arguments: Arguments, canonical: Canonical, reproducible: bool
-) -> tuple[Classes, Arguments]:
+    programs: Programs, arguments: StepArguments, canonical: Canonical, reproducible: bool
+) -> tuple[ShapeClasses, StepArguments]:
     """The shapes that may serve together: under the reproducibility contract those with the bits of the
     canonical ones, else all."""
     if reproducible:
         return known_classes(programs, arguments, canonical)
-    return Classes.of(programs.steps, same_bits=True), arguments
+    return ShapeClasses.of(programs.steps, same_bits=True), arguments
 
 
 def known_classes(
-    programs: Programs, arguments: Arguments, canonical: Canonical
-) -> tuple[Classes, Arguments]:
+    programs: Programs, arguments: StepArguments, canonical: Canonical
+) -> tuple[ShapeClasses, StepArguments]:
     """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
     own = record(programs, arguments.params, canonical)
-    if programs.loaded and (known := kept.read(own, Classes)):  # what is compiled anew may have other bits
+    if programs.loaded and (
+        known := kept.read(own, ShapeClasses)
+    ):  # what is compiled anew may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments, canonical)
     kept.write(own, classes)
@@ -87,8 +89,8 @@ def fingerprint(params: Any) -> str:
 
 
 def probing(
-    programs: Programs, arguments: Arguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
-) -> tuple[Any, Arguments]:
+    programs: Programs, arguments: StepArguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
+) -> tuple[Any, StepArguments]:
     """What comes of a probe's work in an idle engine; the cache is used as scratch."""
     probe = Probe(programs, canonical, programs.steps)
     probe.lent = [list(range(probe.needed))] * len(programs.sizes.pages)
@@ -97,30 +99,36 @@ def probing(
     return found, replace(arguments, cache=probe.give())
 
 
-def find_classes(programs: Programs, arguments: Arguments, canonical: Canonical) -> tuple[Classes, Arguments]:
+def find_classes(
+    programs: Programs, arguments: StepArguments, canonical: Canonical
+) -> tuple[ShapeClasses, StepArguments]:
     """Compare every shape with the canonical one of its phase."""
     with progress.stage("probing which programs give the same bits", len(programs.steps)) as done:
 
-        def work(probe: Probe) -> Runs[Classes]:
+        def work(probe: Probe) -> Runs[ShapeClasses]:
             agreeing = []
             for shape in sorted(programs.steps):
                 if done((yield from probe.agrees(shape))):
                     agreeing.append(shape)
-            return Classes.of(agreeing, (yield from probe.same_bits()))
+            return ShapeClasses.of(agreeing, (yield from probe.same_bits()))
 
         return probing(programs, arguments, canonical, work)
 
 
 def step_seconds(
-    programs: Programs, arguments: Arguments, canonical: Canonical, classes: Classes, depths: Sequence[int]
-) -> tuple[dict[tuple[int, int], float], Arguments]:
+    programs: Programs,
+    arguments: StepArguments,
+    canonical: Canonical,
+    classes: ShapeClasses,
+    depths: Sequence[int],
+) -> tuple[dict[tuple[int, int], float], StepArguments]:
     """`timed` in an idle engine."""
     with progress.stage("measuring steps", len(timed_shapes(classes, depths))) as done:
         return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, depths, done))
 
 
 def timed(
-    probe: Probe, classes: Classes, depths: Sequence[int], done: Callable[[float], float] = float
+    probe: Probe, classes: ShapeClasses, depths: Sequence[int], done: Callable[[float], float] = float
 ) -> Runs[dict[tuple[int, int], float]]:
     """Return the seconds of each call, by its tokens and the most guesses of a row, one of `depths`; 0 for a
     decode. Where each row has a tree of guesses, its rows stand in place of its tokens."""
@@ -130,7 +138,7 @@ def timed(
     return seconds
 
 
-def timed_shapes(classes: Classes, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
+def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
     """The shape that stands for each kind of step."""
     packed = [s for s in classes.verify if s.packed]
     trees = [s for s in classes.verify if not s.packed]

@@ -22,8 +22,8 @@ from ....model.recurrent.kinds import STATE
 from ....model.weights.adapted import NO_ADAPTER, places_in
 from ....sampling.params import SamplingParams, knobs_row
 from ...host import clock
-from ..compiled.compile import Arguments, Programs
-from ..compiled.promise import Undrawn, arrived
+from ..compiled.compile import Programs, StepArguments
+from ..compiled.promise import PendingSample, arrived
 from ..compiled.shapes import Canonical, Shape
 from ..steps.places import fill
 from ..steps.scoring import NEVER
@@ -110,8 +110,8 @@ class Probe:
         assert self._state is not None
         params, cache = self._state
         slots = self._seated() if self.slots is None else self.slots
-        cache, self.slots, out = self.programs.run(shape, Arguments(params, cache, slots), batch)
-        if isinstance(out, Undrawn):
+        cache, self.slots, out = self.programs.run(shape, StepArguments(params, cache, slots), batch)
+        if isinstance(out, PendingSample):
             self.slots = out.draw(params, self.slots)
         self._state = params, cache
         return jax.tree.map(np.asarray, arrived(out))

@@ -19,9 +19,9 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, Tables
 from ...host.store import warn
 from ..compiled import jaxcache, kept
-from ..compiled.compile import THREADS, Arguments, Programs
+from ..compiled.compile import THREADS, Programs, StepArguments
 from ..compiled.shapes import PHASES, Canonical, Shape
-from .classes import Classes, timed
+from .classes import ShapeClasses, timed
 from .probe import Probe, Runs
 
 PLAIN = "prefill", "decode"  # phases without whose missing shapes an engine serves as well
@@ -30,10 +30,10 @@ TURN = 0.001  # seconds after a run, in which whoever waits for the engine has i
 
 
 # What guesses, if the shapes allow it: of the classes, and the times of their steps as `timed` has them.
-Speculate = Callable[[Classes, dict[tuple[int, int], float] | None], Any]
+Speculate = Callable[[ShapeClasses, dict[tuple[int, int], float] | None], Any]
 
 
-class Aim(NamedTuple):
+class WarmupGoal(NamedTuple):
     """What a warm-up is to find: shapes with the bits of the canonical ones, where there is a contract, and
     the times of steps whose rows have up to so many guesses, for each of `depths`."""
 
@@ -74,8 +74,8 @@ class Warmup:
         self,
         programs: Programs,
         shapes: Collection[Shape],
-        classes: Classes,
-        aim: Aim,
+        classes: ShapeClasses,
+        aim: WarmupGoal,
         speculate: Speculate,
         record: str | None = None,
     ):
@@ -204,7 +204,7 @@ class Warmup:
         # in this order: a thread that compiles adds to the one before it takes from the other
         return not self._compiling and not self._here
 
-    def advance(self, state: Arguments, tables: PageTables, spare: int) -> KVCache | None:
+    def advance(self, state: StepArguments, tables: PageTables, spare: int) -> KVCache | None:
         """One run of what is compared, in pages that are lent once that leaves `spare` to the sequences that
         run; gives the cache back, None where a failure has cost it."""
         if self._runs is None and not self.done:

@@ -17,13 +17,13 @@ from ...host.forks import is_inherited
 from ...host.sockets.link import Link
 from ...host.streams import tell
 from .ending import LOST, end_process
-from .messages import Beat, End, Message, Order, Refused
+from .messages import Beat, End, JoinRejected, Message, Order
 
 CAUSE = 2.0  # seconds in which this rank may find by itself what another refuses, or what lost it
 BEATS = 10  # signs of life in the time after which a silent rank is lost
 
 
-class Group:
+class ProcessGroup:
     """This process's place among `size` of them, and its links: of rank 0 to each other one in turn, of the
     others to rank 0. A rank that says nothing for `seconds`, or gets no order done for as long, is lost.
 
@@ -91,7 +91,7 @@ class Group:
         self._refused = True
         for link in self._links.values():
             with suppress(OSError):
-                link.send(Refused(str(error)))
+                link.send(JoinRejected(str(error)))
         if self.rank:
             time.sleep(self.seconds)
         end_process(1)
@@ -122,7 +122,7 @@ class Group:
                 before, since = self._progress[other]
                 moves = done > before or done == self._told
                 self._progress[other] = done, time.monotonic() if moves else since
-            case Refused(why=why):
+            case JoinRejected(why=why):
                 time.sleep(0 if self.rank else CAUSE)
                 self._lost(f"rank {other}: {why}", 1)
             case End():

@@ -27,8 +27,8 @@ from ...host.sockets.secret import Refusal, Secret, key_in
 from ...host.streams import silent_stdout
 from ...options.engine import EngineOptions
 from ..compiled import kept
-from .group import CAUSE, Group
-from .messages import Hello, Message, Refused, Welcome, link_over
+from .group import CAUSE, ProcessGroup
+from .messages import JoinAccepted, JoinRejected, JoinRequest, Message, link_over
 from .supervisor import TOKEN, follow_supervisor
 
 P = ParamSpec("P")
@@ -38,16 +38,16 @@ HELLO = 5.0  # seconds in which a rank that has come names itself
 LONGEST_HELLO = 1 << 16  # bytes
 PAUSE = 0.1  # seconds between two tries to reach rank 0
 SAMPLE = 1 << 20  # bytes
-Rank = tuple[Link[Message], Hello]  # that has come
+Rank = tuple[Link[Message], JoinRequest]  # that has come
 SETTINGS = (  # of jax, which programs follow from
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
 OWN = ("node_rank", "use_tqdm_on_load", "cluster_key_file")  # options in which ranks may differ
 LOCK = threading.Lock()
-_GROUP: list[Group] = []  # that this process has joined: one in its life, as of jax.distributed
+_GROUP: list[ProcessGroup] = []  # that this process has joined: one in its life, as of jax.distributed
 
 
-def group() -> Group | None:
+def group() -> ProcessGroup | None:
     """The group of this process, if it has joined one."""
     return _GROUP[0] if _GROUP else None
 
@@ -78,7 +78,7 @@ def meet(options: EngineOptions) -> None:
     follow_supervisor()
     facts, rank = own_facts(options), options.node_rank
     links = [reached(options, facts)] if rank else gathered(options, facts)
-    found = Group(rank, options.nnodes, links, options.distributed_timeout_seconds)
+    found = ProcessGroup(rank, options.nnodes, links, options.distributed_timeout_seconds)
     _GROUP.append(found)
     with silent_stdout():
         if ours:
@@ -151,7 +151,7 @@ def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Mess
         while not came.empty():
             came.get()[0].close()
     for link in found.values():
-        link.send(Welcome())
+        link.send(JoinAccepted())
         link.wait_for(options.distributed_timeout_seconds)
     return [found[rank] for rank in sorted(found)]
 
@@ -160,7 +160,7 @@ def greeted(connection: socket.socket) -> Rank:
     """A rank's link and its first message. Raises ValueError where it is another message."""
     link = link_over(connection, HELLO)
     match link.receive(LONGEST_HELLO):
-        case Hello() as hello:
+        case JoinRequest() as hello:
             return link, hello
     raise ValueError("the first message is no Hello")
 
@@ -170,7 +170,7 @@ def named(ranks: set[int]) -> str:
 
 
 def check(
-    hello: Hello,
+    hello: JoinRequest,
     facts: Mapping[str, str],
     nnodes: int,
     found: Mapping[int, Link[Message]],
@@ -189,7 +189,7 @@ def check(
         return
     for here in (*found.values(), link):
         with suppress(OSError):
-            here.send(Refused(why))
+            here.send(JoinRejected(why))
     raise ValueError(why)
 
 
@@ -216,12 +216,12 @@ def welcomed(options: EngineOptions, secret: Secret, facts: Mapping[str, str]) -
     try:
         secret.prove(connection)
         link = link_over(connection, JOINING)
-        link.send(Hello(options.node_rank, dict(facts)))
+        link.send(JoinRequest(options.node_rank, dict(facts)))
         match link.receive(LONGEST_HELLO):
-            case Welcome():
+            case JoinAccepted():
                 link.wait_for(seconds)
                 return link
-            case Refused(why=why):
+            case JoinRejected(why=why):
                 raise Refusal(why)
         raise EOFError
     except BaseException:
@@ -281,7 +281,7 @@ def together(start: Callable[P, T]) -> Callable[P, T]:
     return begun
 
 
-def give_up(found: Group, error: Exception) -> None:
+def give_up(found: ProcessGroup, error: Exception) -> None:
     """End a group for an error of its start. Rank 0 goes on by itself, and may tell somebody."""
     if found.rank or isinstance(error, jax.errors.JaxRuntimeError):
         found.refuse(error)

@@ -10,18 +10,18 @@ import numpy as np
 from ...host.sockets.link import Link
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class JoinRequest(msgspec.Struct, tag="Hello", frozen=True):
     """A rank's first word: what has to be alike in all of them, by name."""
 
     rank: int
     facts: dict[str, str]
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
+class JoinAccepted(msgspec.Struct, tag="Welcome", frozen=True):
     """Rank 0's answer to a rank that runs the same."""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class JoinRejected(msgspec.Struct, tag="Refused", frozen=True):
     """Why a rank cannot begin, or go on."""
 
     why: str
@@ -70,7 +70,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 is done."""
 
 
-Message = Hello | Welcome | Refused | Beat | Order | End
+Message = JoinRequest | JoinAccepted | JoinRejected | Beat | Order | End
 DECODER = msgspec.msgpack.Decoder(Message)
 
 

@@ -16,11 +16,11 @@ from ....kvcache.pages import Batch
 from ....model.pair import Params
 from ...host.memory import release
 from ..compiled import kept
-from ..compiled.compile import Arguments, Programs, history_like, masks_like, operands, seat_like
-from ..compiled.promise import Promise, arrived
+from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
+from ..compiled.promise import StepFuture, arrived
 from ..compiled.shapes import Shape
 from .ending import end_process
-from .group import Group
+from .group import ProcessGroup
 from .meeting import agree, group
 from .messages import Order
 
@@ -39,14 +39,14 @@ class SharedPrograms(Programs):
     def __init__(self, phases: Any, params: Params, *given: Any):
         found = group()
         assert found is not None, "parameters lie on other processes' devices, and there is no group"
-        self.group: Group = found
+        self.group: ProcessGroup = found
         self._calls: ThreadPoolExecutor | None = None  # of rank 0
         self._outputs: deque[Any] = deque()  # of the others' steps in flight
         agree({"sizes": repr(given), "weights": fingerprint(params)})
         super().__init__(phases, params, *given)
         agree({"programs": self._facts()})
 
-    def begin(self, state: Arguments) -> None:
+    def begin(self, state: StepArguments) -> None:
         self.group.serves = True
         if self.group.rank:
             self._follow(state)
@@ -67,17 +67,17 @@ class SharedPrograms(Programs):
 
     # ------------------------------------------------------------ rank 0
 
-    def run(self, shape: Shape, arguments: Arguments, batch: Batch) -> tuple[Any, Any, Any]:
+    def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         if self._calls is None:
             return super().run(shape, arguments, batch)
         cache, slots = arguments.cache, arguments.slots
         job = self._call(
             Order.of("run", str(shape), batch),
-            lambda: self._run(shape, Arguments(arguments.params, arrived(cache), arrived(slots)), batch),
+            lambda: self._run(shape, StepArguments(arguments.params, arrived(cache), arrived(slots)), batch),
         )
         return job.part(0), job.part(1), job.part(2)
 
-    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+    def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
         if self._calls is None:
             return super().empty(params, failed)
         self._calls.submit(int).result()  # calls under way hold arrays
@@ -85,20 +85,20 @@ class SharedPrograms(Programs):
             self.group.refuse(failed)  # the others' programs may wait for the one that failed here
         release(failed)
         job = self._call(Order("empty"), lambda: (self.fresh_cache(), self.fresh_slots()))
-        return Arguments(params, job.part(0), job.part(1))
+        return StepArguments(params, job.part(0), job.part(1))
 
     def _run(self, *call: Any) -> tuple[Any, Any, Any]:
         return super().run(*call)
 
-    def _ordered(self, program: str, compiled: Callable[..., Any]) -> Callable[..., Promise]:
+    def _ordered(self, program: str, compiled: Callable[..., Any]) -> Callable[..., StepFuture]:
         """A program of the slots, which all processes call."""
 
-        def call(slots: Any, *given: Any) -> Promise:
+        def call(slots: Any, *given: Any) -> StepFuture:
             return self._call(Order.of(program, "", given), lambda: compiled(arrived(slots), *given))
 
         return call
 
-    def _call(self, order: Order, work: Callable[[], Any]) -> Promise:
+    def _call(self, order: Order, work: Callable[[], Any]) -> StepFuture:
         assert self._calls is not None
 
         def make() -> Any:
@@ -108,11 +108,11 @@ class SharedPrograms(Programs):
             except Exception as error:  # noqa: BLE001 - the others have begun it, and wait for this rank
                 self.group.refuse(error)
 
-        return Promise(self._calls.submit(make))
+        return StepFuture(self._calls.submit(make))
 
     # ------------------------------------------------------------ the others
 
-    def _follow(self, state: Arguments) -> NoReturn:
+    def _follow(self, state: StepArguments) -> NoReturn:
         """Run what rank 0 wants, and leave the process when it ends."""
         shapes, held = {str(shape): shape for shape in self.steps}, [state]
         is_main = threading.current_thread() is threading.main_thread()
@@ -127,7 +127,7 @@ class SharedPrograms(Programs):
             raise SystemExit(0)
         end_process(0)  # SystemExit would end the thread alone
 
-    def _obey(self, order: Order, state: Arguments, shape: Shape | None) -> Arguments:
+    def _obey(self, order: Order, state: StepArguments, shape: Shape | None) -> StepArguments:
         match order.program:
             case "run" if shape is not None:
                 batch = order.tree(self.empty_batch(shape, 0))

@@ -14,22 +14,22 @@ from ....kvcache.placement import whole
 from ....kvcache.stages import around, attention_of, cache_of
 from ....model.pair import target_of
 from ....model.transformer import Decoder, Layer
-from ..compiled.compile import Arguments, batch_like
+from ..compiled.compile import StepArguments, batch_like
 from ..compiled.shapes import Shape, Sizes
-from ..steps.phases import Alone
+from ..steps.phases import TargetOnly
 from .halves import Halves, behind
 from .lowering import at, front_at
-from .relay import Ear, Stages
+from .relay import SlotUpdateReceiver, StageThreads
 from .ring import ATTENTION, FFN, Ring
-from .steps import Cut, Handed
+from .steps import StageActivations, StageStep
 
 
 @dataclass(frozen=True)
 class Apart:
     """What the halves' programs follow from: phases, an engine's arguments as shapes, and its sizes."""
 
-    phases: Alone
-    like: Arguments
+    phases: TargetOnly
+    like: StepArguments
     sizes: Sizes
 
     @property
@@ -45,7 +45,7 @@ class Apart:
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
         """What embeds, what samples, and a program for each kind of half."""
         here, there, config = self.place(ATTENTION), self.place(FFN), self.phases.target
-        halves = Halves(Cut(config, range(config.num_layers), shape.phase, self.phases.acceptance))
+        halves = Halves(StageStep(config, range(config.num_layers), shape.phase, self.phases.acceptance))
         ends, batch = around(self._params), batch_like(shape, self.sizes, here)
         enter = jax.jit(halves.whole.embedded, out_shardings=here)
         entered = enter.trace(ends, front_at(self.like, here), batch)
@@ -58,7 +58,7 @@ class Apart:
         fed = [self._feed(halves, i, at(handed.hidden, there)) for i in sorted({*self.feeds})]
         return [traced.lower() for traced in (entered, left, *attended, *fed)]
 
-    def _attend(self, halves: Halves, i: int, handed: Handed, batch: Batch) -> Any:
+    def _attend(self, halves: Halves, i: int, handed: StageActivations, batch: Batch) -> Any:
         here, pools = self.place(ATTENTION), jax.tree.map(lambda pool: pool.sharding, self.caches[i])
         attend = jax.jit(partial(halves.attend, i), donate_argnums=2, out_shardings=(pools, here, here))
         return attend.trace(*self._attended(i), handed, handed.hidden if i else None, batch)
@@ -67,7 +67,7 @@ class Apart:
         feed = jax.jit(partial(halves.feed, i), out_shardings=self.place(FFN))
         return feed.trace(self._params.layers[i].ffn, inner)
 
-    def joined(self, stages: Stages, ear: Ear, programs: Sequence[Any]) -> Ring:
+    def joined(self, stages: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]) -> Ring:
         enter, leave, *halves = programs
         attends = dict(zip(sorted({*self.attends}), halves, strict=False))
         feeds = dict(zip(sorted({*self.feeds}), halves[len(attends) :], strict=True))

@@ -11,7 +11,7 @@ import jax
 END = 10.0  # seconds that the end waits for a stage
 
 
-class Run(NamedTuple):
+class StageRun(NamedTuple):
     """A stage's program that was called with what was given, and what it made, in a step that entered the
     first stage at some time; on a CPU it may be done when the call returns."""
 
@@ -22,10 +22,10 @@ class Run(NamedTuple):
     made: Any
 
 
-RESET = Run(0.0, 0.0, 0.0, None, None)  # what was called before it does not count
+RESET = StageRun(0.0, 0.0, 0.0, None, None)  # what was called before it does not count
 
 
-class Clock:
+class StageClock:
     """Seconds in which each stage computed: from when its inputs were there until its results were; and
     seconds in which a step was in one of the stages, which it leaves at the stage `exit`.
 
@@ -40,7 +40,7 @@ class Clock:
             thread.start()
 
     def ran(self, stage: int, entered: float, called: float, given: Any, made: Any) -> None:
-        self._stages[stage].runs.put(Run(entered, called, time.perf_counter(), given, made))
+        self._stages[stage].runs.put(StageRun(entered, called, time.perf_counter(), given, made))
 
     def reset(self) -> None:
         """Count what is called from here on."""
@@ -67,7 +67,7 @@ class Stage:
     """The runs of a stage, one after the other."""
 
     def __init__(self):
-        self.runs: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self.runs: queue.SimpleQueue[StageRun | None] = queue.SimpleQueue()
         self.busy = self.under_way = 0.0
         self._ended = 0.0
 
@@ -80,7 +80,7 @@ class Stage:
                 self._count(run)
             del run
 
-    def _count(self, run: Run) -> None:
+    def _count(self, run: StageRun) -> None:
         begun = max(self._ended, arrival(run.given, run.called))
         ended = max(begun, arrival(run.made, run.returned))
         self.under_way += ended - max(self._ended, run.entered)

@@ -14,15 +14,15 @@ from ....kvcache.paged import Paged
 from ....kvcache.pages import Batch, KVCache, positions
 from ....kvcache.stages import config_of
 from ....model.transformer import Layer, after_ffn, attention_half, ffn_half, turns
-from ..steps.step import Front, Output, Slots
-from .steps import Cut, Handed, told
+from ..steps.step import Output, Slots, StageZeroSlots
+from .steps import StageActivations, StageStep, device_batch
 
 
 @dataclass(frozen=True)
 class Halves:
     """The halves of the layers that a phase runs through: `whole` is its part for all of them."""
 
-    whole: Cut
+    whole: StageStep
 
     def attend(
         self,
@@ -30,14 +30,14 @@ class Halves:
         own: Layer,
         before: Layer | None,
         cache: KVCache,
-        handed: Handed,
+        handed: StageActivations,
         made: Float[Array, "B T D"] | None,
         batch: Batch,
-    ) -> tuple[KVCache, Handed, Float[Array, "B T D"]]:
+    ) -> tuple[KVCache, StageActivations, Float[Array, "B T D"]]:
         """Layer i up to its feed-forward layer, for which the last is: its part of the cache, and what the
         feed-forward layer of the one before has made."""
         config = config_of(self.whole.config, range(i, i + 1))
-        fed = self.whole.fed(told(batch, handed))
+        fed = self.whole.fed(device_batch(batch, handed))
         x = self._after(before, handed.hidden, made)
         (turn,) = turns(config, positions(fed), handed.lengths)
         attend = Paged(fed, self.whole.config.windows)
@@ -53,13 +53,13 @@ class Halves:
         params: Any,
         before: Layer,
         slots: Slots,
-        handed: Handed,
+        handed: StageActivations,
         made: Float[Array, "B T D"],
         batch: Batch,
-    ) -> tuple[Slots, Output, Front]:
+    ) -> tuple[Slots, Output, StageZeroSlots]:
         """What comes of the last layer; of the parameters what stands behind it."""
         x = self._after(before, handed.hidden, made)
-        return self.whole.left(params, slots, replace(handed, hidden=x), batch)
+        return self.whole.outcome(params, slots, replace(handed, hidden=x), batch)
 
     def _after(self, before: Layer | None, x: Any, made: Any) -> Any:
         return x if before is None else after_ffn(before, self.whole.config, x, made)

@@ -11,15 +11,15 @@ from ....kvcache.pages import KVCache
 from ....kvcache.placement import whole
 from ....kvcache.stages import cache_of, params_of
 from ....model.pair import target_of
-from ..compiled.compile import Arguments, batch_like
+from ..compiled.compile import StepArguments, batch_like
 from ..compiled.shapes import Shape, Sizes
-from ..steps.phases import Alone
-from ..steps.step import Front
-from .relay import Ear, Relay, Stages
-from .steps import Cut, front_of
+from ..steps.phases import TargetOnly
+from ..steps.step import StageZeroSlots
+from .relay import PipelinedStep, SlotUpdateReceiver, StageThreads
+from .steps import StageStep, front_of
 
 
-class Course(Protocol):
+class StageRoute(Protocol):
     """A step's way over groups of devices: through stages of consecutive layers, or to and fro between the
     halves of each layer."""
 
@@ -32,18 +32,20 @@ class Course(Protocol):
 
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]: ...
 
-    def joined(self, stages: Stages, ear: Ear, programs: Sequence[Any]) -> Callable[..., Any]:
+    def joined(
+        self, stages: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """A shape's compiled programs, in the order of `lower`, called as one device's is."""
         ...
 
 
 @dataclass(frozen=True)
-class Lowering:
+class StageLowering:
     """What the stages' programs follow from: phases, an engine's arguments as shapes, its sizes, and the
     layers of each stage."""
 
-    phases: Alone
-    like: Arguments
+    phases: TargetOnly
+    like: StepArguments
     sizes: Sizes
     spans: Sequence[range]
 
@@ -56,9 +58,9 @@ class Lowering:
     def caches(self) -> list[KVCache]:
         return [cache_of(self.like.cache, span) for span in self.spans]
 
-    def joined(self, stages: Stages, ear: Ear, programs: Sequence[Any]) -> Relay:
+    def joined(self, stages: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]) -> PipelinedStep:
         hand = tuple(self.place(stage) for stage in range(1, len(self.spans)))
-        return Relay(stages, tuple(programs), hand, self.place(0), ear)
+        return PipelinedStep(stages, tuple(programs), hand, self.place(0), ear)
 
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
         """A program for each stage."""
@@ -71,7 +73,7 @@ class Lowering:
 
     def _trace(self, shape: Shape, stage: int, handed: Any) -> Any:
         span, here = self.spans[stage], self.place(stage)
-        cut = Cut(self.phases.target, span, shape.phase, self.phases.acceptance)
+        cut = StageStep(self.phases.target, span, shape.phase, self.phases.acceptance)
         cache, params = cache_of(self.like.cache, span), params_of(target_of(self.like.params), span)
         pools = jax.tree.map(lambda pool: pool.sharding, cache)
         batch = batch_like(shape, self.sizes, here)
@@ -85,7 +87,7 @@ class Lowering:
         return jitted.trace(params, cache, self.like.slots, at(handed, here), batch)
 
 
-def front_at(like: Arguments, where: Sharding) -> Front:
+def front_at(like: StepArguments, where: Sharding) -> StageZeroSlots:
     """The shapes of what the first stage knows of the slots."""
     return at(front_of(like.slots), where)
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from ....kvcache.pages import KVCache
 from ....kvcache.stages import is_apart, stages
 from ....model.pair import Params
-from ..compiled.compile import Arguments, Programs, lower_zeros
-from ..compiled.kept import Parts
+from ..compiled.compile import Programs, StepArguments, lower_zeros
+from ..compiled.kept import JoinedPrograms
 from ..compiled.shapes import Shape
-from ..steps.phases import Alone
-from ..steps.step import Front, Seat, Slots
+from ..steps.phases import TargetOnly
+from ..steps.step import Seat, Slots, StageZeroSlots
 from .apart import Apart
-from .lowering import Course, Lowering, front_at
-from .relay import Ear, StagedCache, StagedSlots, Stages
+from .lowering import StageLowering, StageRoute, front_at
+from .relay import SlotUpdateReceiver, StagedCache, StagedSlots, StageThreads
 from .ring import ATTENTION, PARTS
-from .steps import heard, seat_front
+from .steps import seat_front, with_updates
 
 
 class StagedPrograms(Programs):
@@ -28,42 +28,44 @@ class StagedPrograms(Programs):
     What they give is promised; the cache and the slots are passed on as promises."""
 
     def __init__(self, phases: Any, params: Params, *sizes: Any):
-        assert isinstance(phases, Alone), "models and heads draft on one device"
+        assert isinstance(phases, TargetOnly), "models and heads draft on one device"
         self._spans = [] if is_apart(params) else stages(params)
-        self.stages = Stages(self._spans, len(self._spans) - 1) if self._spans else Stages(PARTS, ATTENTION)
+        self.stages = (
+            StageThreads(self._spans, len(self._spans) - 1) if self._spans else StageThreads(PARTS, ATTENTION)
+        )
         super().__init__(phases, params, *sizes)
 
     @cached_property
-    def course(self) -> Course:
+    def course(self) -> StageRoute:
         phases: Any = self._phases
         if not self._spans:
             return Apart(phases, self.like, self.sizes)
-        return Lowering(phases, self.like, self.sizes, self._spans)
+        return StageLowering(phases, self.like, self.sizes, self._spans)
 
     def report(self) -> dict[str, Any]:
         names = [f"{span.start}-{span.stop - 1}" for span in self._spans] or [*PARTS]
         return super().report() | {"stages": {"layers": names} | self.stages.clock.report()}
 
-    def begin(self, state: Arguments) -> None:
+    def begin(self, state: StepArguments) -> None:
         self.stages.clock.reset()
 
-    def empty(self, params: Params, failed: BaseException | None = None) -> Arguments:
+    def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
         self.stages.drain()  # jobs hold arrays, and raise the error that failed a step once more
         return super().empty(params, failed)
 
     # ------------------------------------------------------------ a step
 
-    def _lower(self, shape: Shape) -> Parts:
+    def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering:
             programs = self.course.lower(shape)
-        return Parts([*programs, self._lower_hear()], self._joined)
+        return JoinedPrograms([*programs, self._lower_hear()], self._joined)
 
     def _joined(self, *compiled: Any) -> Any:
         *programs, hear = compiled
-        return self.course.joined(self.stages, Ear(self.stages, hear), programs)
+        return self.course.joined(self.stages, SlotUpdateReceiver(self.stages, hear), programs)
 
     @property
-    def _front(self) -> Front:
+    def _front(self) -> StageZeroSlots:
         return front_at(self.like, self.course.place(0))
 
     # ------------------------------------------------------------ slots and cache
@@ -71,12 +73,12 @@ class StagedPrograms(Programs):
     def _lower_hear(self) -> jax.stages.Lowered:
         front = self._front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
-        return jax.jit(heard, out_shardings=self.course.place(0)).lower(front, front, whose)
+        return jax.jit(with_updates, out_shardings=self.course.place(0)).lower(front, front, whose)
 
-    def _lower_seat(self) -> Parts:
+    def _lower_seat(self) -> JoinedPrograms:
         one, here = jax.ShapeDtypeStruct((), jnp.int32), self.course.place(0)
         front = jax.jit(seat_front, out_shardings=here).lower(self._front, one, one)
-        return Parts([super()._lower_seat(), front], self._seats)
+        return JoinedPrograms([super()._lower_seat(), front], self._seats)
 
     def _seats(self, own: Any, front: Any) -> Any:
         def seat(slots: StagedSlots, slot: Any, new: Seat) -> StagedSlots:
@@ -89,11 +91,11 @@ class StagedPrograms(Programs):
 
         return seat
 
-    def _lower_history(self) -> Parts:
-        return Parts([super()._lower_history()], self._at_exit)
+    def _lower_history(self) -> JoinedPrograms:
+        return JoinedPrograms([super()._lower_history()], self._at_exit)
 
-    def _lower_masks(self) -> Parts:
-        return Parts([super()._lower_masks()], self._at_exit)
+    def _lower_masks(self) -> JoinedPrograms:
+        return JoinedPrograms([super()._lower_masks()], self._at_exit)
 
     def _at_exit(self, compiled: Any) -> Any:
         def load(slots: StagedSlots, *given: Any) -> StagedSlots:
@@ -101,14 +103,14 @@ class StagedPrograms(Programs):
 
         return load
 
-    def _lower_slots(self) -> Parts:
-        return Parts([super()._lower_slots(), lower_zeros(self._front)], self._slots)
+    def _lower_slots(self) -> JoinedPrograms:
+        return JoinedPrograms([super()._lower_slots(), lower_zeros(self._front)], self._slots)
 
-    def _slots(self, own: Callable[[], Slots], front: Callable[[], Front]) -> Any:
+    def _slots(self, own: Callable[[], Slots], front: Callable[[], StageZeroSlots]) -> Any:
         return lambda: StagedSlots(own(), front())
 
-    def _lower_cache(self) -> Parts:
-        return Parts([lower_zeros(cache) for cache in self.course.caches], join_caches)
+    def _lower_cache(self) -> JoinedPrograms:
+        return JoinedPrograms([lower_zeros(cache) for cache in self.course.caches], join_caches)
 
 
 def join_caches(*fresh: Callable[[], KVCache]) -> Callable[[], StagedCache]:

@@ -21,18 +21,18 @@ from jax.sharding import Sharding
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache
 from ....kvcache.stages import joined, params_of
 from ....model.transformer import Decoder
-from ..compiled.promise import Promise, arrived
-from .clock import Clock
+from ..compiled.promise import StepFuture, arrived
+from .clock import StageClock
 
 MOST_NEWS = 32  # steps whose tokens the first stage has not heard of
 
 
-class Stages:
+class StageThreads:
     """A thread for each stage, in which its programs are dispatched one after the other, each as soon as what
     it is given has arrived. Steps end in the stage `exit`."""
 
     def __init__(self, names: Sequence[Any], exit: int = -1):
-        self.names, self.exit, self.clock = names, exit, Clock(len(names), exit)
+        self.names, self.exit, self.clock = names, exit, StageClock(len(names), exit)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"duetto-stage-{name}") for name in names]
         self._asked: set[Future[Any]] = set()
         weakref.finalize(self, self.clock.stop)
@@ -46,18 +46,18 @@ class Stages:
         for thread in self._threads:
             thread.submit(lambda: None).result()
 
-    def do(self, stage: int, work: Callable[..., Any], *given: Any) -> Promise:
+    def do(self, stage: int, work: Callable[..., Any], *given: Any) -> StepFuture:
         """Call work in a stage's thread with what was given, once all of it has arrived. No thread waits for
         that, so that a stage may be given what comes of its own later work."""
         return self.results(1, stage, lambda *arrived: (work(*arrived),), *given)[0]
 
-    def results(self, count: int, stage: int, work: Callable[..., Any], *given: Any) -> list[Promise]:
+    def results(self, count: int, stage: int, work: Callable[..., Any], *given: Any) -> list[StepFuture]:
         """The same for work that has so many results: each may go while others are held."""
         promised = [Future[Any]() for _ in range(count)]
         for one in promised:
             self._asked.add(one)
             one.add_done_callback(self._asked.discard)
-        jobs = [promise.job for promise in given if isinstance(promise, Promise)]
+        jobs = [promise.job for promise in given if isinstance(promise, StepFuture)]
         held = [(work, given, promised)]  # until it starts: a future keeps whom it has called back
 
         def start() -> None:
@@ -66,7 +66,7 @@ class Stages:
             job.add_done_callback(partial(settle, promised))
 
         when_done(jobs, start)
-        return list(map(Promise, promised))
+        return list(map(StepFuture, promised))
 
 
 def when_done(jobs: Iterable[Future[Any]], then: Callable[[], Any]) -> None:
@@ -107,11 +107,11 @@ class StagedCache:
         return joined(map(arrived, self.parts))
 
 
-class News(NamedTuple):
+class SlotUpdate(NamedTuple):
     """What a step has changed: the slots of its rows, and what the last stage knows of them."""
 
     slots: frozenset[int]
-    front: Promise
+    front: StepFuture
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,24 @@ class StagedSlots:
 
     own: Any
     front: Any
-    news: tuple[News, ...] = ()
+    news: tuple[SlotUpdate, ...] = ()
 
     def arrived(self) -> Any:
         return arrived(self.own)
 
-    def without(self, slot: int) -> tuple[News, ...]:
+    def without(self, slot: int) -> tuple[SlotUpdate, ...]:
         """The news, but for those of a slot that has another request."""
         return tuple(news._replace(slots=news.slots - {slot}) for news in self.news)
 
 
 @dataclass(frozen=True)
-class Ear:
+class SlotUpdateReceiver:
     """The first stage's program that takes in what it is told."""
 
-    stages: Stages
+    stages: StageThreads
     hear: Any
 
-    def front(self, slots: StagedSlots, rows: frozenset[int]) -> tuple[Any, tuple[News, ...]]:
+    def front(self, slots: StagedSlots, rows: frozenset[int]) -> tuple[Any, tuple[SlotUpdate, ...]]:
         """What the first stage knows once it has heard of the last step of each of some rows' slots, and what
         it has yet to hear."""
         wanted = [i + 1 for i, news in enumerate(slots.news) if news.slots & rows]
@@ -155,19 +155,19 @@ class Ear:
 
 
 @dataclass(frozen=True)
-class Relay:
+class PipelinedStep:
     """A shape's programs, one a stage, called as the program of one device is. `hand` are the shardings of
     what stages 1, 2, ... are handed, `back` that of what the first is told, and `ear` takes in."""
 
-    stages: Stages
+    stages: StageThreads
     programs: tuple[Any, ...]
     hand: tuple[Sharding, ...]
     back: Sharding
-    ear: Ear
+    ear: SlotUpdateReceiver
 
     def __call__(
         self, params: Decoder, cache: StagedCache, slots: StagedSlots, batch: Batch
-    ) -> tuple[StagedCache, StagedSlots, Promise]:
+    ) -> tuple[StagedCache, StagedSlots, StepFuture]:
         do, last = self.stages.do, len(self.stages) - 1
         weights = [params_of(params, span) for span in self.stages.names]
         front, news = self.ear.front(slots, awaited(batch))
@@ -178,7 +178,7 @@ class Relay:
             parts.append(done.part(0))
         done = do(last, self._leave, weights[last], cache.parts[last], slots.own, done.part(1), batch)
         told = do(last, lambda front: front, done.part(3))  # alone: the rest of the results may go
-        news = (*news, News(changed(batch), told))
+        news = (*news, SlotUpdate(changed(batch), told))
         return StagedCache((*parts, done.part(0))), StagedSlots(done.part(1), front, news), done.part(2)
 
     def as_text(self) -> str:

@@ -17,11 +17,11 @@ from ....model.tree import pytree
 from ....sampling.accept import RULES
 from ....sampling.params import NO_TOKEN
 from ..steps.places import rows_of_one
-from ..steps.step import Front, Output, Slots, awake, judged, lengths, sampled
+from ..steps.step import Output, Slots, StageZeroSlots, awake, judged, lengths, sampled
 
 
 @pytree
-class Handed:
+class StageActivations:
     """What a stage hands to the next: hidden states, and what only the first knows of the batch."""
 
     hidden: Any  # [B,T,D]; of a verification [rows,1,D]
@@ -31,7 +31,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageStep:
     """A phase's part for the layers of one stage."""
 
     config: ModelConfig  # of all stages
@@ -39,20 +39,24 @@ class Cut:
     phase: str
     acceptance: str = "coupled"
 
-    def enter(self, params: Decoder, cache: KVCache, front: Front, batch: Batch) -> tuple[KVCache, Handed]:
+    def enter(
+        self, params: Decoder, cache: KVCache, front: StageZeroSlots, batch: Batch
+    ) -> tuple[KVCache, StageActivations]:
         """The first stage."""
         return self.go_on(params, cache, self.embedded(params, front, batch), batch)
 
-    def embedded(self, params: Decoder, front: Front, batch: Batch) -> Handed:
+    def embedded(self, params: Decoder, front: StageZeroSlots, batch: Batch) -> StageActivations:
         """What the first layer is handed."""
         batch = awake(front, batch)
         fed = self.fed(batch)
         x = embed(params, self.config, fed.tokens, positions(fed))
-        return Handed(x, batch.tokens, batch.count, lengths(front, fed))
+        return StageActivations(x, batch.tokens, batch.count, lengths(front, fed))
 
-    def go_on(self, params: Decoder, cache: KVCache, handed: Handed, batch: Batch) -> tuple[KVCache, Handed]:
+    def go_on(
+        self, params: Decoder, cache: KVCache, handed: StageActivations, batch: Batch
+    ) -> tuple[KVCache, StageActivations]:
         """A stage's layers."""
-        fed = self.fed(told(batch, handed))
+        fed = self.fed(device_batch(batch, handed))
         attend, config = Paged(fed, self.config.windows), config_of(self.config, self.span)
         x, cache = through(
             params.layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache
@@ -60,17 +64,17 @@ class Cut:
         return cache, replace(handed, hidden=x)
 
     def leave(
-        self, params: Decoder, cache: KVCache, slots: Slots, handed: Handed, batch: Batch
-    ) -> tuple[KVCache, Slots, Output, Front]:
+        self, params: Decoder, cache: KVCache, slots: Slots, handed: StageActivations, batch: Batch
+    ) -> tuple[KVCache, Slots, Output, StageZeroSlots]:
         """The last stage."""
         cache, handed = self.go_on(params, cache, handed, batch)
-        return cache, *self.left(params, slots, handed, batch)
+        return cache, *self.outcome(params, slots, handed, batch)
 
-    def left(
-        self, params: Decoder, slots: Slots, handed: Handed, batch: Batch
-    ) -> tuple[Slots, Output, Front]:
+    def outcome(
+        self, params: Decoder, slots: Slots, handed: StageActivations, batch: Batch
+    ) -> tuple[Slots, Output, StageZeroSlots]:
         """What comes of what the last layer hands on."""
-        batch, hidden = told(batch, handed), normalise(handed.hidden, params.norm, self.config.norm)
+        batch, hidden = device_batch(batch, handed), normalise(handed.hidden, params.norm, self.config.norm)
         if self.phase == "verify":
             slots, output = judged(params, self.config, slots, batch, hidden, None, RULES[self.acceptance])
         else:
@@ -81,22 +85,24 @@ class Cut:
         return rows_of_one(batch) if self.phase == "verify" else batch
 
 
-def told(batch: Batch, handed: Handed) -> Batch:
+def device_batch(batch: Batch, handed: StageActivations) -> Batch:
     """The host's batch, as the device sees it."""
     return replace(batch, tokens=handed.tokens, count=handed.count)
 
 
-def front_of(slots: Slots) -> Front:
-    return Front(slots.last, slots.live, slots.end)
+def front_of(slots: Slots) -> StageZeroSlots:
+    return StageZeroSlots(slots.last, slots.live, slots.end)
 
 
-def seat_front(front: Front, slot: Int[Array, ""], end: Int[Array, ""]) -> Front:
+def seat_front(front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""]) -> StageZeroSlots:
     """A slot has another request."""
-    return Front(
+    return StageZeroSlots(
         front.last.at[slot].set(NO_TOKEN), front.live.at[slot].set(True), front.end.at[slot].set(end)
     )
 
 
-def heard(front: Front, news: Front, whose: Bool[Array, " C"]) -> Front:
+def with_updates(front: StageZeroSlots, news: StageZeroSlots, whose: Bool[Array, " C"]) -> StageZeroSlots:
     """What the first stage knows once it has heard of some slots."""
-    return Front(jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live), front.end)
+    return StageZeroSlots(
+        jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live), front.end
+    )

@@ -33,7 +33,7 @@ class Phases(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class TargetOnly:
     """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's
     guesses."""
 

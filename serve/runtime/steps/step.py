@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ....kvcache.paged import Paged
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache, positions
-from ....kvcache.states import Guessed, Guessing
+from ....kvcache.states import VerifyAttend, VerifyCache
 from ....model.attention import Attend
 from ....model.config import ModelConfig
 from ....model.pooling import Pooled, pool
@@ -24,7 +24,7 @@ from ....model.sharding import in_any_shard
 from ....model.transformer import Decoder, forward, unembed
 from ....model.tree import pytree
 from ....model.weights.adapted import NO_ADAPTER, with_owners
-from ....sampling.accept import NONE_KEPT, Guesses, Rule, coupled
+from ....sampling.accept import NONE_KEPT, DraftTokens, Rule, coupled
 from ....sampling.checks import MAX_LOGPROBS
 from ....sampling.params import NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
@@ -51,7 +51,7 @@ class Slots:
 
 
 @pytree
-class Front:
+class StageZeroSlots:
     """What the first stage of a pipeline knows of each slot: these leaves of Slots."""
 
     last: Any  # int32 [C]
@@ -119,7 +119,7 @@ def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
     )
 
 
-def awake(slots: Slots | Front, batch: Batch) -> Batch:
+def awake(slots: Slots | StageZeroSlots, batch: Batch) -> Batch:
     """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens == ON_DEVICE, last[:, None], batch.tokens)
@@ -209,7 +209,7 @@ def accept(
         slots, wanted = state
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
         probs = None if offers is None else column(offers, after)[:, None]
-        guess = Guesses(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
+        guess = DraftTokens(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
         row = column(rows, i)
         drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, guess)
         slots, token = emit(slots, batch, drawn.token, hidden[row], position, wanted)
@@ -236,7 +236,7 @@ def through_model(
     return forward(params, config, batch.tokens, positions(batch), attend, state, lengths(slots, batch))
 
 
-def lengths(slots: Slots | Front, batch: Batch) -> Int[Array, " B"]:
+def lengths(slots: Slots | StageZeroSlots, batch: Batch) -> Int[Array, " B"]:
     """Tokens that each row's sequence may come to: the last that a request may have is sampled, and never
     fed."""
     return slots.end[batch.slot] - 1
@@ -296,16 +296,16 @@ def judge(
         hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
         return cache, *judged(params, config, slots, batch, hidden, offers, rule)
     attend = guessing(batch, config.windows)
-    hidden, state = through_model(params, slots, rows_of_one(batch), config, attend, Guessed(cache, {}))
+    hidden, state = through_model(params, slots, rows_of_one(batch), config, attend, VerifyCache(cache, {}))
     slots, output = judged(params, config, slots, batch, hidden, offers, rule)
     right = jnp.sum(output.sampled.token != NO_TOKEN, axis=1, dtype=jnp.int32)
     return state.confirmed(attend.rows, right), slots, output
 
 
-def guessing(batch: Batch, windows: tuple[int | None, ...]) -> Guessing:
+def guessing(batch: Batch, windows: tuple[int | None, ...]) -> VerifyAttend:
     """`attend` for the tokens of a verification as rows of one."""
     paged = Paged(rows_of_one(batch), windows)
-    return Guessing(paged, Paged(batch, windows).rows, row_of_place(batch), place_of_row(batch))
+    return VerifyAttend(paged, Paged(batch, windows).rows, row_of_place(batch), place_of_row(batch))
 
 
 def judged(

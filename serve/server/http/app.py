@@ -6,10 +6,10 @@ from starlette.middleware import Middleware
 from ..routes import completions
 from ..routes.adapters import Adapters
 from ..routes.embeddings import Embeddings
-from ..routes.page import Page
+from ..routes.page import ApiPage
 from ..routes.profile import Profile
-from ..routes.state import State
-from ..routes.tokens import Tokens
+from ..routes.state import ServerState
+from ..routes.tokens import TokenRoutes
 from ..routes.weights import Weights
 from ..service.errors import HANDLERS
 from ..service.service import Service
@@ -20,15 +20,15 @@ from .tracing import Traced, Tracing
 
 def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette:
     """Everything that a service answers; with keys, to those who have one."""
-    paths = [*completions.paths(service), *Embeddings(service).paths, *Tokens(service).paths]
-    paths += State(service).paths
+    paths = [*completions.paths(service), *Embeddings(service).paths, *TokenRoutes(service).paths]
+    paths += ServerState(service).paths
     if service.options.runtime_lora_updating:
         paths += Adapters(service).paths
     if service.options.profile_dir is not None:
         paths += Profile(service, service.options.profile_dir).paths
     if service.options.weights_dir is not None:
         paths += Weights(service, service.options.weights_dir).paths
-    paths += Page(paths, has_keys=bool(keys)).paths
+    paths += ApiPage(paths, has_keys=bool(keys)).paths
     middleware = guards(service.options)
     middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))
     if tracing is not None:

@@ -38,7 +38,7 @@ def origins(allowed: Collection[str]) -> list[Middleware]:
 
 class Origins:
     """Answers 403 to what pages of other origins POST: a browser sends it, though the page never sees the
-    answer. It says where a page is from in `Sec-Fetch-Site`, or over plain http in `Origin` alone, as Go's
+    answer. It says where a page is from in `Sec-GetPage-Site`, or over plain http in `Origin` alone, as Go's
     CrossOriginProtection has it; other clients send neither."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]):

@@ -16,7 +16,7 @@ PART = 1 << 14  # bytes that are read at a time
 AHEAD = 4  # requests that may be sent before the answer to an earlier one
 
 
-class Bounded(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """A client has to send the head of a request in so many seconds and bytes, and may not stop reading for
     longer than that; that it has left is noticed behind requests that it has sent ahead, too. What is not
     HTTP is answered as all errors are, and offers of other protocols are passed over."""
@@ -182,4 +182,4 @@ def too_long() -> HttpError:
 
 def protocol(seconds: float) -> Any:
     """What uvicorn makes a connection's protocol with."""
-    return partial(Bounded, seconds=seconds)
+    return partial(LimitedHttpProtocol, seconds=seconds)

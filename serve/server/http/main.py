@@ -31,7 +31,7 @@ CLOSING = 3  # seconds that connections have after the last request
 
 
 @dataclass(frozen=True)
-class Front:
+class ServerResources:
     """What a server has before its model is read: an address, the keys of its clients, where spans go, and
     events of the cache."""
 
@@ -41,21 +41,21 @@ class Front:
     events: EventsConfig
 
 
-def front(options: ServerOptions) -> Front:
+def front(options: ServerOptions) -> ServerResources:
     """Raises OSError and ValueError for what cannot be had."""
     keys = keys_in(options.api_key_file) if options.api_key_file else []
     check_certificates(options)
     tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
-    return Front(reserved(options), keys, tracing, events_of(options))
+    return ServerResources(reserved(options), keys, tracing, events_of(options))
 
 
-def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
+def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
     """Serve until a signal, or until the engine fails; the exit code."""
     freeze_what_lasts()
     return run(serve(llm, options, defaults, front))
 
 
-async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Front) -> int:
+async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
     publisher = published(llm, front.events)
     service = Service(llm, options, defaults)
     config = uvicorn.Config(

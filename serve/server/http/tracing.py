@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....sampling.params import SamplingParams
-from ..service.service import Call
+from ..service.service import ApiCall
 
 CLOSING = 3  # seconds that an export, and the last spans, have
 OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
@@ -100,7 +100,7 @@ class Traced:
             self.tracing.end(span, scope, status)
 
 
-def attributes(call: Call) -> Iterator[tuple[str, Any]]:
+def attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
     """What a call was, and what came of it."""
     task, requests = call.tasks[0], [one for flow in call.flows for one in flow.ticket.requests]
     yield "gen_ai.operation.name", OPERATIONS.get(task.form, task.form)

@@ -7,14 +7,14 @@ import msgspec
 
 from ....kvcache.names import extend
 from ...host.streams import tell
-from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, Events, zmq
-from ...kv.routing.memory import Told
+from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, zmq
+from ...kv.routing.memory import EventPrefixIndex
 from .prompts import TOKENS
 
 PERIOD = 200  # milliseconds between looks at the end
 
 
-class Pages:
+class ReplicaPages:
     """The pages of one replica: its events say what its own names are names of, and the memory has them under
     the router's.
 
@@ -22,12 +22,12 @@ class Pages:
     its tokens: prompts do not find it.
     """
 
-    def __init__(self, memory: Told, page_size: int):
+    def __init__(self, memory: EventPrefixIndex, page_size: int):
         self._memory, self._page_size = memory, page_size
         self._names: dict[int | bytes, bytes] = {}  # ours, by the replica's
         self._next = 0  # number of the batch that is expected
 
-    def take(self, number: int, events: Events) -> None:
+    def take(self, number: int, events: KVEventBatch) -> None:
         """A batch of events; where one before it is missing, what was known is forgotten."""
         if number != self._next:
             self._clear()
@@ -64,7 +64,7 @@ class Pages:
 class Listener:
     """Hears the events of all replicas in a thread of its own; `heard` is called there."""
 
-    def __init__(self, places: Sequence[str], heard: Callable[[int, int, Events], None]):
+    def __init__(self, places: Sequence[str], heard: Callable[[int, int, KVEventBatch], None]):
         self._zmq, self._heard, self._is_over = zmq("kv_events"), heard, False
         self._context = self._zmq.Context()
         self._thread = threading.Thread(
@@ -73,7 +73,7 @@ class Listener:
         self._thread.start()
 
     def _listen(self, places: Sequence[str]) -> None:
-        poller, sockets, read = self._zmq.Poller(), {}, msgspec.msgpack.Decoder(Events).decode
+        poller, sockets, read = self._zmq.Poller(), {}, msgspec.msgpack.Decoder(KVEventBatch).decode
         for i, place in enumerate(places):
             socket = self._context.socket(self._zmq.SUB)
             socket.setsockopt(self._zmq.LINGER, 0)

@@ -10,8 +10,8 @@ from ...kv.routing.replicas import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM
 from ..service.errors import HttpError
-from .http import Connection, Lacking, Lost, Target
-from .queue import Line
+from .http import HttpConnection, Lacking, Lost, ServerAddress
+from .queue import RequestQueue
 
 MISSES = 2  # looks without an answer, after which a replica is lost
 SHOWN = 12  # characters of a realm in the log
@@ -21,7 +21,7 @@ class Health:
     """Looks at each replica again and again. One that does not answer is lost: what it has goes on elsewhere.
     One that answers but is not ready, as it ends, keeps what it has."""
 
-    def __init__(self, replicas: Sequence[Replica], line: Line, options: RouterOptions):
+    def __init__(self, replicas: Sequence[Replica], line: RequestQueue, options: RouterOptions):
         self._line, self._options = line, options
         self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
         self._since = time.monotonic()  # when a replica was last there
@@ -76,7 +76,7 @@ class Health:
 
 
 async def status_of(replica: Replica, path: str) -> tuple[int, str]:
-    connection = await Connection.to(Target.of(replica.address))
+    connection = await HttpConnection.to(ServerAddress.of(replica.address))
     try:
         connection.ask("GET", path, ())
         status = await connection.status()

@@ -32,7 +32,7 @@ class Lacking(Lost):
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerAddress:
     """Where a server is."""
 
     host: str
@@ -40,7 +40,7 @@ class Target:
     is_secret: bool = False
 
     @classmethod
-    def of(cls, url: str) -> "Target":
+    def of(cls, url: str) -> "ServerAddress":
         place = urlsplit(url)
         secret = place.scheme == "https"
         return cls(place.hostname or "", place.port or (443 if secret else 80), secret)
@@ -54,10 +54,10 @@ class Target:
         return f"{'https' if self.is_secret else 'http'}://{self.authority}"
 
 
-class Connection:
+class HttpConnection:
     """One request to a server, and its answer. Every method raises Lost where the server is gone."""
 
-    def __init__(self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(self, target: ServerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._target, self._reader, self._writer = target, reader, writer
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
@@ -65,7 +65,7 @@ class Connection:
         self.headers: Headers = []
 
     @classmethod
-    async def to(cls, target: Target, seconds: float = CONNECT) -> "Connection":
+    async def to(cls, target: ServerAddress, seconds: float = CONNECT) -> "HttpConnection":
         secret = ssl.create_default_context() if target.is_secret else None
         try:
             async with asyncio.timeout(seconds):

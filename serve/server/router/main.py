@@ -9,8 +9,8 @@ from functools import partial
 import uvicorn
 
 from ...host.streams import tell
-from ...kv.events import Events, zmq
-from ...kv.routing.memory import Sent, Told
+from ...kv.events import KVEventBatch, zmq
+from ...kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
 from ...kv.routing.replicas import Replica
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
@@ -18,13 +18,13 @@ from ...text.tokenizer.tokenizer import Tokenizer
 from ..http.address import Server, is_of_this_machine, reuse, url
 from ..http.http_limits import protocol
 from .app import app
-from .events import Listener, Pages
+from .events import Listener, ReplicaPages
 from .health import Health
-from .http import Target
-from .prefills import Prefills
-from .prompts import Naming, Texts, Tokens
+from .http import ServerAddress
+from .prefills import PrefillPool
+from .prompts import Naming, TextNaming, TokenNaming
 from .proxy import Proxy
-from .queue import Line
+from .queue import RequestQueue
 
 if sys.platform == "win32":  # uvloop is not there
     from asyncio import run
@@ -40,27 +40,30 @@ def naming(options: RouterOptions) -> Naming:
     if options.kv_events is not None:
         zmq("kv_events")
     if options.tokenizer is None:
-        return Texts(options.page_size)
+        return TextNaming(options.page_size)
     tokenizer = Tokenizer.from_folder(options.tokenizer)
     if tokenizer is None:
         raise ValueError(f"tokenizer {options.tokenizer!r} is not allowed: the folder has none")
-    return Tokens(tokenizer, options.page_size)
+    return TokenNaming(tokenizer, options.page_size)
 
 
 def replicas_of(options: RouterOptions) -> list[Replica]:
     """The servers, and what is known of their pages."""
     told, most = options.kv_events is not None, options.cache_tokens // options.page_size
-    return [Replica(str(Target.of(url)), Told() if told else Sent(most)) for url in options.servers]
+    return [
+        Replica(str(ServerAddress.of(url)), EventPrefixIndex() if told else AssumedPrefixIndex(most))
+        for url in options.servers
+    ]
 
 
 def line_and_prefills(
     replicas: Sequence[Replica], options: RouterOptions, server: ServerOptions
-) -> tuple[Line, Prefills]:
+) -> tuple[RequestQueue, PrefillPool]:
     """Of all servers those that answer, and those that prefill."""
     count, most = len(options.replica), options.max_in_flight
     addresses = [pair.partition("=")[2] for pair in options.prefill]
     prefills = dict(zip(replicas[count:], addresses, strict=True))
-    return Line(replicas[:count], most, server), Prefills(prefills, most)
+    return RequestQueue(replicas[:count], most, server), PrefillPool(prefills, most)
 
 
 def routed(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
@@ -99,12 +102,14 @@ def listening(replicas: Sequence[Replica], options: RouterOptions) -> Listener |
     if options.kv_events is None:
         return None
     loop, memories = asyncio.get_running_loop(), [one.memory for one in replicas]
-    pages = [Pages(memory, options.page_size) for memory in memories if isinstance(memory, Told)]
+    pages = [
+        ReplicaPages(memory, options.page_size) for memory in memories if isinstance(memory, EventPrefixIndex)
+    ]
 
-    def heard(replica: int, number: int, events: Events) -> None:
+    def on_events(replica: int, number: int, events: KVEventBatch) -> None:
         loop.call_soon_threadsafe(pages[replica].take, number, events)
 
-    return Listener(options.kv_events, heard)
+    return Listener(options.kv_events, on_events)
 
 
 async def end(proxy: Proxy, router: uvicorn.Server) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ...kv.routing.replicas import Job, Replica, best
+from ...kv.routing.replicas import Replica, RoutedRequest, best
 from ..routes.body import SOURCE
 from .http import Headers
 
 
-class Prefills:
+class PrefillPool:
     """The prefill engines of a service, and the addresses at which those that decode ask them. The replica
     that answers a request is told which one: the best for its prompt, as replicas are chosen."""
 
@@ -17,7 +17,7 @@ class Prefills:
         self._headers = {one: [(SOURCE.encode(), place.encode())] for one, place in addresses.items()}
 
     @contextmanager
-    def beside(self, job: Job) -> Iterator[Headers]:
+    def beside(self, job: RoutedRequest) -> Iterator[Headers]:
         """What tells the replica that has a job who computes its prompt; the block ends when that is
         computed. Nothing where it has all full pages, and where no engine is free: then it asks whom it
         likes, or computes."""
@@ -25,7 +25,7 @@ class Prefills:
         if chosen is None:
             yield []
             return
-        own = Job(job.prompt)
+        own = RoutedRequest(job.prompt)
         chosen.take(own)
         try:
             yield self._headers[chosen]

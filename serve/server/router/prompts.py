@@ -23,7 +23,7 @@ class Naming(Protocol):
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
 
 
-class Texts:
+class TextNaming:
     """Names of pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model,
     and takes microseconds where a tokenizer takes milliseconds; what a replica says of its pages cannot be
     read this way."""
@@ -32,7 +32,7 @@ class Texts:
         self.page_size = page_size
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        given = asked(path, body)
+        given = first_prompt(path, body)
         if is_ids(given):
             return named(given, self.page_size, TOKENS)
         whole = given if isinstance(given, str) else [tools_of(path, body), given]
@@ -42,14 +42,14 @@ class Texts:
         return Prompt(found.names, self.page_size, found.tokens // LETTERS)
 
 
-class Tokens:
+class TokenNaming:
     """Names of pages of tokens, as the replicas' caches have them."""
 
     def __init__(self, tokenizer: Tokenizer, page_size: int):
         self.tokenizer, self.page_size = tokenizer, page_size
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        given = asked(path, body)
+        given = first_prompt(path, body)
         try:
             ids = given if is_ids(given) else self._ids(given, tools_of(path, body), body)
             return named(ids, self.page_size, TOKENS)
@@ -63,7 +63,7 @@ class Tokens:
         return apply_chat(self.tokenizer, check_messages(given), MOST, tools=tools, **variables)
 
 
-def asked(path: str, body: Mapping[str, Any]) -> Any:
+def first_prompt(path: str, body: Mapping[str, Any]) -> Any:
     """The text, token ids or messages that a body asks about; of several prompts the first."""
     return prompts_in(path, body)[0]
 

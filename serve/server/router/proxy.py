@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ...host.streams import tell
-from ...kv.routing.replicas import Job, Prompt, Replica
+from ...kv.routing.replicas import Prompt, Replica, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.openai.reading import object_of
@@ -20,10 +20,10 @@ from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
 from .charges import charge
-from .http import Connection, Headers, Lost, Target
-from .prefills import Prefills
+from .http import Headers, HttpConnection, Lost, ServerAddress
+from .prefills import PrefillPool
 from .prompts import Naming
-from .queue import Line
+from .queue import RequestQueue
 from .resumable import Plain, Resumable, said_in
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
@@ -53,7 +53,7 @@ class Unfit(Exception):
 
 
 @dataclass
-class Asked:
+class ProxyRequest:
     """What a client asks for, and what it has got of it."""
 
     method: str
@@ -95,7 +95,12 @@ class Proxy:
     has not begun is asked for again."""
 
     def __init__(
-        self, line: Line, prefills: Prefills, naming: Naming, options: RouterOptions, server: ServerOptions
+        self,
+        line: RequestQueue,
+        prefills: PrefillPool,
+        naming: Naming,
+        options: RouterOptions,
+        server: ServerOptions,
     ):
         self.line, self.prefills, self.naming = line, prefills, naming
         self.options, self.server = options, server
@@ -110,8 +115,8 @@ class Proxy:
             try:
                 request = Request(scope, receive)
                 body = await read_body(request, self.server) if scope["method"] == "POST" else b""
-                asked, fields = self._asked(scope, body)
-                job = Job(await self._named(asked.path, fields, len(body)))
+                asked, fields = self._read_request(scope, body)
+                job = RoutedRequest(await self._named(asked.path, fields, len(body)))
                 tokens = charge(scope["path"], fields, job.prompt)
                 place = self.line.place(scope.get("client_name", ""), tokens)
                 await while_read(receive, self._answer(asked, job, place, send))
@@ -134,10 +139,13 @@ class Proxy:
         if not self.under_way:
             self.idle.set()
 
-    def _asked(self, scope: Scope, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
+    def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Mapping[str, Any]]:
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        asked, fields = Asked(scope["method"], path, headers, body, scope["path"] in GENERATE), read(body)
+        asked, fields = (
+            ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE),
+            read(body),
+        )
         if self.options.resume and asked.generates and fields and fields.get("resume") is None:
             asked.stream = Resumable(fields)
         return asked, fields
@@ -151,7 +159,7 @@ class Proxy:
 
     # ------------------------------------------------------------ replicas, one after the other
 
-    async def _answer(self, asked: Asked, job: Job, place: int, send: Send) -> None:
+    async def _answer(self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
         attempt = 1
         while attempt <= self.options.attempts:
             last = attempt == self.options.attempts
@@ -177,7 +185,9 @@ class Proxy:
             self.resumed += asked.has_begun
             self.retried += not asked.has_begun
 
-    async def _replica(self, asked: Asked, job: Job, place: int, send: Send) -> Replica | None:
+    async def _replica(
+        self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send
+    ) -> Replica | None:
         """The replica that has the request next; None where the client was sent an error. A whole answer that
         no replica can go on with begins anew."""
         job.realm = asked.realm
@@ -197,7 +207,7 @@ class Proxy:
             await fail(found, send)
             return None
 
-    async def _is_over(self, asked: Asked, send: Send, last: bool) -> bool:
+    async def _is_over(self, asked: ProxyRequest, send: Send, last: bool) -> bool:
         """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
         nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
@@ -210,9 +220,11 @@ class Proxy:
             raise error
         return False
 
-    async def _asked_of(self, replica: Replica, asked: Asked, job: Job, send: Send, last: bool) -> bool:
+    async def _asked_of(
+        self, replica: Replica, asked: ProxyRequest, job: RoutedRequest, send: Send, last: bool
+    ) -> bool:
         """Whether a replica has answered. Raises Lost."""
-        connection = await Connection.to(Target.of(replica.address))
+        connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections.add(connection)
         try:
             with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
@@ -233,17 +245,17 @@ class Proxy:
             replica.connections.discard(connection)
             connection.abort() if not connection.is_whole else await connection.close()
 
-    def _others(self, job: Job, replica: Replica) -> bool:
+    def _others(self, job: RoutedRequest, replica: Replica) -> bool:
         return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
 
-    async def _whole(self, connection: Connection, status: int, asked: Asked, send: Send) -> None:
+    async def _whole(self, connection: HttpConnection, status: int, asked: ProxyRequest, send: Send) -> None:
         body = await connection.body()
         if asked.has_head:  # a stream that cannot go on there
             return await fail(HttpError(502, told_in(body), "replica_lost"), send)
         await answer(asked, status, headers_of(connection), body, send)
 
     async def _gathered(
-        self, connection: Connection, stream: Resumable, asked: Asked, send: Send, last: bool
+        self, connection: HttpConnection, stream: Resumable, asked: ProxyRequest, send: Send, last: bool
     ) -> None:
         """A whole answer, of whose tokens the replica has told before."""
         async with aclosing(connection.pieces()) as pieces:
@@ -255,7 +267,7 @@ class Proxy:
         headers.append((b"content-type", b"application/json"))
         await answer(asked, 200 if stream.is_whole else 502, headers, body, send)
 
-    async def _stream(self, connection: Connection, asked: Asked, send: Send, last: bool) -> None:
+    async def _stream(self, connection: HttpConnection, asked: ProxyRequest, send: Send, last: bool) -> None:
         stream = asked.stream
         if stream is not None:
             stream.begin()
@@ -273,17 +285,17 @@ class Proxy:
         await send({"type": "http.response.body", "body": own.held})
 
 
-async def begin(asked: Asked, status: int, headers: Headers, send: Send) -> None:
+async def begin(asked: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     asked.has_head = True
 
 
-async def answer(asked: Asked, status: int, headers: Headers, body: bytes, send: Send) -> None:
+async def answer(asked: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
     await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
     await send({"type": "http.response.body", "body": body})
 
 
-def headers_of(connection: Connection) -> Headers:
+def headers_of(connection: HttpConnection) -> Headers:
     """Those of an answer that are passed on."""
     return [header for header in connection.headers if header[0] not in OWN]
 

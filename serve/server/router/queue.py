@@ -6,30 +6,30 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...kv.routing.replicas import Job, Replica, best
+from ...kv.routing.replicas import Replica, RoutedRequest, best
 from ...options.server import ServerOptions
 from ..service.errors import HttpError
-from ..service.fair_queue import Shares
+from ..service.fair_queue import FairQueue
 
 
 @dataclass(order=True)
-class Place:
+class QueuedRequest:
     """In the line; `line` is by its client's share, `number` by arrival."""
 
     line: int
     number: int
-    job: Job = field(compare=False)
+    job: RoutedRequest = field(compare=False)
     seat: "asyncio.Future[Replica]" = field(compare=False)
 
 
-class Line:
+class RequestQueue:
     """Deals requests to replicas, each of which has at most so many at a time; those that wait do so in the
     order of their clients' shares, as in `serve/server/service/fair_queue.py`."""
 
     def __init__(self, replicas: Sequence[Replica], most: int, options: ServerOptions, choose=best):
         self.replicas, self._most, self._options, self._choose = replicas, most, options, choose
-        self._places: list[Place] = []
-        self._shares, self._numbers = Shares(), itertools.count()
+        self._places: list[QueuedRequest] = []
+        self._shares, self._numbers = FairQueue(), itertools.count()
 
     @property
     def waiting(self) -> int:
@@ -40,7 +40,7 @@ class Line:
         others."""
         return self._shares.place(client, tokens) if client else 0
 
-    async def replica(self, job: Job, line: int) -> Replica:
+    async def replica(self, job: RoutedRequest, line: int) -> Replica:
         """The replica that a job has from now on, when it is its turn. Raises HttpError where too many wait,
         or for too long, and where all replicas have refused it."""
         ready = [one for one in self.replicas if one.is_ready]
@@ -48,7 +48,7 @@ class Line:
             raise HttpError(503, "no replica could serve the request", "unavailable")
         if self.waiting >= self._options.max_queued and not job.left:
             raise HttpError(429, f"{self.waiting} requests wait already", "too_many_requests")
-        place = Place(line, next(self._numbers), job, asyncio.get_running_loop().create_future())
+        place = QueuedRequest(line, next(self._numbers), job, asyncio.get_running_loop().create_future())
         heapq.heappush(self._places, place)
         self.advance()
         try:
@@ -63,7 +63,7 @@ class Line:
 
     def advance(self) -> None:
         """Seat those whose turn it is, as far as there is room."""
-        waiting: list[Place] = []
+        waiting: list[QueuedRequest] = []
         while self._places:
             place = heapq.heappop(self._places)
             if place.seat.done():
@@ -80,7 +80,7 @@ class Line:
         for place in waiting:
             heapq.heappush(self._places, place)
 
-    def _fitting(self, job: Job) -> Sequence[Replica]:
+    def _fitting(self, job: RoutedRequest) -> Sequence[Replica]:
         """Replicas that are known to go on with an answer that has begun; all where there are none, since
         what is known may be old."""
         if not job.realm:
@@ -88,7 +88,7 @@ class Line:
         open = [one for one in self.replicas if one.is_ready and one not in job.left]
         return [one for one in open if one.realm == job.realm] or self.replicas
 
-    def leave(self, replica: Replica, job: Job) -> None:
+    def leave(self, replica: Replica, job: RoutedRequest) -> None:
         """A replica is done with a job."""
         replica.leave(job)
         self.advance()

@@ -20,12 +20,12 @@ from ...text.openai.resume import END, Resume
 from ...text.openai.schemas import body_of
 from ...text.outputs import CompletionOutput, RequestOutput
 from ..service.errors import HttpError, json_response
-from ..service.service import Call, Service
+from ..service.service import ApiCall, Service
 from ..service.streams import ClientLeft, while_read
 from ..streams import completion_stream, responses_stream
-from ..streams.completion_request import Asked, asked_of, asked_of_response
+from ..streams.completion_request import CompletionRequest, asked_of, asked_of_response
 from ..streams.completion_stream import PING
-from ..streams.resume_stream import SELDOM, Told, WholeEvent
+from ..streams.resume_stream import SELDOM, TokenReporter, WholeEvent
 from .body import SOURCE, read_body
 from .openapi import READ_ERRORS, Path
 
@@ -53,15 +53,20 @@ class Api:
     written: whole, or as events; `prefix` is that of their ids."""
 
     prefix: str
-    asked: Callable[[dict[str, Any], Mapping[str, Any]], Asked]
-    whole: Callable[[Replies, str, Asked, list[RequestOutput]], dict[str, Any]]
-    events: Callable[[Replies, str, Asked, list[int]], EventWriter]
+    asked: Callable[[dict[str, Any], Mapping[str, Any]], CompletionRequest]
+    whole: Callable[[Replies, str, CompletionRequest, list[RequestOutput]], dict[str, Any]]
+    events: Callable[[Replies, str, CompletionRequest, list[int]], EventWriter]
 
 
 COMPLETION = Api(
-    PREFIXES["completion"], partial(asked_of, "completion"), completion_stream.whole, completion_stream.Events
+    PREFIXES["completion"],
+    partial(asked_of, "completion"),
+    completion_stream.whole,
+    completion_stream.CompletionEvents,
 )
-CHAT = Api(PREFIXES["chat"], partial(asked_of, "chat"), completion_stream.whole, completion_stream.Events)
+CHAT = Api(
+    PREFIXES["chat"], partial(asked_of, "chat"), completion_stream.whole, completion_stream.CompletionEvents
+)
 RESPONSE = Api("resp_", asked_of_response, responses_stream.whole, responses_stream.ResponseEvents)
 
 
@@ -96,7 +101,7 @@ class Completions:
         try:
             body = await read_body(Request(scope, receive), self.service.options)
             source = Headers(scope=scope).get(SOURCE)
-            read = partial(self._asked, body, source)
+            read = partial(self._read_request, body, source)
             asked = await asyncio.to_thread(read) if len(body) > LONG else read()
             id = id if asked.resume is None else asked.resume.id
             client = scope.get("client_name", "")
@@ -112,7 +117,7 @@ class Completions:
         except ClientLeft:
             pass
 
-    def _asked(self, body: bytes, source: str | None) -> Asked:
+    def _read_request(self, body: bytes, source: str | None) -> CompletionRequest:
         asked = self.api.asked(object_of(body, "body"), self.service.defaults)
         if asked.tasks[0].model is not None:
             self.service.known(asked.tasks[0].model)
@@ -120,23 +125,23 @@ class Completions:
             return asked
         return replace(asked, tasks=[replace(task, source=source) for task in asked.tasks])
 
-    def _whole(self, asked: Asked, id: str, outputs: list[RequestOutput]) -> Response:
+    def _whole(self, asked: CompletionRequest, id: str, outputs: list[RequestOutput]) -> Response:
         body = self.api.whole(self.service.replies, id, asked, outputs)
         return json_response(body, headers={"x-request-id": id})
 
-    def _writer(self, call: Call, asked: Asked, id: str) -> EventWriter:
+    def _writer(self, call: ApiCall, asked: CompletionRequest, id: str) -> EventWriter:
         replies = self.service.replies
         if asked.stream:
             return self.api.events(replies, id, asked, call.flows[0].prompt)
         return WholeEvent(lambda: self.api.whole(replies, id, asked, self.service.results(call)))
 
-    def _telling(self, call: Call, asked: Asked) -> Callable[[list[CompletionOutput]], bytes]:
+    def _telling(self, call: ApiCall, asked: CompletionRequest) -> Callable[[list[CompletionOutput]], bytes]:
         """What stands behind the events of a step: its tokens, where the answer may go on elsewhere."""
         if asked.resume is None:
             return lambda outputs: b""
-        return Told(0.0 if asked.stream else SELDOM, lambda: self.service.realm(call))
+        return TokenReporter(0.0 if asked.stream else SELDOM, lambda: self.service.realm(call))
 
-    async def _stream(self, call: Call, asked: Asked, id: str, send: Send) -> None:
+    async def _stream(self, call: ApiCall, asked: CompletionRequest, id: str, send: Send) -> None:
         events, tell = self._writer(call, asked, id), self._telling(call, asked)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]

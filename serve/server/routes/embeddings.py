@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...llm.driver import Flow
+from ...llm.driver import StreamHandle
 from ...text.openai.bodies import EmbeddingFields
-from ...text.openai.embeddings import Inputs, inputs_of, reply
+from ...text.openai.embeddings import EmbeddingInputs, inputs_of, reply
 from ...text.openai.reading import object_of
 from ...text.openai.reply_types import EmbeddingReply
 from ...text.openai.schemas import Body, without_effect
@@ -52,9 +52,9 @@ class Embeddings:
         except ClientLeft:
             pass
 
-    async def _embedded(self, tasks: list[Task], scope: Scope, receive: Receive) -> list[Flow]:
+    async def _embedded(self, tasks: list[Task], scope: Scope, receive: Receive) -> list[StreamHandle]:
         """The flows of all inputs, at their end; the request waits in line once."""
-        flows: list[Flow] = []
+        flows: list[StreamHandle] = []
         size, client = min(AT_ONCE, self.service.options.max_queued), scope.get("client_name", "")
         for i in range(0, len(tasks), size):
             async with self.service.call(tasks[i : i + size], client, is_admitted=i > 0) as call:
@@ -63,7 +63,7 @@ class Embeddings:
                 scope["call"] = replace(call, tasks=tasks, flows=flows)
         return flows
 
-    def _answer(self, inputs: Inputs, flows: list[Flow], id: str) -> Response:
+    def _answer(self, inputs: EmbeddingInputs, flows: list[StreamHandle], id: str) -> Response:
         model = inputs.tasks[0].model or self.service.names[0]
         tokens = sum(len(flow.prompt) for flow in flows)
         body = reply(model, inputs, [flow.embedding for flow in flows], tokens)

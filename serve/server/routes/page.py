@@ -17,7 +17,7 @@ from .openapi import Path, document
 PAGE = pathlib.Path(__file__).with_name("docs.html")
 
 
-class Page:
+class ApiPage:
     """Says what the paths of a server are, its own included, for programs and for people."""
 
     def __init__(self, others: Sequence[Path], has_keys: bool):

@@ -39,7 +39,7 @@ class Version(TypedDict):
     version: str
 
 
-class State:
+class ServerState:
     """What a server says of itself."""
 
     def __init__(self, service: Service):

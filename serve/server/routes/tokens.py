@@ -67,7 +67,7 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
-class Tokens:
+class TokenRoutes:
     """Endpoints around a service's tokenizer."""
 
     def __init__(self, service: Service):

@@ -8,7 +8,7 @@ PERIOD = 0.1  # seconds between looks
 LIMITS = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
 
 
-class Delay:
+class EventLoopLag:
     """Notes by how many seconds the loop misses a time that is due: so long whatever else is due waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 CLIENTS = 4096  # whose shares are remembered
 
 
-class Shares:
+class FairQueue:
     """A place in line for each request: behind what its client has asked for since it last was idle, so that
     one who sends a thousand requests does not delay another's first."""
 

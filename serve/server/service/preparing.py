@@ -11,7 +11,7 @@ from ....lora.request import LoRARequest
 from ....model.pooling import PoolingParams
 from ....sampling.params import SamplingParams
 from ...host.threads import finished
-from ...llm.driver import Driver, Flow
+from ...llm.driver import Driver, StreamHandle
 from ...llm.llm import LLM
 from ...text.grammar.grammars import Wanted
 from ...text.openai.refusing import RequestError
@@ -22,7 +22,7 @@ from .streams import while_read
 
 
 @dataclass(frozen=True)
-class Read:
+class PreparedPrompt:
     """A task whose prompt is tokenized, and the grammar that it waits for, if it has one."""
 
     task: Task
@@ -35,10 +35,10 @@ class Read:
         return self.wanted is None or self.wanted.future.done()
 
 
-Begun = tuple[list[Read], list[Flow] | None]
+Begun = tuple[list[PreparedPrompt], list[StreamHandle] | None]
 
 
-class Preparing:
+class TaskPreparer:
     """Makes flows of tasks for an engine's driver; `adapters` are those that tasks may name as their
     model."""
 
@@ -47,7 +47,7 @@ class Preparing:
 
     async def flows(
         self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], receive: Receive | None
-    ) -> list[Flow]:
+    ) -> list[StreamHandle]:
         """Raises RequestError for what is not allowed; ClientLeft where the client leaves, as `receive` says,
         before its grammars are compiled."""
         reads, flows = await finished(lambda: self._begun(tasks, adapters), self._undo)
@@ -59,7 +59,7 @@ class Preparing:
         finally:
             leave_all(reads)
 
-    def leave(self, flows: Sequence[Flow]) -> None:
+    def leave(self, flows: Sequence[StreamHandle]) -> None:
         """Drop flows that have not begun: their ids are free again."""
         for flow in flows:
             self._driver.leave(flow)
@@ -74,7 +74,7 @@ class Preparing:
         leave_all(reads)
         self.leave(flows or [])
 
-    async def _grammars(self, reads: Sequence[Read], receive: Receive | None) -> None:
+    async def _grammars(self, reads: Sequence[PreparedPrompt], receive: Receive | None) -> None:
         for read in reads:
             if read.wanted is None:
                 continue
@@ -82,8 +82,8 @@ class Preparing:
                 coming = compiled(read.wanted)
                 await (coming if receive is None else while_read(receive, coming))
 
-    def _reads(self, tasks: Sequence[Task]) -> list[Read]:
-        reads: list[Read] = []
+    def _reads(self, tasks: Sequence[Task]) -> list[PreparedPrompt]:
+        reads: list[PreparedPrompt] = []
         with ExitStack() as stack:
             stack.callback(leave_all, reads)
             for task in tasks:
@@ -92,14 +92,16 @@ class Preparing:
             stack.pop_all()
         return reads
 
-    def _read(self, task: Task) -> Read:
+    def _read(self, task: Task) -> PreparedPrompt:
         prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
         params = task.pooling or params_for(task, self._replies.dialect, prompt)
         asked = None if isinstance(params, PoolingParams) else params.structured_outputs
-        return Read(task, prompt, params, None if asked is None else self._driver.wanted(asked))
+        return PreparedPrompt(task, prompt, params, None if asked is None else self._driver.wanted(asked))
 
-    def _flows(self, reads: Sequence[Read], adapters: Mapping[str, LoRARequest]) -> list[Flow]:
-        flows: list[Flow] = []
+    def _flows(
+        self, reads: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]
+    ) -> list[StreamHandle]:
+        flows: list[StreamHandle] = []
         with ExitStack() as stack:
             stack.callback(self.leave, flows)
             for read in reads:
@@ -115,7 +117,7 @@ async def compiled(wanted: Wanted) -> None:
     await asyncio.wrap_future(wanted.future)
 
 
-def leave_all(reads: Sequence[Read]) -> None:
+def leave_all(reads: Sequence[PreparedPrompt]) -> None:
     """Wait for no grammar any more."""
     for read in reads:
         if read.wanted is not None:

@@ -10,28 +10,28 @@ from typing import Any
 from starlette.types import Receive
 
 from ....lora.request import LoRARequest
-from ...llm.driver import Driver, Flow, Piece
+from ...llm.driver import Driver, StreamChunk, StreamHandle
 from ...llm.llm import LLM
 from ...llm.weights import realms_of
 from ...options.server import ServerOptions
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
-from .delay import Delay
+from .delay import EventLoopLag
 from .errors import HttpError
-from .fair_queue import Shares
-from .preparing import Preparing
+from .fair_queue import FairQueue
+from .preparing import TaskPreparer
 from .streams import Stream
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """A request of a client to a model: its flows, one for each task, and the stream that all of them go
     into."""
 
     model: str
     tasks: Sequence[Task]
-    flows: list[Flow]
+    flows: list[StreamHandle]
     stream: Stream
 
     @property
@@ -49,7 +49,7 @@ class Call:
 
 
 @dataclass
-class Place:
+class ActiveStream:
     """Where a flow's pieces go: its stream, and the first of its choices there; its place in line, and its
     deadline until the first piece."""
 
@@ -77,14 +77,14 @@ class Service:
         self.is_draining = False
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._places: dict[Flow, Place] = {}
+        self._places: dict[StreamHandle, ActiveStream] = {}
         self._coming = self._calls = 0  # completions being tokenized, calls under way
-        self._shares = Shares()
+        self._shares = FairQueue()
         self.max_model_len = llm.engine.sizes.max_model_len
-        self.delay = Delay(self._loop)
+        self.delay = EventLoopLag(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
-        self._preparing = Preparing(llm, self._driver, self.replies)
+        self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
     def known(self, name: str) -> str:
         """A name that the model, or an adapter of it, is served under. Raises HttpError for others."""
@@ -122,11 +122,11 @@ class Service:
         client: str,
         is_admitted: bool = False,
         receive: Receive | None = None,
-    ) -> AsyncIterator[Call]:
+    ) -> AsyncIterator[ApiCall]:
         """Tasks under way, until the block ends. Raises HttpError where there is no room, unless the tasks
         belong to a request that is admitted; RequestError for what is not allowed; ClientLeft where the
         client leaves, as `receive` says, while its grammars are compiled."""
-        flows: list[Flow] = []
+        flows: list[StreamHandle] = []
         end = self._loop.time() + self.options.max_wait
         stream = Stream(lambda: self._leave(flows), self.options.max_unread)
         try:
@@ -136,7 +136,7 @@ class Service:
                     self._begin(flow, task, client, stream, end)
                     flows.append(flow)
             with self.under_way():
-                yield Call(tasks[0].model or self.names[0], tasks, flows, stream)
+                yield ApiCall(tasks[0].model or self.names[0], tasks, flows, stream)
         finally:
             self._leave(flows)
 
@@ -150,16 +150,16 @@ class Service:
             self._calls -= 1
             self._end_if_done()
 
-    def realm(self, call: Call) -> str:
+    def realm(self, call: ApiCall) -> str:
         """What the tokens of a call follow from, as long as the weights are these."""
         return self.realms.of(call.flows[0].adapter)
 
-    async def outputs(self, call: Call) -> list[RequestOutput]:
+    async def outputs(self, call: ApiCall) -> list[RequestOutput]:
         """The whole results of a call."""
         await call.stream.ended()
         return await asyncio.to_thread(self.results, call)
 
-    def results(self, call: Call) -> list[RequestOutput]:
+    def results(self, call: ApiCall) -> list[RequestOutput]:
         """Those of a call that is at its end."""
         return [self._driver.output(flow) for flow in call.flows]
 
@@ -186,7 +186,7 @@ class Service:
 
     async def _prepared(
         self, tasks: Sequence[Task], is_admitted: bool, end: float, receive: Receive | None
-    ) -> list[Flow]:
+    ) -> list[StreamHandle]:
         """The tasks' flows, all of them by the time `end`."""
         try:
             async with asyncio.timeout_at(end):
@@ -200,17 +200,17 @@ class Service:
             raise
         return flows
 
-    def _begin(self, flow: Flow, task: Task, client: str, stream: Stream, end: float) -> None:
+    def _begin(self, flow: StreamHandle, task: Task, client: str, stream: Stream, end: float) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
         flow.rank(place, task.source)
         late = self._loop.call_at(end, self._late, flow)
-        self._places[flow] = Place(stream, stream.choices, n, place, late)
+        self._places[flow] = ActiveStream(stream, stream.choices, n, place, late)
         for output in flow.known:
             output.index += stream.choices
         stream.count += 1
         stream.choices += n
         if task.known and flow.at_end:  # nothing is left to generate
-            self._hand_out([Piece(flow, [], True)])
+            self._hand_out([StreamChunk(flow, [], True)])
             return self._driver.leave(flow)
         self._driver.begin(flow)
 
@@ -233,10 +233,10 @@ class Service:
 
     # ------------------------------------------------------------ pieces, from the engine's thread
 
-    def _deliver(self, pieces: Sequence[Piece]) -> None:
+    def _deliver(self, pieces: Sequence[StreamChunk]) -> None:
         self._loop.call_soon_threadsafe(self._hand_out, pieces)
 
-    def _hand_out(self, pieces: Sequence[Piece]) -> None:
+    def _hand_out(self, pieces: Sequence[StreamChunk]) -> None:
         for flow, outputs, at_end in pieces:
             if (place := self._places.get(flow)) is None:
                 continue  # its client has left
@@ -255,13 +255,13 @@ class Service:
             place.stream.is_silent = True
         self._pinging = self._loop.call_later(self.options.ping, self._ping)
 
-    def _starts(self, place: Place) -> None:
+    def _starts(self, place: ActiveStream) -> None:
         if place.late is not None:
             place.late.cancel()
             place.late = None
             self._shares.served(place.line)
 
-    def _late(self, flow: Flow) -> None:
+    def _late(self, flow: StreamHandle) -> None:
         if (place := self._places.pop(flow, None)) is None:
             return
         self._driver.leave(flow)
@@ -271,7 +271,7 @@ class Service:
         seconds = f"{self.options.max_wait:g} s"
         return HttpError(503, f"nothing was generated within {seconds}", "max_wait")
 
-    def _leave(self, flows: Sequence[Flow]) -> None:
+    def _leave(self, flows: Sequence[StreamHandle]) -> None:
         for flow in flows:
             if (place := self._places.pop(flow, None)) is not None:
                 self._driver.leave(flow)
@@ -310,7 +310,7 @@ class Service:
         self._fail_all(HttpError(500, "the engine has failed", "engine_error"))
         self.ended.set()
 
-    def _fail_all(self, error: HttpError) -> list[Flow]:
+    def _fail_all(self, error: HttpError) -> list[StreamHandle]:
         """End what all flows under way are awaited for; these flows."""
         failed, self._places = self._places, {}
         for place in failed.values():

@@ -66,7 +66,7 @@ class Stream:
 
 async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What some work gives, which is cancelled when the client leaves. Raises ClientLeft then."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -77,7 +77,7 @@ async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await cancelled(working)
 
 
-async def left(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

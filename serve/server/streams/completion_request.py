@@ -15,7 +15,7 @@ TOLD = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_too
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
     their continuations, of which `silent` wants none. The answer repeats what was `told`, and can `resume`
     one that has been begun elsewhere."""
@@ -46,12 +46,14 @@ class Asked:
         return self.resume is not None and (self.stream or all(x is None for x in scores))
 
 
-def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
     fields, stream, resume = streaming(body)
     usage = usage_wanted(fields.pop("stream_options", {}), stream)
     if form == "chat":
-        return Asked([task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume)
+        return CompletionRequest(
+            [task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume
+        )
     echo = fields.pop("echo", False)
     require(isinstance(echo, bool), "echo", echo, "true or false")
     silent = echo and fields.get("max_tokens") == 0
@@ -65,14 +67,14 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if echo and "logprobs" in fields:
         require(not stream, "logprobs", fields["logprobs"], "not beside echo and stream")
         tasks = [scored(task) for task in tasks]
-    return Asked(tasks, stream, usage, echo, silent, resume=resume)
+    return CompletionRequest(tasks, stream, usage, echo, silent, resume=resume)
 
 
-def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Asked:
+def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """What the body of a response asks for. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
     told = {name: fields[name] for name in TOLD if fields.get(name)}
-    return Asked([task_of_response(fields, defaults)], stream, told=told, resume=resume)
+    return CompletionRequest([task_of_response(fields, defaults)], stream, told=told, resume=resume)
 
 
 def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:

@@ -11,8 +11,8 @@ from ...text.openai.replies import PREFIXES, Replies, usage
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
-from ...text.tools.parting import Parting
-from .completion_request import Asked
+from ...text.tools.parting import ReplyParser
+from .completion_request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -23,7 +23,9 @@ def event(record: dict[str, Any]) -> bytes:
     return b"data: " + ENCODER.encode(record) + b"\n\n"
 
 
-def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput]) -> dict[str, Any]:
+def whole(
+    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+) -> dict[str, Any]:
     """The answer to a request, of the results of its prompts."""
     task, n = asked.tasks[0], asked.tasks[0].params.n
     if asked.silent:
@@ -74,15 +76,15 @@ def prompt_text(task: Task, tokenizer: Tokenizer | None) -> str:
 
 
 @dataclass
-class Events:
+class CompletionEvents:
     """Writes the events of a stream."""
 
     replies: Replies
     id: str
-    asked: Asked
+    asked: CompletionRequest
     prompt_ids: Sequence[int] = ()
     tokens: int = 0  # generated so far
-    _begun: dict[int, Parting] = field(default_factory=dict)  # choices
+    _begun: dict[int, ReplyParser] = field(default_factory=dict)  # choices
     _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:

@@ -8,16 +8,18 @@ from ...text.openai import responses
 from ...text.openai.replies import Replies
 from ...text.openai.responses import Response
 from ...text.outputs import CompletionOutput, RequestOutput
-from ...text.tools.incoming import Arguments, Begun, Text
-from ...text.tools.parting import Part, Thought
-from .completion_request import Asked
+from ...text.tools.incoming import TextDelta, ToolCallArguments, ToolCallStart
+from ...text.tools.parting import Part, ReasoningDelta
+from .completion_request import CompletionRequest
 from .completion_stream import ENCODER
 
 THOUGHT, ANSWER, ARGUMENTS = "reasoning_text", "output_text", "function_call_arguments"
 PREFIXES = {THOUGHT: "rs", ANSWER: "msg", ARGUMENTS: "fc"}  # of items' ids
 
 
-def whole(replies: Replies, id: str, asked: Asked, outputs: list[RequestOutput]) -> dict[str, Any]:
+def whole(
+    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+) -> dict[str, Any]:
     """The answer to a request."""
     (result,) = outputs
     (output,) = result.outputs
@@ -35,7 +37,7 @@ class Item:
     id: str
     kind: str
     text: str = ""
-    begun: Begun | None = None
+    begun: ToolCallStart | None = None
 
     @property
     def is_answer(self) -> bool:
@@ -64,7 +66,7 @@ class Item:
 class ResponseEvents:
     """Writes the events of a response; its reasoning is an item before its answer, and each call is one."""
 
-    def __init__(self, replies: Replies, id: str, asked: Asked, prompt_ids: Sequence[int]):
+    def __init__(self, replies: Replies, id: str, asked: CompletionRequest, prompt_ids: Sequence[int]):
         (task,) = asked.tasks
         self._response = Response(id, asked.created, replies.named(task), task, asked.told)
         self._parting = replies.parting(task, prompt_ids, id)
@@ -108,24 +110,24 @@ class ResponseEvents:
         self._last = output
         self._tokens += len(output.token_ids)
         parts = self._parting.take(output.text, at_end=output.finished())
-        if parts and all(isinstance(part, Thought) for part in parts):
+        if parts and all(isinstance(part, ReasoningDelta) for part in parts):
             self._thoughts += len(output.token_ids)
         for part in parts:
-            yield from self._told(part)
+            yield from self._events_of(part)
         if output.finished() and not any(item.kind in (ANSWER, ARGUMENTS) for item in self._items):
             yield from self._added(ANSWER, "")
 
-    def _told(self, part: Part) -> Iterator[bytes]:
-        if isinstance(part, Begun):
+    def _events_of(self, part: Part) -> Iterator[bytes]:
+        if isinstance(part, ToolCallStart):
             yield from self._opened(ARGUMENTS, part)
-        elif isinstance(part, Arguments):
+        elif isinstance(part, ToolCallArguments):
             yield from self._added(ARGUMENTS, part.text)
-        elif isinstance(part, Text):
+        elif isinstance(part, TextDelta):
             yield from self._added(ANSWER, part.text)
-        elif isinstance(part, Thought) and self._response.task.reasoning:
+        elif isinstance(part, ReasoningDelta) and self._response.task.reasoning:
             yield from self._added(THOUGHT, part.text)
 
-    def _opened(self, kind: str, begun: Begun | None = None) -> Iterator[bytes]:
+    def _opened(self, kind: str, begun: ToolCallStart | None = None) -> Iterator[bytes]:
         """Another item."""
         yield from self._closed()
         same = sum(item.kind == kind for item in self._items)

@@ -33,7 +33,7 @@ class WholeEvent:
         return event({"error": error})
 
 
-class Told:
+class TokenReporter:
     """Tells of tokens, at most every so many seconds: of those that nobody waits to read, few words will
     do. Their `realm` is sent before the first ones, and where it has changed."""
 

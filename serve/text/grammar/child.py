@@ -19,7 +19,7 @@ UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of a unit of ru_maxrss
 SIZE = Path("/proc/self/statm")
 
 
-class Words:
+class ChildVocabulary:
     """The attributes that llguidance's TokenizerWrapper reads."""
 
     def __init__(self, given: dict[str, Any]):
@@ -44,7 +44,7 @@ def main() -> None:
     sys.path.append(sys.argv[1])
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    wrapper = TokenizerWrapper(Words(given))
+    wrapper = TokenizerWrapper(ChildVocabulary(given))
     vocabulary = LLTokenizer(wrapper, n_vocab=len(given["tokens"]), eos_token=given["ends"])
     report()  # orders come from now on: none is read with the vocabulary
     while True:

@@ -37,7 +37,7 @@ def compiled(vocabulary: "llguidance.LLTokenizer", text: str, bytes: int) -> Com
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
 
 
-class Kept:
+class GrammarCache:
     """Compiled grammars by their sources: those of the latest requests, as many as `most` bytes hold, and all
     that requests still have."""
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .vocabulary import Words
+from .vocabulary import TokenBytes
 
 Process = subprocess.Popen[bytes]
 CHILD = Path(__file__).with_name("child.py")
 
 
-class Gone(Exception):
+class ProbeStopped(Exception):
     """The process has ended before it reported."""
 
 
 @dataclass(frozen=True)
-class Bounds:
+class CompileLimits:
     """What compiling one grammar may take: seconds of a processor, and bytes; by a process of this
     niceness."""
 
@@ -35,7 +35,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CompileCost:
     """What compiling a grammar took: bytes at the peak, and llguidance's error, or the signal that ended its
     process."""
 
@@ -53,7 +53,7 @@ class Cost:
         return self.signal in (signal.SIGABRT, signal.SIGKILL)
 
 
-class Gauge:
+class CompileProbe:
     """Compiles a grammar after the other, in a process that starts with the first and ends with this one."""
 
     def __init__(self, limits: Mapping[str, int]):
@@ -61,14 +61,14 @@ class Gauge:
         self._lock = threading.Lock()  # of `_running`
         self._running: tuple[Process, weakref.finalize] | None = None
 
-    def cost(self, words: Words, text: str, bounds: Bounds) -> Cost:
-        """Raises Gone where the process was stopped meanwhile, or cannot run."""
+    def cost(self, words: TokenBytes, text: str, bounds: CompileLimits) -> CompileCost:
+        """Raises ProbeStopped where the process was stopped meanwhile, or cannot run."""
         try:
             process = self._started(words)
             return ask(process, {"text": text, "limits": self._limits} | vars(bounds))
         except (OSError, EOFError, ValueError, pickle.UnpicklingError):
             self.stop()
-            raise Gone from None
+            raise ProbeStopped from None
 
     def stop(self) -> None:
         """Kill the process, with what it compiles; the next grammar starts another one."""
@@ -77,7 +77,7 @@ class Gauge:
         if running is not None:
             running[1]()
 
-    def _started(self, words: Words) -> Process:
+    def _started(self, words: TokenBytes) -> Process:
         with self._lock:
             if self._running is not None:
                 return self._running[0]
@@ -100,12 +100,12 @@ def started() -> Process:
     )
 
 
-def ask(process: Process, given: Mapping[str, Any]) -> Cost:
+def ask(process: Process, given: Mapping[str, Any]) -> CompileCost:
     """The report of what is given to a process."""
     assert process.stdin is not None and process.stdout is not None
     pickle.dump(given, process.stdin)
     process.stdin.flush()
-    return Cost(**pickle.load(process.stdout))
+    return CompileCost(**pickle.load(process.stdout))
 
 
 def kill(process: Process) -> None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.tokenizer import Tokenizer
-from .compiled import LARGE, LIMITS, Compiled, Kept, compiled
+from .compiled import LARGE, LIMITS, Compiled, GrammarCache, compiled
 from .constraint import NOTHING, Constraint, readable
-from .gauge import Bounds, Cost, Gauge, Gone
+from .gauge import CompileCost, CompileLimits, CompileProbe, ProbeStopped
 from .source import source
-from .vocabulary import Words, panics_as_errors, vocabulary
+from .vocabulary import TokenBytes, panics_as_errors, vocabulary
 
 if TYPE_CHECKING:
     import llguidance
 
-BOUNDS = Bounds(2.0, 128 << 20)
+BOUNDS = CompileLimits(2.0, 128 << 20)
 SLICE = 0.05  # seconds of a processor: grammars that take longer wait in a line of their own
 NICE = 10  # of the process that compiles those
 TRIES = 3  # processes that may be lost to one grammar
@@ -28,7 +28,7 @@ POLL = 0.05  # seconds between two looks whether there is memory for a large gra
 
 
 @dataclass(eq=False)
-class Job:
+class CompileJob:
     """A grammar that is compiled for the requests that wait for it; one that is `urgent` waits for no memory
     of others."""
 
@@ -50,12 +50,12 @@ class Job:
 class Lane:
     """A thread that compiles grammars, and the process that compiles them first; the job that is there."""
 
-    def __init__(self, bounds: Bounds):
-        self.bounds, self.gauge = bounds, Gauge(LIMITS)
+    def __init__(self, bounds: CompileLimits):
+        self.bounds, self.gauge = bounds, CompileProbe(LIMITS)
         self.pool = ThreadPoolExecutor(1, "duetto-grammars")
-        self.job: Job | None = None
+        self.job: CompileJob | None = None
 
-    def submit(self, run: Callable[["Lane", Job], None], job: Job) -> None:
+    def submit(self, run: Callable[["Lane", CompileJob], None], job: CompileJob) -> None:
         try:
             self.pool.submit(run, self, job)
         except RuntimeError:
@@ -69,7 +69,7 @@ class Lane:
 class Wanted:
     """What a request waits for: the future of its grammar, until it leaves."""
 
-    def __init__(self, grammars: "Grammars", job: Job):
+    def __init__(self, grammars: "Grammars", job: CompileJob):
         self._grammars, self._job, self.future = grammars, job, job.future
 
     def leave(self) -> None:
@@ -92,14 +92,14 @@ class Grammars:
         tokenizer: Tokenizer | str,
         V: int,
         ends: Sequence[int],
-        bounds: Bounds = BOUNDS,
+        bounds: CompileLimits = BOUNDS,
         give_back: Callable[[], None] = lambda: None,
     ):
         self._tokenizer, self._V, self._ends, self._bounds = tokenizer, V, tuple(ends), bounds
         self._give_back = give_back
         self._lock = threading.Lock()
-        self._kept = Kept(self._bounds.bytes)
-        self._jobs: dict[str, Job] = {}
+        self._kept = GrammarCache(self._bounds.bytes)
+        self._jobs: dict[str, CompileJob] = {}
         self._quick = Lane(replace(self._bounds, seconds=min(SLICE, self._bounds.seconds)))
         self._slow = Lane(replace(self._bounds, nice=NICE))
 
@@ -126,7 +126,7 @@ class Grammars:
             job.urgent |= urgent
         return Wanted(self, job)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: CompileJob) -> None:
         """One request waits no more for a job."""
         with self._lock:
             job.waiting -= 1
@@ -151,16 +151,16 @@ class Grammars:
             raise ValueError(f"structured_outputs is not allowed: {lacking}")
 
     @cached_property
-    def _words(self) -> Words:
+    def _words(self) -> TokenBytes:
         assert not isinstance(self._tokenizer, str)
-        return Words(self._tokenizer, self._V, self._ends)
+        return TokenBytes(self._tokenizer, self._V, self._ends)
 
     @cached_property
     def _vocabulary(self) -> "llguidance.LLTokenizer":
         return vocabulary(self._words)
 
-    def _begin(self, text: str) -> Job:
-        job = Job(text)
+    def _begin(self, text: str) -> CompileJob:
+        job = CompileJob(text)
         if (found := self._kept.get(text)) is not None:
             job.future.set_result(found)
         else:
@@ -168,7 +168,7 @@ class Grammars:
             self._quick.submit(self._run, job)
         return job
 
-    def _run(self, lane: Lane, job: Job) -> None:
+    def _run(self, lane: Lane, job: CompileJob) -> None:
         with self._lock:
             if not job.waiting:
                 self._jobs.pop(job.text, None)
@@ -179,23 +179,24 @@ class Grammars:
                 found = self._made(lane, job)
                 self._end(job, found)
                 job.future.set_result(found)
-            except Gone:
+            except ProbeStopped:
                 self._slow.submit(self._run, job)
             except BaseException as error:  # noqa: BLE001 - whatever it is, requests wait for it
                 self._end(job)
                 job.future.set_exception(error)
 
-    def _end(self, job: Job, found: Compiled | None = None) -> None:
+    def _end(self, job: CompileJob, found: Compiled | None = None) -> None:
         with self._lock:
             self._jobs.pop(job.text, None)
             if found is not None:
                 self._kept.add(job.text, found)
 
-    def _made(self, lane: Lane, job: Job) -> Compiled:
-        """Raises ValueError for a grammar that is refused, Gone for one that has to try the slow lane."""
+    def _made(self, lane: Lane, job: CompileJob) -> Compiled:
+        """Raises ValueError for a grammar that is refused, ProbeStopped for one that has to try the slow
+        lane."""
         cost = self._cost(lane, job)
         if lane is self._quick and (cost.is_too_long or cost.bytes > LARGE):
-            raise Gone
+            raise ProbeStopped
         check(cost, self._bounds)
         if cost.bytes > LARGE:
             self._await_room(job, cost.bytes)
@@ -206,11 +207,11 @@ class Grammars:
             if lane is self._slow:
                 self._give_back()
 
-    def _cost(self, lane: Lane, job: Job) -> Cost:
+    def _cost(self, lane: Lane, job: CompileJob) -> CompileCost:
         job.tries += 1
         try:
             return lane.gauge.cost(self._words, job.text, lane.bounds)
-        except Gone:
+        except ProbeStopped:
             if job.tries > TRIES:
                 raise RuntimeError("the process that compiles grammars ended again and again") from None
             raise
@@ -218,7 +219,7 @@ class Grammars:
             with self._lock:
                 lane.job = None
 
-    def _await_room(self, job: Job, bytes: int) -> None:
+    def _await_room(self, job: CompileJob, bytes: int) -> None:
         """Wait until those of other requests leave memory for a large one."""
         while True:
             with self._lock:
@@ -228,7 +229,7 @@ class Grammars:
             time.sleep(POLL)
 
 
-def check(cost: Cost, bounds: Bounds) -> None:
+def check(cost: CompileCost, bounds: CompileLimits) -> None:
     """Raise ValueError for a grammar that takes too much, or that llguidance refuses."""
     told = readable(cost.error) if cost.error else ""
     if cost.is_too_long:

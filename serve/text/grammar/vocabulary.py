@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 LONGEST = 255  # bytes of a token that a grammar may use: llguidance panics on very long ones
 
 
-class Words:
+class TokenBytes:
     """The attributes that llguidance's TokenizerWrapper reads. A token has the bytes that our streams of text
     give it; padding of the model's vocabulary, and tokens that are too long, have none and are never allowed.
     """
@@ -38,7 +38,7 @@ def within(token: bytes) -> bytes:
     return token if len(token) <= LONGEST else b""
 
 
-def vocabulary(words: Words) -> "llguidance.LLTokenizer":
+def vocabulary(words: TokenBytes) -> "llguidance.LLTokenizer":
     """The words as llguidance has them. Raises ValueError without llguidance."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper

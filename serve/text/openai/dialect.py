@@ -65,7 +65,7 @@ class Dialect:
         notation = self.known()
         return "<[" in Lark(self._special).text(notation.begin + notation.end)
 
-    def asked(self, toolbox: Toolbox, prompt_ids: Sequence[int]) -> StructuredOutputsParams:
+    def constraints(self, toolbox: Toolbox, prompt_ids: Sequence[int]) -> StructuredOutputsParams:
         """What a reply is like that must call tools: before the calls there may be reasoning.
 
         Raises RequestError where there is no notation.

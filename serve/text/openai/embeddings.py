@@ -20,14 +20,14 @@ READING = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EmbeddingInputs:
     """Texts to embed, and whether the numbers are written as base64 of little-endian float32."""
 
     tasks: list[Task]
     base64: bool
 
 
-def inputs_of(body: Mapping[str, Any]) -> Inputs:
+def inputs_of(body: Mapping[str, Any]) -> EmbeddingInputs:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
     body = {name: value for name, value in body.items() if value is not None}
     fields = asking(body, POOLING, FIELDS)
@@ -43,7 +43,7 @@ def inputs_of(body: Mapping[str, Any]) -> Inputs:
         Task("embedding", None, READING, prompt=prompt_of("input", one), model=model, pooling=params)
         for one in inputs_in(body.get("input"))
     ]
-    return Inputs(tasks, encoding == "base64")
+    return EmbeddingInputs(tasks, encoding == "base64")
 
 
 def inputs_in(given: Any) -> list[Any]:
@@ -54,7 +54,9 @@ def inputs_in(given: Any) -> list[Any]:
     return found
 
 
-def reply(model: str, inputs: Inputs, embeddings: Sequence[np.ndarray], prompt_tokens: int) -> dict[str, Any]:
+def reply(
+    model: str, inputs: EmbeddingInputs, embeddings: Sequence[np.ndarray], prompt_tokens: int
+) -> dict[str, Any]:
     """The embeddings of inputs, in their order."""
     written = encoded if inputs.base64 else np.ndarray.tolist
     data = [

@@ -10,8 +10,8 @@ from typing import Any
 from ....sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..tokenizer.tokenizer import Tokenizer
-from ..tools.incoming import Text
-from ..tools.parting import Parting, Thought, call_deltas, text_of, whole_calls
+from ..tools.incoming import TextDelta
+from ..tools.parting import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
 from ..tools.reader import CallReader
 from .dialect import Dialect
 from .tasks import Task
@@ -80,32 +80,32 @@ class Replies:
     def dialect(self) -> Dialect:
         return Dialect(self.tokenizer, self.parser)
 
-    def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> Parting:
+    def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
         """What tells the parts of a choice of the reply of this id, to a prompt."""
         reasoning = self.dialect.reasoning(prompt_ids)
         notation, toolbox = self.dialect.notation, task.toolbox
         if toolbox is None or not toolbox.tools or notation is None:
-            return Parting("", reasoning)
+            return ReplyParser("", reasoning)
         reader = CallReader(notation, toolbox.tools, toolbox.is_several)
-        return Parting(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
+        return ReplyParser(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
 
-    def chat_choice(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+    def chat_choice(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
         parts = parting.take(output.text, at_end=True)
-        calls, answer = whole_calls(parts), text_of(parts, Text)
+        calls, answer = whole_calls(parts), text_of(parts, TextDelta)
         message = {"role": "assistant", "content": None if calls and not answer else answer}
-        message |= reasoned(text_of(parts, Thought), task) | ({"tool_calls": calls} if calls else {})
+        message |= reasoned(text_of(parts, ReasoningDelta), task) | ({"tool_calls": calls} if calls else {})
         return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
 
-    def chat_delta(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+    def chat_delta(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
         """What a stream adds to a choice."""
         known = parting.count
         parts = parting.take(output.text, at_end=output.finished())
-        calls, answer = call_deltas(parts, known), text_of(parts, Text)
-        delta = reasoned(text_of(parts, Thought), task) | ({"content": answer} if answer else {})
+        calls, answer = call_deltas(parts, known), text_of(parts, TextDelta)
+        delta = reasoned(text_of(parts, ReasoningDelta), task) | ({"content": answer} if answer else {})
         delta |= {"tool_calls": calls} if calls else {}
         return {"index": output.index, "delta": delta, **self._chat_ending(output, task, parting)}
 
-    def _chat_ending(self, output: CompletionOutput, task: Task, parting: Parting) -> dict[str, Any]:
+    def _chat_ending(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.chat_logprobs(output, output.logprobs, alternatives_of(task))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....refusals import Table, among
 from ..outputs import CompletionOutput
-from ..tools.incoming import Begun
+from ..tools.incoming import ToolCallStart
 from .formats import of_text
 from .refusing import RequestError, require
 from .tasks import Task, task_of_body
@@ -179,7 +179,7 @@ def thought(id: str, text: str | None) -> dict[str, Any]:
     return {"id": id, "type": "reasoning", "summary": [], "content": content}
 
 
-def call(id: str, begun: Begun, text: str, status: str) -> dict[str, Any]:
+def call(id: str, begun: ToolCallStart, text: str, status: str) -> dict[str, Any]:
     """An item that is a call, with the arguments that there are."""
     own = {"id": id, "type": "function_call", "call_id": begun.id, "name": begun.name}
     return own | {"arguments": text, "status": status}

@@ -124,7 +124,7 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
     if toolbox is not None and toolbox.tools:
         keeps = dialect.calls_special or keeps
         if toolbox.is_forced:
-            params = replace(params, structured_outputs=dialect.asked(toolbox, prompt_ids))
+            params = replace(params, structured_outputs=dialect.constraints(toolbox, prompt_ids))
     return replace(params, skip_special_tokens=False) if keeps else params
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ....checkpoints.dialects import Words
+from ....checkpoints.dialects import PretokenizerRules
 from .added import Vocabulary, add_tokens, added_beside
 from .stream import byte_alphabet
 from .templates import INSTRUCT
@@ -24,7 +24,7 @@ Ranks = Mapping[bytes, int]
 # ---------------------------------------------------------------- tiktoken
 
 
-def from_tiktoken(file: Path, words: Words, config: Mapping[str, Any]) -> Vocabulary:
+def from_tiktoken(file: Path, words: PretokenizerRules, config: Mapping[str, Any]) -> Vocabulary:
     """Ranks from lines of a token in base 64 and its rank; the ids behind them are special tokens', under
     names that `tokenizer_config.json` may give them."""
     ranks = read_ranks(file)
@@ -70,7 +70,7 @@ class Special(msgspec.Struct):
     token_str: str
 
 
-class Sizes(msgspec.Struct):
+class TekkenConfig(msgspec.Struct):
     """`default_vocab_size` counts the special tokens, which come first, and may cut the vocabulary."""
 
     pattern: str
@@ -80,7 +80,7 @@ class Sizes(msgspec.Struct):
 
 
 class Tekken(msgspec.Struct):
-    config: Sizes
+    config: TekkenConfig
     vocab: list[Token]
     special_tokens: list[Special] | None = None
 
@@ -113,7 +113,7 @@ def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
     added = added_beside(file.parent, config, special)
     roles = {role: token for role, token in ROLES.items() if token in special.values()}
     template = {"chat_template": INSTRUCT.get(sizes.version)}
-    backend = byte_pairs(file, ranks, Words(sizes.pattern), added, first)
+    backend = byte_pairs(file, ranks, PretokenizerRules(sizes.pattern), added, first)
     return Vocabulary(backend, {"add_bos_token": True, **template, **roles, **config})
 
 
@@ -129,7 +129,7 @@ def named_specially(found: Tekken) -> dict[int, str]:
 def byte_pairs(
     file: Path,
     ranks: Ranks,
-    words: Words,
+    words: PretokenizerRules,
     added: Mapping[int, "tokenizers.AddedToken"],
     first: int = 0,
 ) -> "tokenizers.Tokenizer":

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .incoming import Begun, Ended, Incoming, Steps
+from .incoming import Incoming, Steps, ToolCallEnd, ToolCallStart
 from .lark import Lark
 from .tool import Tool
 
@@ -46,12 +46,12 @@ class Headed:
         if not is_next or (yield from coming.peek()) != "{":
             return False
         coming.given()
-        yield Begun(name, id)
+        yield ToolCallStart(name, id)
         yield from coming.arguments()
         yield from coming.blank()
         if not (yield from coming.skip(self.closes.strip())):
             coming.at = 0
-        yield Ended()
+        yield ToolCallEnd()
         return True
 
     def written(self, tool: Tool, lark: Lark) -> str:

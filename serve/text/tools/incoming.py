@@ -12,14 +12,14 @@ from .json_scan import JsonScan
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDelta:
     """Part of what a message says."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Begun:
+class ToolCallStart:
     """A call of the tool of this name; `id` is what the model calls it, if it does."""
 
     name: str
@@ -27,18 +27,18 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ToolCallArguments:
     """A piece of the JSON text of a call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class ToolCallEnd:
     """The end of a call."""
 
 
-Event = Text | Begun | Arguments | Ended
+Event = TextDelta | ToolCallStart | ToolCallArguments | ToolCallEnd
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
 
@@ -124,4 +124,4 @@ class Incoming:
         while not scan.is_over and (yield from self.more()):
             self.at = scan.take(self.text, 0)
             if self.at:
-                yield Arguments(self.given())
+                yield ToolCallArguments(self.given())

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from .incoming import Incoming, Steps, Text
+from .incoming import Incoming, Steps, TextDelta
 from .lark import Lark
 from .tool import Tool
 
@@ -26,7 +26,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """How calls stand between their marks: in one of several `forms`, of which the last is written, with
     `opens` before them and `closes` behind. Several are written with `between` from call to call or, where it
     is None, each between marks of its own, with `apart` before the next.
@@ -53,7 +53,7 @@ class Notation:
 
     begin: str
     end: str
-    layout: Layout
+    layout: CallLayout
 
     def grammar(self, tools: Iterable[Tool], is_several: bool, lark: Lark) -> str:
         """Terms for one call of one of the tools, or for several."""
@@ -75,7 +75,7 @@ class Notation:
             yield from coming.blank()
             yield from coming.skip(self.begin)
             count = yield from self._section(coming, tools, most)
-        while count < most and (yield from said(coming, self.begin)):
+        while count < most and (yield from consumed(coming, self.begin)):
             count += yield from self._section(coming, tools, most - count)
         yield from rest(coming, count > 0)
 
@@ -89,7 +89,7 @@ class Notation:
             form = yield from self._form(coming)
             if form is None or not (yield from form.call(coming, tools)):
                 if coming.at:
-                    yield Text(coming.given())
+                    yield TextDelta(coming.given())
                 break
             count += 1
             goes_on = yield from self._ended(coming, form, is_list, count < most)
@@ -123,14 +123,14 @@ class Notation:
         return found
 
 
-def said(coming: Incoming, mark: str) -> Steps[bool]:
+def consumed(coming: Incoming, mark: str) -> Steps[bool]:
     """Gives out text up to a mark, which is read; whether it comes. White space before it is held."""
     while True:
         found = coming.text.find(mark)
         end = len(coming.text) - begun(coming.text, mark) if found < 0 else found
         if kept := len(coming.text[:end].rstrip()):
             coming.at = kept
-            yield Text(coming.given())
+            yield TextDelta(coming.given())
         elif found >= 0 or coming.is_over:
             coming.at = found + len(mark) if found >= 0 else 0
             return found >= 0
@@ -144,7 +144,7 @@ def rest(coming: Incoming, is_bound: bool) -> Steps[None]:
         holds = is_bound or not coming.is_over
         if kept := len(coming.text.rstrip() if holds else coming.text):
             coming.at = kept
-            yield Text(coming.given())
+            yield TextDelta(coming.given())
         elif coming.is_over:
             return
         else:

@@ -2,7 +2,7 @@
 
 from ....checkpoints.dialects import CALLS, Calls, calls_of
 from .headed import Headed
-from .notation import Layout, Notation
+from .notation import CallLayout, Notation
 from .objects import Objects
 from .tagged import Tagged
 
@@ -26,23 +26,23 @@ DEEPSEEK_V31 = Headed("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), "<
 MISTRAL = Headed(between=("[ARGS]", ""), id_mark="[CALL_ID]")
 
 LAYOUTS = {
-    "kimi_k2": Layout((KIMI,), between=""),
-    "cohere_command": Layout(
+    "kimi_k2": CallLayout((KIMI,), between=""),
+    "cohere_command": CallLayout(
         (Objects("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "
     ),
-    "granite": Layout((Objects(),), "[", "]", between=", "),
-    "mistral": Layout((Objects(), MISTRAL), apart="", has_short_ids=True),
-    "mistral_list": Layout((MISTRAL, Objects()), "[", "]", between=", ", has_short_ids=True),
-    "deepseek_v3": Layout((DEEPSEEK_V3,), between="\n"),
-    "deepseek_v31": Layout((DEEPSEEK_V31,), between=""),
-    "minimax_m2": Layout((MINIMAX,), "\n", "\n", between="\n"),
-    "seed_oss": Layout((SEED,), "\n", "\n"),
-    "hunyuan_a13b": Layout((Objects(),), "[", "]", between=", "),
-    "glm45": Layout((GLM,)),
-    "qwen3_coder": Layout((QWEN,), "\n", "\n"),
-    "hermes": Layout((Objects(),), "\n", "\n"),
-    "llama4_json": Layout((Objects(arguments="parameters"),), between="; ", is_bare=True),
-    "llama3_json": Layout((Objects(arguments="parameters"),), between="; ", is_bare=True),
+    "granite": CallLayout((Objects(),), "[", "]", between=", "),
+    "mistral": CallLayout((Objects(), MISTRAL), apart="", has_short_ids=True),
+    "mistral_list": CallLayout((MISTRAL, Objects()), "[", "]", between=", ", has_short_ids=True),
+    "deepseek_v3": CallLayout((DEEPSEEK_V3,), between="\n"),
+    "deepseek_v31": CallLayout((DEEPSEEK_V31,), between=""),
+    "minimax_m2": CallLayout((MINIMAX,), "\n", "\n", between="\n"),
+    "seed_oss": CallLayout((SEED,), "\n", "\n"),
+    "hunyuan_a13b": CallLayout((Objects(),), "[", "]", between=", "),
+    "glm45": CallLayout((GLM,)),
+    "qwen3_coder": CallLayout((QWEN,), "\n", "\n"),
+    "hermes": CallLayout((Objects(),), "\n", "\n"),
+    "llama4_json": CallLayout((Objects(arguments="parameters"),), between="; ", is_bare=True),
+    "llama3_json": CallLayout((Objects(arguments="parameters"),), between="; ", is_bare=True),
 }
 ROWS = {row.name: row for row in CALLS}
 

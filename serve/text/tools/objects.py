@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .incoming import Arguments, Begun, Ended, Incoming, Steps
+from .incoming import Incoming, Steps, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .lark import Lark
 from .tool import Tool
 
@@ -45,7 +45,7 @@ class Objects:
                 yield from coming.value()
         if name is None or not (yield from coming.skip("}")):
             return False
-        yield from (Begun(name), Arguments(held), Ended())
+        yield from (ToolCallStart(name), ToolCallArguments(held), ToolCallEnd())
         return True
 
     def _key(self, coming: Incoming) -> Steps[str | None]:
@@ -64,14 +64,14 @@ class Objects:
     def _called(self, coming: Incoming, name: str) -> Steps[None]:
         """The arguments of a call whose name is known, and the end of its object."""
         coming.given()
-        yield Begun(name)
+        yield ToolCallStart(name)
         yield from coming.arguments()
         end = coming.at
         while (yield from self._key(coming)) is not None:
             yield from coming.value()
         if not (yield from coming.skip("}")):
             coming.at = end
-        yield Ended()
+        yield ToolCallEnd()
 
     def written(self, tool: Tool, lark: Lark) -> str:
         """Terms for a call of a tool."""

@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tokenizer.reasoning import Reasoning
-from .incoming import Arguments, Begun, Event, Text
+from .incoming import Event, TextDelta, ToolCallArguments, ToolCallStart
 from .reader import CallReader
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasoningDelta:
     """Part of the reasoning."""
 
     text: str
 
 
-Part = Thought | Event
+Part = ReasoningDelta | Event
 
 
 @dataclass
-class Parting:
+class ReplyParser:
     """Parts one reply; `key` is what the ids of its calls come of, `short` whether they are of nine letters
     and digits."""
 
@@ -41,23 +41,23 @@ class Parting:
         thought = ""
         if self.reasoning is not None:
             thought, text = self.reasoning.take(text, at_end)
-        found: list[Part] = [Thought(thought)] if thought else []
+        found: list[Part] = [ReasoningDelta(thought)] if thought else []
         if self.reader is not None:
-            return [*found, *(self._told(event) for event in self.reader.take(text, at_end))]
-        return [*found, Text(text)] if text else found
+            return [*found, *(self._counted(event) for event in self.reader.take(text, at_end))]
+        return [*found, TextDelta(text)] if text else found
 
-    def _told(self, event: Event) -> Event:
+    def _counted(self, event: Event) -> Event:
         """An event, of which the beginning of a call has an id that no other has."""
-        if not isinstance(event, Begun):
+        if not isinstance(event, ToolCallStart):
             return event
         digits = hashlib.sha256(f"{self.key} {self.count}".encode()).hexdigest()
         own = digits[:9] if self.short else f"call_{digits[:24]}"
         id = own if event.id is None or event.id in self._ids else event.id
         self._ids.append(id)
-        return Begun(event.name, id)
+        return ToolCallStart(event.name, id)
 
 
-def text_of(parts: Iterable[Part], kind: type[Thought] | type[Text]) -> str:
+def text_of(parts: Iterable[Part], kind: type[ReasoningDelta] | type[TextDelta]) -> str:
     return "".join(part.text for part in parts if isinstance(part, kind))
 
 
@@ -65,11 +65,11 @@ def call_deltas(parts: Iterable[Part], known: int) -> list[dict[str, Any]]:
     """What a stream adds to calls of which so many have begun before, one entry a call."""
     found: list[dict[str, Any]] = []
     for part in parts:
-        if isinstance(part, Begun):
+        if isinstance(part, ToolCallStart):
             function = {"name": part.name, "arguments": ""}
             found.append({"index": known, "id": part.id, "type": "function", "function": function})
             known += 1
-        elif isinstance(part, Arguments):
+        elif isinstance(part, ToolCallArguments):
             if not found:
                 found.append({"index": known - 1, "function": {"arguments": ""}})
             found[-1]["function"]["arguments"] += part.text

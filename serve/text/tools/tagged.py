@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .headed import in_name
-from .incoming import Arguments, Begun, Ended, Incoming, Steps
+from .incoming import Incoming, Steps, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .lark import Lark
 from .tool import Tool
 from .values import choices, read, types_of
@@ -37,16 +37,16 @@ class Tagged:
         if tool is None or not (yield from coming.skip(self.name[1].strip())):
             return False
         coming.given()
-        yield Begun(tool.name)
-        yield Arguments("{")
+        yield ToolCallStart(tool.name)
+        yield ToolCallArguments("{")
         separator = ""
         while (key := (yield from self._key(coming))) is not None:
             is_whole = yield from self._parameter(coming, tool, key, separator)
             if not is_whole:
-                yield Ended()
+                yield ToolCallEnd()
                 return True
             separator = ", "
-        yield Ended()
+        yield ToolCallEnd()
         return True
 
     def _key(self, coming: Incoming) -> Steps[str | None]:
@@ -54,7 +54,7 @@ class Tagged:
         anybody can tell."""
         yield from coming.blank()
         if self.closes and (yield from coming.skip(self.closes)):
-            yield Arguments("}")
+            yield ToolCallArguments("}")
             return None
         is_cut = (yield from coming.stops_in(self.closes)) or (yield from coming.stops_in(self.key[0]))
         if (yield from coming.skip(self.key[0])):
@@ -66,7 +66,7 @@ class Tagged:
             is_cut = not is_whole or (yield from coming.stops_in(self.value[0]))
         coming.at = 0
         if not is_cut:
-            yield Arguments("}")
+            yield ToolCallArguments("}")
         return None
 
     def _parameter(self, coming: Incoming, tool: Tool, key: str, separator: str) -> Steps[bool]:
@@ -76,11 +76,11 @@ class Tagged:
         text = text.removeprefix(self.padding)
         before, schema = f"{separator}{json.dumps(key, ensure_ascii=False)}: ", tool.schema(key)
         if is_whole:
-            yield Arguments(before + read(text.removesuffix(self.padding), schema, tool.parameters))
+            yield ToolCallArguments(before + read(text.removesuffix(self.padding), schema, tool.parameters))
         elif "string" in types_of(schema, tool.parameters):
-            yield Arguments(before + json.dumps(text, ensure_ascii=False)[:-1])
+            yield ToolCallArguments(before + json.dumps(text, ensure_ascii=False)[:-1])
         else:
-            yield Arguments(before + text)
+            yield ToolCallArguments(before + text)
         return is_whole
 
     def written(self, tool: Tool, lark: Lark) -> str:

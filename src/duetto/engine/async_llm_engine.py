@@ -9,9 +9,9 @@ from typing import Any, Literal
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
 from ..serve.host.threads import Gate, in_threads
-from ..serve.llm.intake import Intake, Prompt
+from ..serve.llm.intake import InputProcessor, Prompt
 from ..serve.llm.llm import LLM
-from ..serve.llm.ticket import Ticket
+from ..serve.llm.ticket import RequestGroup
 from ..serve.llm.vllm import check_all
 from ..serve.text.outputs import RequestOutput
 from .progress import Progress
@@ -104,7 +104,7 @@ class AsyncLLM:
 
 
 def reported(
-    pieces: Generator[Any], ticket: Ticket, intake: Intake, progress: Progress
+    pieces: Generator[Any], ticket: RequestGroup, intake: InputProcessor, progress: Progress
 ) -> Generator[RequestOutput]:
     """Reports of a request that begins with the first."""
     with closing(pieces):

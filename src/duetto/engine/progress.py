@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from ..sampling.params import RequestOutputKind
-from ..serve.llm.intake import Intake
-from ..serve.llm.ticket import Ticket
+from ..serve.llm.intake import InputProcessor
+from ..serve.llm.ticket import RequestGroup
 from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 
@@ -17,7 +17,7 @@ class Progress:
     places: tuple[tuple[int, int], ...] = ()  # tokens and characters of each
     ended: bool = False
 
-    def take(self, ticket: Ticket, intake: Intake) -> RequestOutput | None:
+    def take(self, ticket: RequestGroup, intake: InputProcessor) -> RequestOutput | None:
         """The report that is due for a request as it stands, None where there is none; its end is reported
         once."""
         before = self.generated

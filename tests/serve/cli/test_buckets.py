@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, random_model
 
 from duetto import LLM, SamplingParams
-from duetto.serve.cli.buckets import Step, best_edges, lengths_of, padding, rehearse
+from duetto.serve.cli.buckets import StepTokens, best_edges, lengths_of, padding, rehearse
 from duetto.serve.cli.buckets import alone as alone_of
 from duetto.serve.cli.main import main
 from duetto.serve.options.engine import EngineOptions
@@ -30,13 +30,13 @@ def test_edges_have_the_least_padding_that_brute_force_finds(seed: int):
     tables = [
         tuple(sorted({*chosen, 64, 192})) for n in range(programs - 1) for chosen in combinations(free, n)
     ]
-    steps = [Step(n, (), 0) for n in lengths]
+    steps = [StepTokens(n, (), 0) for n in lengths]
     assert padding(steps, edges) == min(padding(steps, each) for each in tables)
     assert len(edges) <= programs and 64 in edges and edges[-1] == 192
 
 
 def test_padding_counts_chunks_alone_and_prefills_that_are_shared():
-    steps = [Step(70, (), 3), Step(90, (128,), 1), Step(0, (), 4)]
+    steps = [StepTokens(70, (), 3), StepTokens(90, (128,), 1), StepTokens(0, (), 4)]
     assert alone_of(steps) == [70]
     assert padding(steps, (64, 96, 128)) == 1 - 160 / (96 + 128)
 

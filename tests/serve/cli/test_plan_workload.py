@@ -12,7 +12,7 @@ import pytest
 from duetto.serve.cli.common import engine_options
 from duetto.serve.cli.main import main, parse
 from duetto.serve.cli.plan_workload import answer
-from duetto.serve.planner.simulation.search import Answer, search
+from duetto.serve.planner.simulation.search import CandidateResult, search
 
 GUESSES = '{"method": "ngram", "num_speculative_tokens": 2}'
 ASKED = ["plan", "--workload", "40,200,20", "--target", "h200", "--search-seconds", "0.1"]
@@ -106,7 +106,7 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_search_and_tells_what_was_found(capsys, monkeypatch):
-    def interrupted(*args: Any) -> list[Answer]:
+    def interrupted(*args: Any) -> list[CandidateResult]:
         found = search(*args)
         signal.raise_signal(signal.SIGINT)
         return found

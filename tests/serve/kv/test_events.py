@@ -17,16 +17,16 @@ from duetto.serve.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Events,
     EventsConfig,
+    KVEventBatch,
     Publisher,
     Translator,
     events_of,
     merged,
 )  # fmt: skip
-from duetto.serve.kv.routing.memory import Told
+from duetto.serve.kv.routing.memory import EventPrefixIndex
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.events import Listener, Pages
+from duetto.serve.server.router.events import Listener, ReplicaPages
 from duetto.serve.server.router.prompts import TOKENS
 
 ROOT = b"r" * 16
@@ -36,8 +36,8 @@ class Noted:
     """Keeps what a pool says, as a subscriber would."""
 
     def __init__(self, page_size: int = 4, root: bytes = ROOT):
-        self.translator, self.memory, self.count = Translator(root, page_size), Told(), 0
-        self.pages, self.names = Pages(self.memory, page_size), set[bytes]()
+        self.translator, self.memory, self.count = Translator(root, page_size), EventPrefixIndex(), 0
+        self.pages, self.names = ReplicaPages(self.memory, page_size), set[bytes]()
 
     def stored(self, parent: bytes | None, name: bytes, tokens: Any) -> None:
         self.names.add(name)
@@ -52,8 +52,8 @@ class Noted:
         self._tell(self.translator.cleared())
 
     def _tell(self, event: Any) -> None:
-        told = msgspec.msgpack.encode(Events(0.0, [event], 0))
-        self.pages.take(self.count, msgspec.msgpack.decode(told, type=Events))
+        told = msgspec.msgpack.encode(KVEventBatch(0.0, [event], 0))
+        self.pages.take(self.count, msgspec.msgpack.decode(told, type=KVEventBatch))
         self.count += 1
 
 
@@ -114,7 +114,7 @@ def test_events_have_the_form_that_vllm_gives_them():
     made += [translator.stored(second, own, [9, 9]), translator.stored(None, first, [5, 6])]
     assert made.pop() is None and translator.removed(first) is None  # another shard's copy
     made += [translator.removed(first), translator.removed(second), translator.cleared()]
-    ts, events, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(Events(1.5, merged(made), 0)))
+    ts, events, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, merged(made), 0)))
     one, two, three = (int.from_bytes(name[8:]) for name in (first, second, own))
     assert (ts, rank) == (1.5, 0) and events == [
         {
@@ -128,19 +128,19 @@ def test_events_have_the_form_that_vllm_gives_them():
 
 
 def test_events_that_are_missed_are_not_guessed():
-    memory = Told()
-    pages = Pages(memory, 2)
+    memory = EventPrefixIndex()
+    pages = ReplicaPages(memory, 2)
     first, second = names_of([5, 6, 7, 8], 2, TOKENS)
     stored = BlockStored([1], None, [5, 6], 2)
     behind = BlockStored([b"2"], 1, [7, 8], 2)
-    pages.take(0, Events(0.0, [stored, behind]))
+    pages.take(0, KVEventBatch(0.0, [stored, behind]))
     assert memory.hits([first, second]) == 2
-    pages.take(2, Events(0.0, [behind]))  # its parent may be gone
+    pages.take(2, KVEventBatch(0.0, [behind]))  # its parent may be gone
     assert memory.hits([first]) == 0 and not pages._names
-    pages.take(3, Events(0.0, [BlockStored([3], None, [5, 6, 7, 8], 4), BlockRemoved([1, 9])]))
-    pages.take(4, Events(0.0, [BlockStored([4], None, [5, 6], 2, extra_keys=[("salt",)])]))
+    pages.take(3, KVEventBatch(0.0, [BlockStored([3], None, [5, 6, 7, 8], 4), BlockRemoved([1, 9])]))
+    pages.take(4, KVEventBatch(0.0, [BlockStored([4], None, [5, 6], 2, extra_keys=[("salt",)])]))
     assert memory.hits([first]) == 0
-    pages.take(5, Events(0.0, [stored, AllBlocksCleared()]))
+    pages.take(5, KVEventBatch(0.0, [stored, AllBlocksCleared()]))
     assert memory.hits([first]) == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from cases.requests import GREEDY, PROMPTS, exact
 
 from duetto import LLM
-from duetto.serve.runtime.multihost.group import Group
+from duetto.serve.runtime.multihost.group import ProcessGroup
 
 PATIENCE = 60.0  # seconds: a child that hangs fails a test
 
@@ -73,7 +73,7 @@ def test_a_forked_child_may_hold_an_llm_and_end(llm):
 
 
 def test_the_end_of_a_forked_child_ends_no_group():
-    group = Group(0, 1, [], 60.0)
+    group = ProcessGroup(0, 1, [], 60.0)
     ends: list[str] = []
     group.shutdown = lambda: ends.append("shutdown")
     assert said_in_child(lambda: (group.end(), ends)) == "(None, [])"

@@ -13,7 +13,7 @@ from duetto.serve.runtime.compiled import kept
 from duetto.serve.runtime.compiled.compile import arguments_like, operands
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.text.openai.replies import likeliest
 
 SIZES = {"max_model_len": 96, "max_num_seqs": 2, "max_prefill_tokens": 64}
@@ -94,7 +94,7 @@ def test_the_number_is_in_the_programs_key_and_in_the_plan(tiny):
         sizes = choose_sizes(config, options, params, None)
         arguments = arguments_like(config, params, sizes)
         given = operands(Shape("decode", 8, 1), arguments, sizes)
-        keys.add(kept.key(Alone(tiny.config), "decode", given))
+        keys.add(kept.key(TargetOnly(tiny.config), "decode", given))
         scratch.append(scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))

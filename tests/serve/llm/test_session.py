@@ -7,7 +7,7 @@ import pytest
 from fakes.engine import ask
 
 from duetto.serve.llm.session import Session
-from duetto.serve.llm.ticket import Cursor, Ticket
+from duetto.serve.llm.ticket import RequestGroup, StreamCursor
 
 
 class Ending:
@@ -42,16 +42,16 @@ class Ending:
 def looked(monkeypatch) -> list[str]:
     """The ids of tickets of which somebody asked whether they have ended, one for each time."""
     seen: list[str] = []
-    plain = cast(property, Ticket.finished).fget
+    plain = cast(property, RequestGroup.finished).fget
     assert plain is not None
-    monkeypatch.setattr(Ticket, "finished", property(lambda t: seen.append(t.id) or plain(t)))
+    monkeypatch.setattr(RequestGroup, "finished", property(lambda t: seen.append(t.id) or plain(t)))
     return seen
 
 
-def tickets(session: Session, count: int) -> list[Ticket]:
-    def make(id: str) -> Ticket:
+def tickets(session: Session, count: int) -> list[RequestGroup]:
+    def make(id: str) -> RequestGroup:
         request = ask([1], arrival=int(id))
-        return Ticket(id, None, [request])
+        return RequestGroup(id, None, [request])
 
     return session.tickets_of([make] * count)
 
@@ -105,7 +105,7 @@ class Sliced(list):
 def test_a_stream_copies_each_token_once():
     request = ask([1, 2, 3], max_tokens=400)
     request.tokens = Sliced(request.tokens)
-    cursor, found = Cursor(Ticket("0", None, [request])), []
+    cursor, found = StreamCursor(RequestGroup("0", None, [request])), []
     while not cursor.at_end:
         request.append(7)
         found += [token for piece in cursor.take() for token in piece.token_ids]
@@ -124,7 +124,7 @@ def test_completions_that_were_given_to_their_end_cost_nothing():
     requests = [
         Completion(number=i, prompt=[1], tokens=[1], text=None, finish_reason=None) for i in range(50)
     ]
-    cursor = Cursor(Ticket("0", None, cast(Any, requests)))
+    cursor = StreamCursor(RequestGroup("0", None, cast(Any, requests)))
     cursor.take()
     asked.clear()
     cursor.take()

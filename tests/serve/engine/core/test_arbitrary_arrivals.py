@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from duetto.kvcache.dealing import DealtTables, shard_of
+from duetto.kvcache.dealing import ShardedPageTables, shard_of
 from duetto.kvcache.names import extend
 from duetto.kvcache.pool import PagePool
 from duetto.kvcache.tables import GONE, PageTables
@@ -217,7 +217,7 @@ class Serving(RuleBasedStateMachine):
     @property
     def shards(self) -> list[PageTables]:
         tables = self.engine.tables
-        return tables.shards if isinstance(tables, DealtTables) else [tables]
+        return tables.shards if isinstance(tables, ShardedPageTables) else [tables]
 
     def pools(self) -> Iterator[tuple[int, int, PagePool]]:
         """Of each group and shard the pool, and the number of its first page among those of all shards."""

@@ -9,10 +9,10 @@ import pytest
 
 from duetto import SamplingParams
 from duetto.kvcache.tables import PageTables
-from duetto.serve.engine.core.plan import Limits
-from duetto.serve.engine.core.request import Clock, Request
+from duetto.serve.engine.core.plan import SchedulerConfig
+from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.engine.core.scheduler import Scheduler
-from duetto.serve.engine.metrics.meter import REQUESTS, Meter, Sample
+from duetto.serve.engine.metrics.meter import REQUESTS, EngineStats, Sample
 from duetto.serve.text.outputs import RequestMetrics
 
 
@@ -23,12 +23,14 @@ def finished(ttft: float, tpot: float = 0.25) -> SimpleNamespace:
 
 def brought() -> list[SimpleNamespace]:
     """A prompt's step, and its first tokens."""
-    work = SimpleNamespace(count=2, request=SimpleNamespace(clock=Clock(first_token=1.0, last_token=1.0)))
+    work = SimpleNamespace(
+        count=2, request=SimpleNamespace(clock=RequestTimes(first_token=1.0, last_token=1.0))
+    )
     return [SimpleNamespace(work=work, prompt=True, tokens=[1, 2, 3])]
 
 
 def test_a_meter_stays_as_large_as_it_is():
-    meter = Meter()
+    meter = EngineStats()
     for i in range(REQUESTS):
         meter.brought(brought())
         meter.finished(finished(float(i)))
@@ -43,7 +45,7 @@ def test_a_meter_stays_as_large_as_it_is():
 
 
 def test_percentiles_are_exact_of_as_many_requests_as_are_kept():
-    meter, draw = Meter(), random.Random(1)
+    meter, draw = EngineStats(), random.Random(1)
     spans = [draw.expovariate(1.0) for _ in range(500)]
     for span in spans:
         meter.finished(finished(span, tpot=0.0))
@@ -68,7 +70,7 @@ def test_a_sample_of_more_is_uniform_over_all_of_them():
 
 def test_requests_that_are_aborted_while_they_wait_leave_a_queue_that_never_empties():
     tables = PageTables((None,), (4,), 16, 64)
-    scheduler = Scheduler(Limits(1, 64, 64, 1), tables, None, recompute_outputs=True)
+    scheduler = Scheduler(SchedulerConfig(1, 64, 64, 1), tables, None, recompute_outputs=True)
 
     def request(arrival: int, priority: int) -> Request:
         return Request(str(arrival), [1], SamplingParams(), 0, end=2, priority=priority, arrival=arrival)

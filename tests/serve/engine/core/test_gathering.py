@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from fakes.engine import ask, expected, prompt_of, run, start
 
-from duetto.serve.engine.core.gathering import Costs, Gathering, Outlook, choose
+from duetto.serve.engine.core.gathering import Costs, Outlook, PrefillBatcher, choose
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.equal_bits.classes import Classes
+from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 
 ROWS = tuple(Shape("prefill", n, 32) for n in (2, 4, 8))
-CLASSES = Classes((Shape("prefill", 1, 64), *ROWS), (Shape("decode", 8, 1), Shape("decode", 16, 1)), True)
+CLASSES = ShapeClasses(
+    (Shape("prefill", 1, 64), *ROWS), (Shape("decode", 8, 1), Shape("decode", 16, 1)), True
+)
 
 
 def by_area(shape: Shape) -> float:
@@ -52,7 +54,7 @@ def test_nobody_waits_where_no_seat_becomes_free_or_no_other_is_in_line():
 
 def test_nobody_waits_where_a_shared_prefill_saves_nothing():
     """Each prompt has a call of its own, whatever its length."""
-    alone = Classes(CLASSES.prefill[:1], CLASSES.decode, True)
+    alone = ShapeClasses(CLASSES.prefill[:1], CLASSES.decode, True)
     assert Costs(alone, by_area).prefill([30, 30]) is None
     assert Costs(CLASSES, lambda shape: None).prefill([30, 30]) is None
 
@@ -76,9 +78,9 @@ class Hand:
         return self.now
 
 
-def gathering(clock: Hand) -> Gathering:
+def gathering(clock: Hand) -> PrefillBatcher:
     """One that has seen a seat become free in every step."""
-    made = Gathering(lambda: CLASSES, by_area, clock)
+    made = PrefillBatcher(lambda: CLASSES, by_area, clock)
     for _ in range(200):
         made.stepped(seated=1, running=8)
     return made

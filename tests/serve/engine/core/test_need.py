@@ -12,16 +12,16 @@ import pytest
 from duetto import LLM, SamplingParams
 from duetto.serve.engine.core import need as needs
 from duetto.serve.engine.core.need import EVERY, LOOKS, Need, seconds_left
-from duetto.serve.engine.core.plan import StepPlan, Work
-from duetto.serve.engine.metrics.meter import Meter
+from duetto.serve.engine.core.plan import ScheduledTokens, SchedulerOutput
+from duetto.serve.engine.metrics.meter import EngineStats
 from duetto.serve.planner.roofline.report import compiled
 from duetto.serve.runtime.compiled import kept
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.equal_bits.classes import Classes
+from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 from duetto.serve.runtime.equal_bits.warmup import THREADS
 
-FIRST = Classes.of([Shape("prefill", 1, 64), Shape("decode", 8, 1)], same_bits=True)
+FIRST = ShapeClasses.of([Shape("prefill", 1, 64), Shape("decode", 8, 1)], same_bits=True)
 MISSING = [
     Shape("decode", 32, 1),
     Shape("prefill", 1, 512),
@@ -33,13 +33,13 @@ SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "p
 ALIKE = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
-def works(count: int, tokens: int) -> list[Work]:
-    return [Work(cast(Any, SimpleNamespace(constraint=None)), 0, tokens) for _ in range(count)]
+def works(count: int, tokens: int) -> list[ScheduledTokens]:
+    return [ScheduledTokens(cast(Any, SimpleNamespace(constraint=None)), 0, tokens) for _ in range(count)]
 
 
-def need_of(plan: StepPlan, prefill: float = 1.0, decode: float = 1.0) -> Need:
+def need_of(plan: SchedulerOutput, prefill: float = 1.0, decode: float = 1.0) -> Need:
     """After some steps of one kind, of whose time so much was each phase's."""
-    meter = Meter()
+    meter = EngineStats()
     meter.phase_seconds |= {"prefill": prefill, "decode": decode}
     need = Need(Sizes(1024, 32, (512,), 64), meter, FIRST)
     for _ in range(EVERY * LOOKS):
@@ -51,11 +51,11 @@ def need_of(plan: StepPlan, prefill: float = 1.0, decode: float = 1.0) -> Need:
 @pytest.mark.parametrize(
     "plan, expected",
     [
-        (StepPlan(prefill=works(8, 25)), "prefill[8,32]"),
-        (StepPlan(prefill=works(16, 25)), "prefill[16,32]"),
-        (StepPlan(prefill=works(1, 500)), "prefill[1,512]"),
-        (StepPlan(decode=works(32, 1)), "decode[32,1]"),
-        (StepPlan(decode=works(16, 1)), "decode[16,1]"),
+        (SchedulerOutput(prefill=works(8, 25)), "prefill[8,32]"),
+        (SchedulerOutput(prefill=works(16, 25)), "prefill[16,32]"),
+        (SchedulerOutput(prefill=works(1, 500)), "prefill[1,512]"),
+        (SchedulerOutput(decode=works(32, 1)), "decode[32,1]"),
+        (SchedulerOutput(decode=works(16, 1)), "decode[16,1]"),
     ],
     ids=["short prompts", "more of them", "a long one", "all seats", "half of them"],
 )
@@ -64,21 +64,21 @@ def test_what_the_steps_lack_comes_first(plan, expected):
 
 
 def test_the_phase_that_takes_the_time_comes_first():
-    plan = StepPlan(prefill=works(8, 25), decode=works(32, 1))
+    plan = SchedulerOutput(prefill=works(8, 25), decode=works(32, 1))
     assert need_of(plan, prefill=9.0, decode=1.0).choice(MISSING, 1000.0, 1.0) == Shape("prefill", 8, 32)
     assert need_of(plan, prefill=1.0, decode=9.0).choice(MISSING, 1000.0, 1.0) == Shape("decode", 32, 1)
 
 
 def test_what_ends_before_it_pays_compiles_nothing():
     """A shape that spares a share s of L seconds, once c of them have gone into it, pays if s (L - c) > c."""
-    need, best, cost = need_of(StepPlan(decode=works(32, 1))), Shape("decode", 32, 1), 4.0
+    need, best, cost = need_of(SchedulerOutput(decode=works(32, 1))), Shape("decode", 32, 1), 4.0
     enough = cost + cost / need.share(best)
     assert need.choice(MISSING, enough - 0.01, cost) is None
     assert need.choice(MISSING, enough + 0.01, cost) == best
 
 
 def test_what_the_steps_do_not_lack_comes_late():
-    need = need_of(StepPlan(decode=works(8, 1)))
+    need = need_of(SchedulerOutput(decode=works(8, 1)))
     assert need.choice(MISSING, left=50.0, cost=1.0) is None
     assert need.choice(MISSING, left=60.0, cost=1.0) == MISSING[0]
     assert need.choice([], left=60.0, cost=1.0) is None
@@ -89,7 +89,7 @@ def test_what_the_steps_do_not_lack_comes_late():
     [(10, 0, 10.0), (10, 30, 40.0), (10, None, 10.0), (100, 0, 1.0), (100, None, 10.0), (1, 500, 10.0)],
 )
 def test_work_to_come_is_known_by_what_requests_have_taken(ended, to_come, expected):
-    meter = Meter(seconds=10.0)
+    meter = EngineStats(seconds=10.0)
     for _ in range(ended):
         meter.e2e.add(1.0)
     queue = SimpleNamespace(waiting=[None] * 10, running={})

@@ -20,9 +20,9 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
-from duetto.serve.engine.speculation.chain import ChainPhases
-from duetto.serve.engine.speculation.guessers import DraftModel, HeadGuesser
-from duetto.serve.engine.speculation.tree import TreePhases
+from duetto.serve.engine.speculation.chain import ChainSpeculation
+from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
+from duetto.serve.engine.speculation.tree import TreeSpeculation
 from duetto.serve.runtime.steps.scoring import NEVER
 from duetto.serve.runtime.steps.step import Seat, empty_slots, seat
 
@@ -53,11 +53,13 @@ def exact(params, first: int, temperature: float) -> np.ndarray:
 class Device:
     """Rows of one page each, all seated with seeds of their own, stepped by hand."""
 
-    def __init__(self, guide: ChainPhases | TreePhases, params: Pair, first_seed: int, temperature: float):
+    def __init__(
+        self, guide: ChainSpeculation | TreeSpeculation, params: Pair, first_seed: int, temperature: float
+    ):
         self.params, self.first = params, 1
         self.prefill, self.verify = jax.jit(guide.prefill), jax.jit(guide.verify)
         self.layers = guide.config.layers
-        self.columns = guide.tree.depth + 1 if isinstance(guide, TreePhases) else 3
+        self.columns = guide.tree.depth + 1 if isinstance(guide, TreeSpeculation) else 3
         self.seats(first_seed, temperature)
 
     def seats(self, first_seed: int, temperature: float) -> None:
@@ -96,7 +98,7 @@ class Device:
         return found
 
 
-def guide_of(name: str) -> tuple[ChainPhases | TreePhases, Pair]:
+def guide_of(name: str) -> tuple[ChainSpeculation | TreeSpeculation, Pair]:
     target, draft = random_params(SMALL, 1), random_params(SMALL, 2)
     tree = TokenTree.of_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
     if "draft" in name:
@@ -105,11 +107,11 @@ def guide_of(name: str) -> tuple[ChainPhases | TreePhases, Pair]:
     else:
         head = init(jax.random.key(3), head_spec(SMALL.hidden_size, 8))
         pair, params = PairConfig(SMALL), Pair(target, head)
-        guesser = HeadGuesser(SMALL)
+        guesser = HeadProposer(SMALL)
     if "tree" not in name:
-        return ChainPhases(pair, guesser, "rejection"), params
+        return ChainSpeculation(pair, guesser, "rejection"), params
     tree = TokenTree.of_widths((2, 2)) if "wide" in name else tree
-    return TreePhases(pair, guesser, "rejection", tree), params
+    return TreeSpeculation(pair, guesser, "rejection", tree), params
 
 
 @pytest.mark.parametrize(

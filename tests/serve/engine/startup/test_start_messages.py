@@ -21,11 +21,11 @@ from duetto.serve.jobs.batch.fingerprint import fingerprint
 from duetto.serve.llm import llm
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import compile as programs
-from duetto.serve.runtime.compiled.compile import Arguments
+from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.equal_bits.probe import Runs
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 
 
 class Terminal(io.StringIO):
@@ -137,7 +137,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
     def start() -> list[str]:
-        made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES)
+        made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES)
         assert list(made.steps.values()) == ["prefill", "decode", "verify"]
         return capfd.readouterr().err.splitlines()
 
@@ -155,7 +155,7 @@ def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
     monkeypatch.setattr(programs.kept, "compile", lambda key, lowered: key or "compiled")
     monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
-    made: Any = programs.Programs(Alone(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
+    made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
     assert (
         tuple(made.steps) == SHAPES[:2] and made.missing == [SHAPES[2]] and set(made.ready) == {*SHAPES[:2]}
     )
@@ -190,8 +190,8 @@ FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
 def test_probing_is_told(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Silent)
-    found, _ = classes.find_classes(FAKE, Arguments(None, None, None), CANONICAL)
-    assert found == classes.Classes.of(SHAPES, same_bits=True)
+    found, _ = classes.find_classes(FAKE, StepArguments(None, None, None), CANONICAL)
+    assert found == classes.ShapeClasses.of(SHAPES, same_bits=True)
     line = "duetto: probing which programs give the same bits: "
     assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
 
@@ -207,8 +207,8 @@ def test_only_what_is_kept_is_said_to_be(folder):
 def test_measuring_steps_is_told(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Silent)
     verify = Shape("verify", 8, 4, 8), Shape("verify", 8, 4, 16)
-    found = classes.Classes((), (Shape("decode", 8, 1),), True, verify)
-    seconds, _ = classes.step_seconds(FAKE, Arguments(None, None, None), CANONICAL, found, (1, 3))
+    found = classes.ShapeClasses((), (Shape("decode", 8, 1),), True, verify)
+    seconds, _ = classes.step_seconds(FAKE, StepArguments(None, None, None), CANONICAL, found, (1, 3))
     assert seconds == {(8, 0): 1.0} | {(tokens, k): 1.0 for tokens in (8, 16) for k in (1, 3)}
     assert "duetto: measuring steps: 5/5\n" in capfd.readouterr().err
 

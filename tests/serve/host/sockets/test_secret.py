@@ -13,8 +13,8 @@ import pytest
 from duetto.serve.host.sockets.link import Link
 from duetto.serve.host.sockets.secret import (
     DECODER,
-    Answer,
     Challenge,
+    ChallengeResponse,
     Denied,
     Proof,
     Refusal,
@@ -76,7 +76,11 @@ def test_a_proof_that_was_recorded_opens_nothing(pair):
 
     def call() -> None:
         challenge = caller.receive()
-        own = recorded[0] if recorded else Answer(b"n" * 32, KEY._proof("caller", challenge.nonce, b"n" * 32))
+        own = (
+            recorded[0]
+            if recorded
+            else ChallengeResponse(b"n" * 32, KEY._proof("caller", challenge.nonce, b"n" * 32))
+        )
         recorded.append(own)
         caller.send(own)
         assert isinstance(caller.receive(), Denied if len(recorded) > 1 else Proof)
@@ -93,13 +97,13 @@ def test_a_proof_that_is_sent_back_proves_nothing(pair):
     def listen(nonce: bytes) -> None:
         link.send(Challenge(nonce))
         answer = link.receive()
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ChallengeResponse)
         link.send(Proof(answer.proof))
 
     assert outcomes(lambda: KEY.prove(pair[0]), lambda: listen(b"n" * 32)) == ["Refusal", ""]
 
 
-ANSWERS = Answer(b"", b""), Answer(b"n" * 32, b"")
+ANSWERS = ChallengeResponse(b"", b""), ChallengeResponse(b"n" * 32, b"")
 
 
 @pytest.mark.parametrize(

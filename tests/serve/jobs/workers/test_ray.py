@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from duetto import LLM
-from duetto.ray import Predictor, ProcessorConfig, RayCrew, build_processor
+from duetto.ray import Predictor, ProcessorConfig, RayBackend, build_processor
 from duetto.serve.jobs.batch.options import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
-from duetto.serve.jobs.workers.remote import Remote
+from duetto.serve.jobs.workers.remote import WorkerPool
 from duetto.serve.options.engine import EngineOptions
 
 pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
@@ -89,12 +89,12 @@ def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
     with LLM(**OWN) as llm:
         tokenizer = llm.tokenizer
         expected = job(source, "one.jsonl", lambda: llm, 16)
-    crew = RayCrew(OWN, {"num_cpus": 1})
-    made: list[Remote] = []
+    crew = RayBackend(OWN, {"num_cpus": 1})
+    made: list[WorkerPool] = []
     ended, killed = threading.Event(), []
 
-    def begin() -> Remote:
-        made.append(Remote(crew, 2, tokenizer, EngineOptions(**SIZES)))
+    def begin() -> WorkerPool:
+        made.append(WorkerPool(crew, 2, tokenizer, EngineOptions(**SIZES)))
         threading.Thread(target=kill, daemon=True).start()
         return made[0]
 

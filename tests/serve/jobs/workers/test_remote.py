@@ -8,8 +8,8 @@ import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, characters, runner
 
 from duetto import SamplingParams
-from duetto.serve.jobs.workers.remote import Remote
-from duetto.serve.jobs.workers.worker import Facts, Gone, Worker
+from duetto.serve.jobs.workers.remote import WorkerPool
+from duetto.serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost
 from duetto.serve.options.engine import EngineOptions
 
 
@@ -25,10 +25,10 @@ class FakeCrew:
         self.hired.append(FakeEngine())
         return self.hired[-1]
 
-    def facts(self, worker: FakeEngine) -> Facts:
+    def facts(self, worker: FakeEngine) -> WorkerInfo:
         place = self.hired.index(worker)
         product, realm = (of[min(place, len(of) - 1)] for of in (self.products, self.realms))
-        return Facts(256, 64, (0,), product, realm=realm)
+        return WorkerInfo(256, 64, (0,), product, realm=realm)
 
     def take(self, worker: FakeEngine, new: Any) -> Any:
         for id, prompt, params, adapter in new:
@@ -40,7 +40,7 @@ class FakeCrew:
 
     def got(self, promise: Any) -> Any:
         if self.draw.random() < self.loss:
-            raise Gone("killed")
+            raise WorkerLost("killed")
         return promise[1]
 
     def report(self, worker: FakeEngine, explained: bool) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class FakeCrew:
         self.is_closed = True
 
 
-def remote(crew: FakeCrew, count: int = 3) -> Remote:
-    return Remote(crew, count, characters(), EngineOptions())
+def remote(crew: FakeCrew, count: int = 3) -> WorkerPool:
+    return WorkerPool(crew, count, characters(), EngineOptions())
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.3])

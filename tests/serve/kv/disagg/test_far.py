@@ -13,8 +13,8 @@ from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, 
 
 from duetto.serve.kv.disagg import far as far_module
 from duetto.serve.kv.disagg import memory
-from duetto.serve.kv.disagg.door import Door
-from duetto.serve.kv.disagg.memory import Seen, Shared
+from duetto.serve.kv.disagg.door import PrefillServer
+from duetto.serve.kv.disagg.memory import SharedMemoryReader, SharedMemoryWriter
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
@@ -32,7 +32,7 @@ def reached():
     ends = []
 
     def reach(source: FakeSource, seconds: float = 60.0, realm: bytes = REALM, keys=(None, None)):
-        door = Door(("127.0.0.1", 0), key_file=keys[0])
+        door = PrefillServer(("127.0.0.1", 0), key_file=keys[0])
         door.renew(REALM, [len(PAGE)])
         door.serve(source)
         far = far_at(door.address[1], seconds, key_file=keys[1])
@@ -148,13 +148,16 @@ def test_a_port_outlives_a_process_without_descriptors(reached, monkeypatch):
 def test_memory_of_another_host_is_not_taken_for_ours():
     if not hasattr(os, "memfd_create"):
         pytest.skip("this system has no memory without a file")
-    own = Shared(64)
+    own = SharedMemoryWriter(64)
     own.write(PAGE)
-    seen = Seen.at(own.path, own.proof)
+    seen = SharedMemoryReader.at(own.path, own.proof)
     assert seen is not None and seen.read(64, 0.0) == PAGE
-    assert Seen.at(own.path, b"another" * 2) is None and Seen.at("/etc/passwd", b"root") is None
+    assert (
+        SharedMemoryReader.at(own.path, b"another" * 2) is None
+        and SharedMemoryReader.at("/etc/passwd", b"root") is None
+    )
     own.close()
-    assert Seen.at(own.path, own.proof) is None and seen.read(64, 0.0) == PAGE
+    assert SharedMemoryReader.at(own.path, own.proof) is None and seen.read(64, 0.0) == PAGE
     seen.close()
 
 

@@ -5,20 +5,20 @@ from fakes.engine import ask, expected, prompt_of, run, start
 from fakes.handover import REALM, SIZES, SOON, FakeSource, PrefillSide, far_at, soon, tiered
 
 from duetto.serve.kv.disagg import far as far_module
-from duetto.serve.kv.disagg.peer import PeerTier
-from duetto.serve.kv.disagg.peers import Peers
-from duetto.serve.kv.disagg.source import Source
-from duetto.serve.kv.offload.tier import Chain
+from duetto.serve.kv.disagg.peer import RemoteKVTier
+from duetto.serve.kv.disagg.peers import RemoteKVPool
+from duetto.serve.kv.disagg.source import PrefillService
+from duetto.serve.kv.offload.tier import TierChain
 from duetto.serve.options.engine import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 
 
-def decoding(**sources: Source):
+def decoding(**sources: PrefillService):
     """An engine, and the engines that it asks, by their addresses."""
     engine, programs = start(**SIZES)
-    peers = Peers({place: PeerTier(source, SOON) for place, source in sources.items()})
-    peers.renew(REALM, tiered(engine, programs, Chain([peers]), peers))
+    peers = RemoteKVPool({place: RemoteKVTier(source, SOON) for place, source in sources.items()})
+    peers.renew(REALM, tiered(engine, programs, TierChain([peers]), peers))
     return engine, peers
 
 

@@ -10,8 +10,8 @@ from fakes.engine import ask, expected, prompt_of, run
 from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
 from duetto.serve.kv.disagg import far as far_module
-from duetto.serve.kv.disagg.door import Door
-from duetto.serve.kv.disagg.registered import Agent, Reached, nixl
+from duetto.serve.kv.disagg.door import PrefillServer
+from duetto.serve.kv.disagg.registered import NixlAgent, NixlReader, nixl
 from duetto.serve.runtime.multihost.supervisor import free_port
 
 MOST = 1 << 20
@@ -19,15 +19,15 @@ KEYS = [bytes([i]) * 16 + b"\0" for i in range(8)]
 PAGES = {key: random.Random(i).randbytes(MOST >> i) for i, key in enumerate(KEYS)}
 OTHER_PROCESS = """
 import random, sys
-from duetto.serve.kv.disagg.door import Door
-from duetto.serve.kv.disagg.registered import Agent
+from duetto.serve.kv.disagg.door import PrefillServer
+from duetto.serve.kv.disagg.registered import NixlAgent
 
 class Pages:
     room, is_here = 1000, True
     def fetch(self, key):
         return random.Random(key[0]).randbytes(int(sys.argv[2]) >> key[0])
 
-door = Door(("127.0.0.1", int(sys.argv[1])), Agent())
+door = PrefillServer(("127.0.0.1", int(sys.argv[1])), NixlAgent())
 door.renew(b"fake", [int(sys.argv[2])])
 door.serve(Pages())
 sys.stdin.read()
@@ -43,7 +43,7 @@ def test_without_its_package_it_is_refused(monkeypatch):
 @pytest.fixture(scope="module")
 def agents():
     pytest.importorskip("nixl")
-    return Agent(), Agent()
+    return NixlAgent(), NixlAgent()
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def reached(agents, monkeypatch):
     monkeypatch.setattr(far_module, "PAUSE", 0.01)
     ends = []
 
-    def reach(theirs: Agent | None = agents[0], seconds: float = 60.0):
-        door, source = Door(("127.0.0.1", 0), theirs), FakeSource()
+    def reach(theirs: NixlAgent | None = agents[0], seconds: float = 60.0):
+        door, source = PrefillServer(("127.0.0.1", 0), theirs), FakeSource()
         source.pages = PAGES
         door.renew(REALM, [MOST])
         door.serve(source)
@@ -73,7 +73,7 @@ def test_pages_arrive_as_they_were_sent_also_by_the_next_connection(reached):
     far, door = reached()
     for _ in range(3):
         soon(lambda: far.is_here)
-        assert isinstance(far._memory, Reached)
+        assert isinstance(far._memory, NixlReader)
         assert all(far.fetch(key) == PAGES[key] for key in KEYS) and far.fetch(b"m" * 17) is None
         first = far._link
         door.renew(REALM, [MOST])  # sends everybody away
@@ -91,16 +91,16 @@ def test_a_damaged_page_is_not_taken(reached, monkeypatch):
 def test_where_the_other_side_has_none_pages_come_another_way(reached, caplog):
     far, _ = reached(None)
     assert "do not come through NIXL: it has none" in caplog.text
-    assert not isinstance(far._memory, Reached) and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
+    assert not isinstance(far._memory, NixlReader) and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
 
 
 @pytest.mark.extras
 def test_where_reads_do_not_come_in_time_pages_come_another_way(reached, monkeypatch, caplog):
-    monkeypatch.setattr(Agent, "has_come", lambda *_: False)  # the owner moves nothing on
+    monkeypatch.setattr(NixlAgent, "has_come", lambda *_: False)  # the owner moves nothing on
     far, _ = reached(seconds=0.3)
     assert far.fetch(KEYS[0]) is None
     soon(lambda: far.is_here and far.fetch(KEYS[0]) == PAGES[KEYS[0]])
-    assert "nothing was read" in caplog.text and not isinstance(far._memory, Reached)
+    assert "nothing was read" in caplog.text and not isinstance(far._memory, NixlReader)
 
 
 @pytest.mark.extras
@@ -113,7 +113,7 @@ def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, 
     for _ in range(2):
         with subprocess.Popen(other_process, stdin=subprocess.PIPE, env=os.environ | path) as other:
             soon(lambda: far.is_here)
-            assert isinstance(far._memory, Reached)
+            assert isinstance(far._memory, NixlReader)
             assert all(far.fetch(key) == PAGES[key] for key in KEYS)
             other.kill()
             assert far.fetch(KEYS[0]) is None
@@ -128,7 +128,7 @@ def test_pages_are_computed_in_one_engine_and_found_in_another(agents):
     far = far_at(side.port, agent=agents[1])
     engine = decode_side(far)
     soon(lambda: far.is_here)
-    assert isinstance(far._memory, Reached)
+    assert isinstance(far._memory, NixlReader)
     requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
     for request in requests:
         engine.submit(request)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.later import Later
+from duetto.serve.kv.offload.later import WriteBehindTier
 from duetto.serve.kv.offload.tier import key_of
 
 
@@ -33,7 +33,7 @@ class Stuck(HostTier):
 
 def test_a_slow_disk_delays_nobody_and_pages_are_found_before_they_are_written():
     slow = Stuck()
-    later, pages = Later(slow, most_bytes=20), [key_of(bytes([i]), 0) for i in range(4)]
+    later, pages = WriteBehindTier(slow, most_bytes=20), [key_of(bytes([i]), 0) for i in range(4)]
     for i, key in enumerate(pages[:3]):
         later.offer(key, bytes([i]) * 10)
     assert [later.has(key) for key in pages] == [True, True, False, False]
@@ -49,7 +49,7 @@ def test_a_slow_disk_delays_nobody_and_pages_are_found_before_they_are_written()
 
 def test_a_disk_that_hangs_is_waited_for_until_a_time():
     stuck = Stuck()
-    later, pages = Later(stuck), [key_of(bytes([i]), 0) for i in range(3)]
+    later, pages = WriteBehindTier(stuck), [key_of(bytes([i]), 0) for i in range(3)]
     for page in pages:
         later.offer(page, b"12345")
     assert later.settle(time.monotonic(), most=10) == later.settle(time.monotonic() + 0.01) == 3
@@ -62,7 +62,7 @@ def test_one_thread_passes_on_all_pages(monkeypatch):
     begun, begin = [], threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), begin(thread)))
     monkeypatch.setattr("duetto.serve.kv.offload.later.LINGER", 600.0)
-    later = Later(HostTier(1000))
+    later = WriteBehindTier(HostTier(1000))
     for i in range(20):
         later.offer(key(i), b"12345")
         assert later.settle(later_on()) == 0
@@ -76,7 +76,7 @@ def test_a_tier_that_fails_keeps_the_next_page(caplog):
                 raise MemoryError("no room")
             super().offer(key, content)
 
-    later, bad, good = Later(Failing(100)), key_of(b"b", 0), key_of(b"g", 0)
+    later, bad, good = WriteBehindTier(Failing(100)), key_of(b"b", 0), key_of(b"g", 0)
     later.offer(bad, b"bad")
     later.offer(good, b"good")
     later.settle(later_on())
@@ -89,7 +89,7 @@ def test_a_thread_that_cannot_begin_is_waited_for_by_nobody(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     tier = HostTier(100)
-    later, first, second = Later(tier), key_of(b"1", 0), key_of(b"2", 0)
+    later, first, second = WriteBehindTier(tier), key_of(b"1", 0), key_of(b"2", 0)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
         patched.setattr(threading.Thread, "start", fails)
         later.offer(first, b"first")

@@ -8,10 +8,10 @@ from fakes.engine import ask, expected, prompt_of, run, start
 from fakes.tiers import Forgetful, HandMover, attach
 
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.later import Later
+from duetto.serve.kv.offload.later import WriteBehindTier
 from duetto.serve.kv.offload.mover import FETCHES, FEWEST
-from duetto.serve.kv.offload.tier import Chain
-from duetto.serve.kv.offload.tiering import ROUNDS, TRIES, Tiering
+from duetto.serve.kv.offload.tier import TierChain
+from duetto.serve.kv.offload.tiering import ROUNDS, TRIES, KVOffloader
 from duetto.serve.runtime.compiled.transfers import OFFERED
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
@@ -169,7 +169,7 @@ def test_a_preempted_request_goes_on_from_its_pages():
 def test_what_does_not_pay_is_neither_kept_nor_fetched():
     engine, _, mover = flooded()
     tiers = engine.tiers
-    assert isinstance(tiers, Tiering)
+    assert isinstance(tiers, KVOffloader)
     tiers.token_seconds = lambda: 1e-12
     for i in range(2, 2 + FEWEST):
         assert tiers.pays is None
@@ -185,7 +185,7 @@ def test_what_does_not_pay_is_neither_kept_nor_fetched():
 
 def test_one_fetch_that_was_delayed_says_little():
     engine, _, mover = flooded()
-    assert isinstance(engine.tiers, Tiering)
+    assert isinstance(engine.tiers, KVOffloader)
     engine.tiers.token_seconds = lambda: 1.0
     mover._rates.extend([1e-9, 1e9, 1e-9])
     assert engine.tiers.pays is True
@@ -221,7 +221,7 @@ def test_other_parameters_find_no_pages_of_these():
 def test_parameters_whose_tiers_cannot_be_opened_find_no_pages_of_others():
     engine, _, mover = flooded()
 
-    def fails(params: object) -> Chain:
+    def fails(params: object) -> TierChain:
         raise ValueError("the folder is not allowed")
 
     mover.reopen = fails
@@ -249,7 +249,7 @@ def test_prompts_share_a_prefix_that_is_computed_since_fetching_does_not_pay():
     serve(engine, mover, ask(prompt_of(0, 13), 2, 2))
     serve(engine, mover, ask(prompt_of(1, 30), 2, 3))
     tiers = engine.tiers
-    assert isinstance(tiers, Tiering)
+    assert isinstance(tiers, KVOffloader)
     tiers.token_seconds, tiers._asked = lambda: 1e-12, 0
     mover._rates.extend([1e9] * FEWEST)
     requests, before = [ask(prompt_of(0, 13, own=1), 2, 4 + i) for i in range(3)], len(programs.ran)
@@ -303,7 +303,7 @@ def test_the_end_of_an_engine_waits_for_a_disk_until_a_time_and_says_what_is_not
         def offer(self, key, content):
             assert may.wait(timeout=600)
 
-    mover.tier = Chain([Later(Hanging(1 << 20))])
+    mover.tier = TierChain([WriteBehindTier(Hanging(1 << 20))])
     named = sum(len(pool.named()) for pool in engine.tables.pools)
     monkeypatch.setattr("duetto.serve.kv.offload.tiering.WRITING", 0.05)
     engine.close()

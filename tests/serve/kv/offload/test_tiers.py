@@ -11,7 +11,7 @@ import pytest
 
 from duetto.serve.kv.offload.disk import ABANDONED, FOLDERS, HEAD, PARTIAL, DiskTier, place_at
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.tier import Chain, key_of
+from duetto.serve.kv.offload.tier import TierChain, key_of
 
 REALM, OTHER = b"r" * 32, b"s" * 32
 PAGE = 100  # bytes
@@ -60,13 +60,13 @@ def test_a_page_that_is_offered_again_takes_no_more_room(tier):
 def test_a_quicker_tier_gets_what_a_slower_one_has(tmp_path):
     slow, quick = on_disk(tmp_path), HostTier(10 * PAGE)
     slow.offer(key(0), content(0))
-    both = Chain([quick, slow])
+    both = TierChain([quick, slow])
     assert both.has(key(0)) and not quick.has(key(0))
     assert both.fetch(key(0)) == content(0) and quick.has(key(0))
     both.offer(key(1), content(1))
     assert quick.has(key(1)) and slow.has(key(1))
     assert set(both.report()) == {"host", "disk"} and both.keeps
-    assert not Chain([DiskTier(tmp_path, REALM, 0)]).keeps
+    assert not TierChain([DiskTier(tmp_path, REALM, 0)]).keeps
 
 
 # ---------------------------------------------------------------- files

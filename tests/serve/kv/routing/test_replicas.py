@@ -1,13 +1,13 @@
 """Which replica is the best for a prompt, and what is known of replicas' pages."""
 
-from duetto.serve.kv.routing.memory import Sent, Told
-from duetto.serve.kv.routing.replicas import ROW, Job, Prompt, Replica, best
+from duetto.serve.kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
+from duetto.serve.kv.routing.replicas import ROW, Prompt, Replica, RoutedRequest, best
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 
 
 def test_pages_that_were_sent_last_stay_and_of_a_prompt_the_first():
-    memory = Sent(4)
+    memory = AssumedPrefixIndex(4)
     memory.sent(NAMES[:3])
     assert memory.hits(NAMES) == 3 and memory.hits(NAMES[1:]) == 2 and memory.hits(NAMES[4:]) == 0
     memory.sent(NAMES[4:7])
@@ -19,7 +19,7 @@ def test_pages_that_were_sent_last_stay_and_of_a_prompt_the_first():
 
 
 def test_what_is_on_its_way_is_there_until_it_ends():
-    memory = Told()
+    memory = EventPrefixIndex()
     memory.sent(NAMES[:3])
     memory.sent(NAMES[:2])
     memory.stored(NAMES[0])
@@ -32,7 +32,7 @@ def test_what_is_on_its_way_is_there_until_it_ends():
 
 
 def replica() -> Replica:
-    made = Replica("x", Sent(100))
+    made = Replica("x", AssumedPrefixIndex(100))
     made.is_ready = True
     return made
 
@@ -40,7 +40,7 @@ def replica() -> Replica:
 def test_the_longest_prefix_wins_unless_its_replica_is_busier_by_more_than_that_saves():
     one, two = replica(), replica()
     prompt = Prompt(NAMES, 64, 8 * 64)
-    one.take(Job(prompt))
+    one.take(RoutedRequest(prompt))
     assert one.load == 512 + ROW and two.load == 0
     assert best([one, two], prompt, 9, ()) is two  # 512 + ROW + 1 there, 512 here
     begun = next(iter(one.jobs))

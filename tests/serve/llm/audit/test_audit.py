@@ -17,7 +17,7 @@ from cases.requests import GREEDY, PARAMS, PROMPTS, SEEDED, SIZES, exact
 from duetto import LLM, SamplingParams
 from duetto.serve.jobs.verify.claims import Claims
 from duetto.serve.jobs.verify.replay import Prover
-from duetto.serve.jobs.verify.verdict import Proof
+from duetto.serve.jobs.verify.verdict import VerificationReport
 from duetto.serve.llm.audit.chain import ChainWriter, hash_of
 from duetto.serve.llm.audit.facts import outside_contract, weights_hash
 from duetto.serve.llm.audit.log import AuditLog
@@ -66,7 +66,7 @@ def llm(tiny) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def prove(llm) -> Callable[..., Proof]:
+def prove(llm) -> Callable[..., VerificationReport]:
     prover = Prover(llm)
     return lambda log, **how: prover.prove(Claims.of(log), **how)
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from duetto.serve.planner.roofline.hlo import Module, Pool, Walk, held, nbytes
+from duetto.serve.planner.roofline.hlo import Module, PoolBuffer, Walk, held, nbytes
 
 pytestmark = pytest.mark.as_served
 
@@ -68,7 +68,7 @@ def test_a_loop_of_unknown_length_takes_what_it_is_told():
         return jax.lax.fori_loop(0, n, lambda i, x: x + pool[i].sum(), jnp.float32(0))
 
     text = compiled(over, TABLE, 5).as_text() or ""
-    blocks = Pool(TABLE.nbytes, TABLE.nbytes, 9)
+    blocks = PoolBuffer(TABLE.nbytes, TABLE.nbytes, 9)
     one, three = counted(text), counted(text, steps=3)
     assert three - one == 2 * (counted(text, steps=2) - one) > 0
     assert counted(text, pools=(blocks,)) == counted(text, steps=9)
@@ -100,13 +100,15 @@ POOL, ONE = 8 * 64 * 64 * 128 * 2, 4 * 128 * 2
     "rest, pools, bytes",
     [
         (", output_to_operand_aliasing={{1}: (1, {})}", (), POOL + 2 * ONE),
-        (", output_to_operand_aliasing={{1}: (1, {})}", (Pool(POOL, 1000, 1),), 2 * 1000 + 2 * ONE),
+        (", output_to_operand_aliasing={{1}: (1, {})}", (PoolBuffer(POOL, 1000, 1),), 2 * 1000 + 2 * ONE),
         (', backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"777"}}', (), 777),
         ("", (), 2 * POOL + 2 * ONE),
     ],
     ids=["aliased", "live", "estimated", "copied"],
 )
-def test_a_kernel_touches_its_live_pages_or_what_it_says(rest: str, pools: tuple[Pool, ...], bytes: int):
+def test_a_kernel_touches_its_live_pages_or_what_it_says(
+    rest: str, pools: tuple[PoolBuffer, ...], bytes: int
+):
     module = Module.read(KERNEL.replace("ALIAS", rest))
     assert module.devices == 2
     assert Walk(module, pools).bytes == bytes + ONE  # and the copy into fast memory reads its operand

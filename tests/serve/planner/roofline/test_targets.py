@@ -18,7 +18,7 @@ from duetto.serve.host.devices import MEMORY_SETTINGS
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for, device_bytes, make_row
 from duetto.serve.planner.roofline import targets
-from duetto.serve.planner.roofline.facts import Facts, facts
+from duetto.serve.planner.roofline.facts import ProgramFacts, facts
 from duetto.serve.planner.roofline.floor import pools
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import (
@@ -29,9 +29,9 @@ from duetto.serve.planner.roofline.targets import (
     here,
 )
 from duetto.serve.planner.roofline.thunks import compile_thunks
-from duetto.serve.runtime.compiled.compile import Arguments, lower, lower_deferred
+from duetto.serve.runtime.compiled.compile import StepArguments, lower, lower_deferred
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 
 pytestmark = pytest.mark.as_served
 
@@ -68,7 +68,7 @@ STATES = {
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
 
 
-def check_in_place(found: Facts, plan: EnginePlan, arguments: Arguments) -> None:
+def check_in_place(found: ProgramFacts, plan: EnginePlan, arguments: StepArguments) -> None:
     """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of
     a layer."""
     donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
@@ -107,7 +107,7 @@ def test_memories_stay_where_they_lie(
     plan = dataclasses.replace(plan, options=options, sizes=sizes)
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with described(plan.target):
-        lowered = lower(Alone(plan.config), shape, arguments, plan.sizes)
+        lowered = lower(TargetOnly(plan.config), shape, arguments, plan.sizes)
         program, thunks = compile_thunks(lowered, {"xla_gpu_enable_command_buffer": CAPTURED})
     assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
     found = facts(program, pools(shape, plan.config.layers, arguments.cache, plan.context))
@@ -143,7 +143,7 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
     plan = job_for(found_target("h200"))
     with described(plan.target):
-        lowered = lower(Alone(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        lowered = lower(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
         usual, strict = (
             lowered.compile({"xla_gpu_exclude_nondeterministic_ops": strict}).as_text()
             for strict in (False, True)
@@ -157,7 +157,7 @@ def test_a_draw_apart_moves_what_a_whole_step_does():
     """A decode in two programs: they hand over the hidden states of its rows."""
     plan = job_for(found_target("h200"))
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
-    given = Alone(plan.config), shape, arguments, plan.sizes
+    given = TargetOnly(plan.config), shape, arguments, plan.sizes
     with described(plan.target):
         compiled = [x.compile() for x in (lower(*given), *lower_deferred(*given).parts)]
     whole, forward, draw = map(facts, compiled)

@@ -26,13 +26,13 @@ from duetto.model.tree import abstract
 from duetto.serve.cli.main import main
 from duetto.serve.planner.planning import abstract_params
 from duetto.serve.runtime.compiled.compile import arguments_like, lower
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import described, find_target
 from duetto.serve.planner.roofline.thunks import compile_thunks
-from duetto.serve.engine.speculation.chain import ChainPhases
-from duetto.serve.engine.speculation.guessers import DraftModel, HeadGuesser
+from duetto.serve.engine.speculation.chain import ChainSpeculation
+from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
 
 main(["plan", "--shape", "135m", "--target", "h200", "--compile", "none", "--json"])
 warnings.simplefilter("ignore")  # jax cannot read back what it compiled for an absent device
@@ -50,15 +50,15 @@ layers = {
 def thunks(kind, phase, rows, tokens):
     config = replace(whole, layers=layers[kind.split()[0]])
     pair, params, hidden = PairConfig(config), abstract_params(config, "bfloat16", target), 0
-    phases = Alone(config)
+    phases = TargetOnly(config)
     if "head" in kind:
         head, one = abstract(head_spec(config.hidden_size, 256), jnp.dtype("bfloat16")), params.embed.sharding
         head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), head)
         params, hidden = Pair(params, head), config.hidden_size
-        phases = ChainPhases(pair, HeadGuesser(config), "coupled")
+        phases = ChainSpeculation(pair, HeadProposer(config), "coupled")
     if "draft" in kind:
         pair, params = PairConfig(config, config), Pair(params, params)
-        phases = ChainPhases(pair, DraftModel(config, "rejection"), "rejection")
+        phases = ChainSpeculation(pair, DraftModel(config, "rejection"), "rejection")
     sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
     with described(target):
         lowered = lower(phases, Shape(phase, rows, tokens), arguments_like(pair, params, sizes), sizes)

@@ -6,14 +6,14 @@ from cases.simulated import Even, simulation
 
 from duetto.serve.kv.routing.replicas import best, in_turn
 from duetto.serve.planner.simulation.fleet import Fleet, outcome
-from duetto.serve.planner.simulation.handed import Link
-from duetto.serve.planner.workloads.tally import Tally, Within
-from duetto.serve.planner.workloads.traces import Entry
+from duetto.serve.planner.simulation.handed import SimulatedLink
+from duetto.serve.planner.workloads.tally import SLO, SLOStats
+from duetto.serve.planner.workloads.traces import TraceEntry
 
 
-def conversations(count: int = 24) -> list[Entry]:
+def conversations(count: int = 24) -> list[TraceEntry]:
     """Requests of three conversations in an order of which no two in turn are alike."""
-    return [Entry(12.0 * i, 600, 4, (i * i % 7,)) for i in range(count)]
+    return [TraceEntry(12.0 * i, 600, 4, (i * i % 7,)) for i in range(count)]
 
 
 def fleet(count: int, prefills: int = 0, token_seconds: float = 0.0, choose=best) -> Fleet:
@@ -31,7 +31,7 @@ def test_a_prompt_goes_where_its_beginning_is():
 
 
 def test_engines_share_the_load():
-    entries = [Entry(0.0, 100, 20) for _ in range(32)]
+    entries = [TraceEntry(0.0, 100, 20) for _ in range(32)]
     one, four = (fleet(count).serve(entries) for count in (1, 4))
     assert one["generated_tokens"] == four["generated_tokens"] == 32 * 20
     assert four["seconds"] < 0.4 * one["seconds"]
@@ -39,7 +39,7 @@ def test_engines_share_the_load():
 
 def test_prompts_are_computed_apart_and_handed_over():
     own = fleet(2, prefills=1, token_seconds=0.01)
-    found = own.serve([Entry(i * 20.0, 100, 5) for i in range(6)])
+    found = own.serve([TraceEntry(i * 20.0, 100, 5) for i in range(6)])
     assert found["requests"] == 6 and found["generated_tokens"] == 30
     # the prompt in a call, 96 tokens of its pages over the link, the rest of it in a call
     assert found["ttft"]["p50"] == pytest.approx(1 + 0.96 + 1)
@@ -48,21 +48,21 @@ def test_prompts_are_computed_apart_and_handed_over():
 
 
 def test_decode_is_not_delayed_by_prompts_that_are_computed_apart():
-    entries = [Entry(float(i), 500, 30) for i in range(30)]
+    entries = [TraceEntry(float(i), 500, 30) for i in range(30)]
     mixed, apart = fleet(2).serve(entries), fleet(1, prefills=1).serve(entries)
     assert apart["tpot"]["p99"] < mixed["tpot"]["p99"]
 
 
 def test_pages_go_over_a_link_one_behind_the_other():
-    link = Link(0.5)
+    link = SimulatedLink(0.5)
     assert [link.carried(1.0, 4), link.carried(2.0, 2), link.carried(9.0, 2)] == [3.0, 4.0, 10.0]
 
 
 def test_a_hopeless_load_is_given_up():
-    found = fleet(2).serve([Entry(0.0, 100, 40) for _ in range(60)], Within(ttft=2.0), most_late=5)
+    found = fleet(2).serve([TraceEntry(0.0, 100, 40) for _ in range(60)], SLO(ttft=2.0), most_late=5)
     assert found["given_up"] and found["requests"] < 30
 
 
 def test_engines_that_have_done_nothing_have_an_outcome():
-    found = outcome(fleet(2).simulations, (), Tally(Within()))
+    found = outcome(fleet(2).simulations, (), SLOStats(SLO()))
     assert found["padding"] == found["prefix_hit_rate"] == found["generated_tokens"] == 0

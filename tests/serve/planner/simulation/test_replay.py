@@ -12,13 +12,13 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, init
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.core.request import Clock, Request
+from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.engine.core.rows import batch_of
 from duetto.serve.engine.startup.start import start_engine
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.simulation.run import Simulation, prompt_of
 from duetto.serve.planner.simulation.times import Recorded
-from duetto.serve.planner.workloads.traces import Entry
+from duetto.serve.planner.workloads.traces import TraceEntry
 
 TINY = replace(TWO, layers=TWO.layers[:1])
 TICKS = 1.0 / 64  # seconds that everything takes a whole number of: sums are exact
@@ -55,11 +55,11 @@ class Run:
         self.ended.append((request.id, len(request.tokens), request.preemptions))
 
 
-def workload() -> list[Entry]:
+def workload() -> list[TraceEntry]:
     """Requests that arrive in waves; some share their first block, more than the pages hold at once."""
     lengths = [(40, 30), (3, 50), (70, 9), (25, 40), (90, 20), (5, 5), (33, 33), (64, 60)]
     return [
-        Entry(wave * 2.5 + i / 8, prompt, output, (1,) if i % 3 == 0 else ())
+        TraceEntry(wave * 2.5 + i / 8, prompt, output, (1,) if i % 3 == 0 else ())
         for wave in range(3)
         for i, (prompt, output) in enumerate(lengths)
     ]
@@ -89,7 +89,7 @@ def recorded(engine: Engine) -> Run:
             params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
             prompt = [token % TINY.vocab_size for token in prompt_of(entry, -1 - count)]
             end = len(prompt) + entry.output
-            own = Clock(entry.arrival, now=clock)
+            own = RequestTimes(entry.arrival, now=clock)
             engine.submit(Request(str(count), prompt, params, 0, end, arrival=count, clock=own))
         run.plans.append([])
         if engine.has_work:

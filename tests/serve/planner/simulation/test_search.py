@@ -17,11 +17,11 @@ from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import TargetError, known_target
 from duetto.serve.planner.simulation.candidates import Space, layouts
 from duetto.serve.planner.simulation.estimate import estimate, prefill_seconds
-from duetto.serve.planner.simulation.fitting import Job, fit, stage_bytes
-from duetto.serve.planner.simulation.search import Aim, Answer, bear, search, served, without
+from duetto.serve.planner.simulation.fitting import PlannedModel, fit, stage_bytes
+from duetto.serve.planner.simulation.search import CandidateResult, SearchGoal, bear, search, served, without
 from duetto.serve.planner.simulation.times import STATED
-from duetto.serve.planner.workloads.tally import Within
-from duetto.serve.planner.workloads.traces import Entry, drawn
+from duetto.serve.planner.workloads.tally import SLO
+from duetto.serve.planner.workloads.traces import TraceEntry, drawn
 from duetto.serve.planner.workloads.workload import Workload
 from duetto.serve.runtime.compiled.sizing import choose_sizes
 
@@ -29,12 +29,12 @@ BASE = EngineOptions(max_model_len=512, max_num_seqs=16, max_prefill_tokens=512)
 LOAD = Workload(
     [replace(e, prompt=min(e.prompt, 400), output=min(e.output, 60)) for e in drawn(130, 8.0, 150, 15)]
 )
-AIM = Aim(Within(0.05, 0.005), share=0.95)
+AIM = SearchGoal(SLO(0.05, 0.005), share=0.95)
 
 
-def job(shape: str | None = None, target: str = "h200") -> Job:
+def job(shape: str | None = None, target: str = "h200") -> PlannedModel:
     config = PRESETS[shape] if shape else TINY
-    return Job(shape or "tiny", config, known_target(target))
+    return PlannedModel(shape or "tiny", config, known_target(target))
 
 
 def test_targets_are_known_without_their_compilers():
@@ -84,8 +84,8 @@ def test_the_estimate_is_near_what_the_simulation_bears():
     space = Space(job(), BASE, STATED)
     own = space.candidate()
     assert own is not None
-    aim = Aim(Within(0.05, 0.01), share=0.95)
-    answer = Answer(own, estimate(own, LOAD, aim.within))
+    aim = SearchGoal(SLO(0.05, 0.01), share=0.95)
+    answer = CandidateResult(own, estimate(own, LOAD, aim.within))
     bear(answer, LOAD, aim, answer.steady.rate, until=1.0, clock=lambda: 0.0)
     best = answer.borne(aim.share)
     assert best is not None and best.rate == pytest.approx(answer.steady.rate, rel=0.6)
@@ -101,7 +101,7 @@ def test_a_search_without_time_still_simulates_the_best():
 def test_limits_cost_and_replicas_are_counted():
     own = Space(job(), BASE, STATED).candidate()
     assert own is not None
-    answer = Answer(own, estimate(own, LOAD, AIM.within))
+    answer = CandidateResult(own, estimate(own, LOAD, AIM.within))
     bear(answer, LOAD, AIM, answer.steady.rate / 3, until=1.0, clock=lambda: 0.0)
     best = answer.borne(AIM.share)
     assert best is not None
@@ -112,7 +112,7 @@ def test_limits_cost_and_replicas_are_counted():
 
 
 def test_a_workload_is_repeated_with_blocks_of_its_own():
-    load = Workload([Entry(0.0, 600, 2, (0, 1)), Entry(1.0, 600, 2, (0, 2))])
+    load = Workload([TraceEntry(0.0, 600, 2, (0, 1)), TraceEntry(1.0, 600, 2, (0, 2))])
     more = load.repeated(5)
     assert [e.arrival for e in more.entries] == [0, 1, 2, 3, 4]
     assert [e.blocks for e in more.entries[:4]] == [(0, 1), (0, 2), (3, 4), (3, 5)]
@@ -127,12 +127,12 @@ def test_precisions_are_considered_where_that_is_allowed():
 
 
 def test_requests_in_any_order_begin_at_0():
-    load = Workload.of([Entry(-3.0, 5, 1), Entry(-5.0, 6, 1), Entry(1e9, 7, 1)])
+    load = Workload.of([TraceEntry(-3.0, 5, 1), TraceEntry(-5.0, 6, 1), TraceEntry(1e9, 7, 1)])
     assert [(e.arrival, e.prompt) for e in load.entries] == [(0.0, 6), (2.0, 5), (1e9 + 5, 7)]
 
 
 def test_prompts_are_estimated_whole_where_nothing_is_found_again():
-    load = Workload([Entry(float(i), 2000, 5, (0, 1, 2, 3)) for i in range(8)])
+    load = Workload([TraceEntry(float(i), 2000, 5, (0, 1, 2, 3)) for i in range(8)])
     kept, lost = (
         Space(job(), replace(BASE, enable_prefix_caching=caching), STATED).made() for caching in (True, False)
     )

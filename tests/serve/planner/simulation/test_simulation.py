@@ -10,7 +10,7 @@ import pytest
 from cases.models import RANDOM, TINY
 from cases.simulated import Even, simulation
 
-from duetto.kvcache.dealing import DealtTables
+from duetto.kvcache.dealing import ShardedPageTables
 from duetto.kvcache.pool import PagePool
 from duetto.model.sharding import Layout
 from duetto.model.transformer import decoder_spec
@@ -18,12 +18,12 @@ from duetto.model.tree import abstract
 from duetto.serve.planner.roofline.bubbles import endless
 from duetto.serve.planner.roofline.floor import demand
 from duetto.serve.planner.roofline.targets import GPUS
-from duetto.serve.planner.simulation.clock import Stages
+from duetto.serve.planner.simulation.clock import SimulatedStages
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.times import Call, Demands, Efficiency, Measured, Roofline
-from duetto.serve.planner.workloads.tally import Within
-from duetto.serve.planner.workloads.traces import Entry, drawn
+from duetto.serve.planner.simulation.times import Demands, Efficiency, MeasuredTimes, Roofline, StepCall
+from duetto.serve.planner.workloads.tally import SLO
+from duetto.serve.planner.workloads.traces import TraceEntry, drawn
 from duetto.serve.runtime.compiled.shapes import Shape
 
 PERFECT = Efficiency(compute=1, memory=1, call=0, exchange=0)
@@ -34,7 +34,7 @@ def served(own: Simulation, *asked, **limits) -> dict[str, Any]:
     return Fleet([own]).serve(*asked, **limits)
 
 
-def workload(count: int = 60) -> list[Entry]:
+def workload(count: int = 60) -> list[TraceEntry]:
     """Requests of which some begin alike, more than the pages hold at once."""
     entries = drawn(count, rate=0.5, prompt=70, output=50)
     fits = (replace(e, prompt=min(e.prompt, 140), output=min(e.output, 110)) for e in entries)
@@ -49,7 +49,7 @@ def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shar
     for together in (False, True):
         own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards)
         own.together = own.together if together else None
-        found.append(served(own, workload(), Within(1.5, 1)))
+        found.append(served(own, workload(), SLO(1.5, 1)))
         assert all(pool.free == pages for pool in first_pools(own.engine.tables))
         assert own.together is None or own.together.number > 100
     assert found[0] == found[1]
@@ -58,11 +58,11 @@ def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shar
 
 
 def first_pools(tables) -> list[PagePool]:
-    return [part.pools[0] for part in (tables.shards if isinstance(tables, DealtTables) else [tables])]
+    return [part.pools[0] for part in (tables.shards if isinstance(tables, ShardedPageTables) else [tables])]
 
 
 def test_times_of_a_lone_request_are_those_of_its_calls():
-    found = served(simulation(Even()), [Entry(5.0, 100, 11)])
+    found = served(simulation(Even()), [TraceEntry(5.0, 100, 11)])
     # a chunk of 128 tokens in one call, then a step for each further token
     assert found["ttft"]["p50"] == pytest.approx(1) and found["tpot"]["p50"] == pytest.approx(1)
     assert found["e2e"]["p50"] == pytest.approx(11) == found["seconds"] and found["busy"] == pytest.approx(1)
@@ -70,8 +70,8 @@ def test_times_of_a_lone_request_are_those_of_its_calls():
 
 
 def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():
-    quick = served(simulation(Even(), host=0.4), [Entry(0.0, 100, 41)])
-    slow = served(simulation(Even(), host=1.5), [Entry(0.0, 100, 41)])
+    quick = served(simulation(Even(), host=0.4), [TraceEntry(0.0, 100, 41)])
+    slow = served(simulation(Even(), host=1.5), [TraceEntry(0.0, 100, 41)])
     assert quick["tpot"]["p50"] == pytest.approx(1.0, rel=0.02)
     assert slow["tpot"]["p50"] == pytest.approx(1.5, rel=0.02)
 
@@ -80,7 +80,7 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
     def between(inline: bool) -> float:
         own = simulation(Even(), host=0.4)
         own.programs._inline = inline
-        return served(own, [Entry(0.0, 100, 41)])["tpot"]["p50"]
+        return served(own, [TraceEntry(0.0, 100, 41)])["tpot"]["p50"]
 
     assert between(True) == pytest.approx(1.4, rel=0.05)
     assert between(False) == pytest.approx(1.0, rel=0.05)
@@ -88,15 +88,15 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
 
 def test_measured_times_are_off_their_line_as_often_as_they_were():
     shape = Shape("decode", 8, 1)
-    times = Measured.of([(shape, 0, 1.0)] * 9 + [(shape, 0, 11.0)])
-    found = [times(Call(shape, 8, 8, 0))[0] for _ in range(2000)]
+    times = MeasuredTimes.of([(shape, 0, 1.0)] * 9 + [(shape, 0, 11.0)])
+    found = [times(StepCall(shape, 8, 8, 0))[0] for _ in range(2000)]
     assert sum(seconds == pytest.approx(11) for seconds in found) == pytest.approx(200, rel=0.2)
     assert sum(found) / 2000 == pytest.approx(2, rel=0.1)
 
 
 def test_a_request_that_takes_a_seat_waits_for_the_host():
-    quick = served(simulation(Even()), [Entry(0.0, 100, 11)])
-    slow = served(simulation(Even(), seat=0.7), [Entry(0.0, 100, 11)])
+    quick = served(simulation(Even()), [TraceEntry(0.0, 100, 11)])
+    slow = served(simulation(Even(), seat=0.7), [TraceEntry(0.0, 100, 11)])
     assert slow["ttft"]["p50"] - quick["ttft"]["p50"] == pytest.approx(0.7)
     assert slow["tpot"] == quick["tpot"]
 
@@ -104,7 +104,7 @@ def test_a_request_that_takes_a_seat_waits_for_the_host():
 def test_guesses_are_right_as_often_as_is_said():
     def tokens_per_step(acceptance: float) -> float:
         own = simulation(Even(), acceptance=acceptance, speculative_config=SPECULATIVE)
-        found = served(own, [Entry(0.0, 20, 200)])
+        found = served(own, [TraceEntry(0.0, 20, 200)])
         return 199 / sum(n for name, n in found["steps"].items() if not name.startswith("prefill"))
 
     assert tokens_per_step(0.0) == pytest.approx(1, rel=0.02)
@@ -116,26 +116,26 @@ def test_guesses_are_right_as_often_as_is_said():
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_bubbles_of_a_pipeline_are_those_of_the_formula(micro_batches):
     own = simulation(Even(stages=2), pages=200, pipeline_parallel_size=2, micro_batches=micro_batches)
-    found = served(own, [Entry(0.0, 10, 200) for _ in range(8)])
+    found = served(own, [TraceEntry(0.0, 10, 200) for _ in range(8)])
     assert found["bubbles"] == pytest.approx(endless([1.0, 1.0], micro_batches), abs=0.05)
     cycle = max(1, 2 / micro_batches) * micro_batches  # of all groups
     assert found["tpot"]["p50"] == pytest.approx(cycle, rel=0.1)
 
 
 def test_stages_do_one_call_at_a_time():
-    stages = Stages(2)
+    stages = SimulatedStages(2)
     assert [stages.run(0.0, (1, 3)), stages.run(0.5, (1, 3)), stages.run(9.0, (1, 3))] == [4, 7, 13]
     assert stages.open == 7 + 4 and stages.bubbles == pytest.approx(1 - 12 / 22)
 
 
 def test_a_hopeless_load_is_given_up_early():
-    entries = [Entry(0.0, 100, 40) for _ in range(60)]
-    found = served(simulation(Even()), entries, Within(ttft=2.0), most_late=5)
+    entries = [TraceEntry(0.0, 100, 40) for _ in range(60)]
+    found = served(simulation(Even()), entries, SLO(ttft=2.0), most_late=5)
     assert found["given_up"] and found["requests"] < 20
 
 
 def test_requests_that_are_too_long_are_left_out_and_count_as_late():
-    found = served(simulation(Even()), [Entry(0.0, 250, 10), Entry(0.0, 10, 10)])
+    found = served(simulation(Even()), [TraceEntry(0.0, 250, 10), TraceEntry(0.0, 10, 10)])
     assert (found["left_out"], found["requests"], found["in_time"]) == (1, 1, 0.5)
 
 
@@ -154,12 +154,12 @@ def test_a_trace_is_read_as_time_passes():
 
 def test_measured_times_grow_with_what_rows_have_in_the_cache():
     shape, wide = Shape("decode", 8, 1), Shape("decode", 16, 1)
-    times = Measured.of([(shape, 100, 2.0), (shape, 300, 3.0), (shape, 200, 2.5)])
-    assert times(Call(shape, 8, 8, 500)) == pytest.approx((4.0,))
-    assert times(Call(wide, 9, 9, 0)) == pytest.approx((3.0,))  # in proportion
-    assert Measured.of([(shape, 5, 2.0), (shape, 6, 1.0)]).table[shape] == (1.5, 0.0)  # it never falls
+    times = MeasuredTimes.of([(shape, 100, 2.0), (shape, 300, 3.0), (shape, 200, 2.5)])
+    assert times(StepCall(shape, 8, 8, 500)) == pytest.approx((4.0,))
+    assert times(StepCall(wide, 9, 9, 0)) == pytest.approx((3.0,))  # in proportion
+    assert MeasuredTimes.of([(shape, 5, 2.0), (shape, 6, 1.0)]).table[shape] == (1.5, 0.0)  # it never falls
     with pytest.raises(ValueError, match="no time of prefill"):
-        times(Call(Shape("prefill", 1, 64), 1, 64, 0))
+        times(StepCall(Shape("prefill", 1, 64), 1, 64, 0))
 
 
 def test_the_roofline_is_the_floor_where_nothing_is_lost():
@@ -167,7 +167,7 @@ def test_the_roofline_is_the_floor_where_nothing_is_lost():
     demands, peaks, shape = Demands(TINY, params, "bfloat16"), GPUS["h200"], Shape("decode", 8, 1)
 
     def seconds(cached: int, **layout: int) -> list[float]:
-        return list(Roofline(demands, peaks, Layout(**layout), PERFECT)(Call(shape, 8, 8, cached)))
+        return list(Roofline(demands, peaks, Layout(**layout), PERFECT)(StepCall(shape, 8, 8, cached)))
 
     (own,) = seconds(8 * 256)
     assert own == pytest.approx(demand(shape, TINY, "bfloat16", 256).floor(peaks.flops16, peaks.bandwidth))

@@ -6,7 +6,7 @@ from cases.simulated import Even, simulation
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import Simulation
 from duetto.serve.planner.simulation.tiers import swap
-from duetto.serve.planner.workloads.traces import Entry
+from duetto.serve.planner.workloads.traces import TraceEntry
 
 PAGE_BYTES = 1000
 
@@ -24,9 +24,9 @@ def swapping(most_bytes: int = 10**6, bandwidth: float = 10_000.0) -> Simulation
     return own
 
 
-def visits(prompts: int = 4, rounds: int = 5) -> list[Entry]:
+def visits(prompts: int = 4, rounds: int = 5) -> list[TraceEntry]:
     """Prompts that begin with a block of their own, in turn; two of them fill the pools."""
-    return [Entry(200.0 * i, 520, 2, (i % prompts,)) for i in range(prompts * rounds)]
+    return [TraceEntry(200.0 * i, 520, 2, (i % prompts,)) for i in range(prompts * rounds)]
 
 
 def hit_rate(own: Simulation) -> float:
@@ -50,7 +50,7 @@ def test_what_the_memory_does_not_hold_is_computed():
 def test_pages_come_when_the_link_has_carried_them():
     own, fetched, waited = swapping(), [0], [0.0]
     for i in range(12):
-        found = Fleet([own]).serve([Entry(own.clock() + 1, 520, 2, (i % 3,))])
+        found = Fleet([own]).serve([TraceEntry(own.clock() + 1, 520, 2, (i % 3,))])
         waited.append(found["ttft"]["p50"])
         fetched.append(own.engine.report()["tiers"]["fetched"])
     pages = fetched[-1] - fetched[-2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve.planner.workloads.traces import Entry, drawn, faster, read
+from duetto.serve.planner.workloads.traces import TraceEntry, drawn, faster, read
 
 LINE = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [7, "a", 9]}\n'
 
@@ -14,14 +14,14 @@ LINE = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [
 def test_published_forms_are_read(tmp_path: Path):
     mooncake, azure, compact = tmp_path / "m.jsonl", tmp_path / "a.csv", tmp_path / "c.csv"
     mooncake.write_text(LINE % 500 + '{"timestamp": 700, "input_length": 3, "output_length": 1}\n')
-    assert list(read(mooncake)) == [Entry(0.5, 600, 5, (0, 1)), Entry(0.7, 3, 1)]
+    assert list(read(mooncake)) == [TraceEntry(0.5, 600, 5, (0, 1)), TraceEntry(0.7, 3, 1)]
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.5000000,374,44\n2023-11-16 18:15:50.0000000,396,109\n"
     )
-    assert list(read(azure)) == [Entry(0.0, 374, 44), Entry(3.5, 396, 109)]
+    assert list(read(azure)) == [TraceEntry(0.0, 374, 44), TraceEntry(3.5, 396, 109)]
     compact.write_text("arrival_ms,prompt,output,blocks\n20,1600,8,4-6 1\n30,513,8,5-99999999\n")
-    assert list(read(compact)) == [Entry(0.02, 1600, 8, (0, 1, 2, 3)), Entry(0.03, 513, 8, (1, 2))]
+    assert list(read(compact)) == [TraceEntry(0.02, 1600, 8, (0, 1, 2, 3)), TraceEntry(0.03, 513, 8, (1, 2))]
 
 
 def test_a_trace_is_read_as_it_is_asked_for(tmp_path: Path):

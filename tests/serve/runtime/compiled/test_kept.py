@@ -12,7 +12,7 @@ from duetto import LLM, SamplingParams
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import kept
 from duetto.serve.runtime.equal_bits import classes
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
@@ -80,7 +80,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
 
     def key(phase: str = "decode", size: int = 8, dtype=jnp.float32, config=tiny.config) -> str | None:
         arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
-        return kept.key(Alone(config), phase, arguments)
+        return kept.key(TargetOnly(config), phase, arguments)
 
     plain = key()
     assert plain == key()

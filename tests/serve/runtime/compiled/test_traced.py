@@ -16,7 +16,7 @@ from duetto.model.tree import abstract
 from duetto.serve.runtime.compiled import kept
 from duetto.serve.runtime.compiled.compile import arguments_like, lower
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.steps.phases import Alone
+from duetto.serve.runtime.steps.phases import TargetOnly
 
 ROOT = Path(duetto.__file__).parent
 TOPS = [place for name in kept.LIBRARY for place in map(Path, kept.places(name))]
@@ -103,7 +103,7 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
     try:
         for shape in (Shape("prefill", 1, 16), Shape("decode", 8, 1)):
-            lower(Alone(config), shape, arguments, sizes)
+            lower(TargetOnly(config), shape, arguments, sizes)
     finally:
         sys.setprofile(before)
     counter = "serve.engine.metrics.meter"  # jax calls its listener at each compilation

@@ -21,8 +21,8 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import group as groups
 from duetto.serve.runtime.multihost import meeting, supervisor
 from duetto.serve.runtime.multihost.ending import LOST
-from duetto.serve.runtime.multihost.group import Group
-from duetto.serve.runtime.multihost.messages import Beat, End, Hello, Order, Refused, link_over
+from duetto.serve.runtime.multihost.group import ProcessGroup
+from duetto.serve.runtime.multihost.messages import Beat, End, JoinRejected, JoinRequest, Order, link_over
 from duetto.serve.runtime.multihost.supervisor import free_port, share, supervise, wait
 
 SOON = 60.0  # seconds in which a thread must have noticed
@@ -57,7 +57,13 @@ def test_messages_arrive_as_they_were_sent(linked):
     ours, theirs = linked()
     like = {"a": jax.ShapeDtypeStruct((2, 3), np.int32), "b": (jax.ShapeDtypeStruct((), np.float32), None)}
     given = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": (np.float32(0.5), None)}
-    sent = [Hello(1, {"jax": "1"}), Order.of("run", "decode[2,1]", given), Beat(7), Refused("no"), End()]
+    sent = [
+        JoinRequest(1, {"jax": "1"}),
+        Order.of("run", "decode[2,1]", given),
+        Beat(7),
+        JoinRejected("no"),
+        End(),
+    ]
     for message in sent:
         ours.send(message)
     received = [theirs.receive() for _ in sent]
@@ -99,11 +105,11 @@ def lost(monkeypatch):
 @pytest.fixture
 def pair(linked):
     """Makes rank 0 of two, and the other's end."""
-    made: list[Group] = []
+    made: list[ProcessGroup] = []
 
-    def group(seconds: float = SOON) -> tuple[Group, Link]:
+    def group(seconds: float = SOON) -> tuple[ProcessGroup, Link]:
         ours, theirs = linked(seconds)
-        made.append(Group(0, 2, [ours], seconds))
+        made.append(ProcessGroup(0, 2, [ours], seconds))
         return made[-1], theirs
 
     yield group
@@ -164,7 +170,7 @@ def test_a_rank_that_is_always_one_order_behind_is_not(lost, pair, clock):
 
 def test_what_one_rank_refuses_ends_all(lost, pair):
     _, other = pair()
-    other.send(Refused("no such folder"))
+    other.send(JoinRejected("no such folder"))
     assert lost() == ("rank 0 ends: rank 1: no such folder", 1)
 
 
@@ -188,7 +194,7 @@ def test_a_group_has_one_llm(pair, monkeypatch):
 def test_orders_come_until_the_end(linked):
     ours, theirs = linked()
     left = []
-    leader, follower = Group(0, 2, [ours], SOON), Group(1, 2, [theirs], SOON)
+    leader, follower = ProcessGroup(0, 2, [ours], SOON), ProcessGroup(1, 2, [theirs], SOON)
     for rank, group in enumerate((leader, follower)):
         group.shutdown = partial(left.append, rank)
     leader.serves = follower.serves = True

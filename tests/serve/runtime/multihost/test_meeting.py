@@ -14,7 +14,7 @@ from duetto.serve.host.sockets.link import Link
 from duetto.serve.host.sockets.secret import Refusal, Secret
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import meeting
-from duetto.serve.runtime.multihost.messages import Hello, Refused, link_over
+from duetto.serve.runtime.multihost.messages import JoinRejected, JoinRequest, link_over
 from duetto.serve.runtime.multihost.supervisor import TOKEN, free_port
 
 SOON = 60.0  # seconds in which a rank must have come
@@ -64,10 +64,10 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
             secret.prove(own)
         links.append(link_over(own, SOON))
         with suppress(OSError):
-            links[-1].send(Hello(1, sent or {"jax": "1"}))
+            links[-1].send(JoinRequest(1, sent or {"jax": "1"}))
     gathering.join(SOON)
     assert said == [expected]
-    assert links[-1].receive() == Refused(expected)
+    assert links[-1].receive() == JoinRejected(expected)
     for link in links:
         link.close()
 

@@ -10,13 +10,13 @@ from cases.models import ATTENTION, RANDOM
 from duetto.model.config import LayerKind
 from duetto.serve.engine.startup.stages import check_halves
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.pipeline.clock import Clock
-from duetto.serve.runtime.pipeline.relay import Stages
+from duetto.serve.runtime.pipeline.clock import StageClock
+from duetto.serve.runtime.pipeline.relay import StageThreads
 from duetto.serve.runtime.pipeline.split import balanced, split
 
 
 def test_what_ran_before_a_clock_is_reset_does_not_count():
-    clock, may = Clock(1), threading.Event()
+    clock, may = StageClock(1), threading.Event()
 
     class Slow:
         def is_ready(self) -> bool:
@@ -36,7 +36,7 @@ def test_what_ran_before_a_clock_is_reset_does_not_count():
 def test_no_thread_waits_for_what_has_yet_to_come():
     """A job of the first stage is asked for before what it needs of the second: the first goes on with
     others."""
-    both, may = Stages([range(1), range(1, 2)]), threading.Event()
+    both, may = StageThreads([range(1), range(1, 2)]), threading.Event()
     late = both.do(0, lambda x: x + 1, both.do(1, lambda: may.wait(timeout=600) and 1))
     assert both.do(0, lambda: 7).arrived() == 7
     may.set()
@@ -51,7 +51,7 @@ def test_no_thread_waits_for_what_has_yet_to_come():
 def test_stages_work_at_the_same_time():
     """The second stage's step and the first one's next wait for each other: in turn they would wait for
     ever."""
-    both, meet = Stages([range(1), range(1, 2)]), threading.Barrier(2, timeout=600)
+    both, meet = StageThreads([range(1), range(1, 2)]), threading.Barrier(2, timeout=600)
 
     def first(step: int) -> int:
         if step:

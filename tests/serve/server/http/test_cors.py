@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.cors import guards, origins
 from duetto.serve.server.http.hosts import is_loopback
-from duetto.serve.server.router.http import Target
+from duetto.serve.server.router.http import ServerAddress
 
 THEIRS, OWN = "https://chat.example.org", "http://testserver"
 
@@ -152,4 +152,4 @@ def test_what_is_no_socket_is_no_loopback():
     "url, host", [("http://127.0.0.1:8001", "127.0.0.1:8001"), ("https://[::1]", "[::1]:443")]
 )
 def test_a_router_asks_replicas_by_their_own_names(url, host):
-    assert Target.of(url).authority == host and status(host) == 200
+    assert ServerAddress.of(url).authority == host and status(host) == 200

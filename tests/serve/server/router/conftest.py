@@ -14,9 +14,9 @@ from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.app import app
 from duetto.serve.server.router.health import Health
 from duetto.serve.server.router.main import line_and_prefills, naming, replicas_of
-from duetto.serve.server.router.prefills import Prefills
+from duetto.serve.server.router.prefills import PrefillPool
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import Line
+from duetto.serve.server.router.queue import RequestQueue
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Router:
 
     fakes: list[FakeReplica]
     replicas: list[Any]
-    line: Line
-    prefills: Prefills
+    line: RequestQueue
+    prefills: PrefillPool
     proxy: Proxy
     client: httpx.AsyncClient
 

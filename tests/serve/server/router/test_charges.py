@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from duetto.serve.server.router.charges import CHOICES, ROOM, charge
-from duetto.serve.server.router.prompts import MOST, Texts
+from duetto.serve.server.router.prompts import MOST, TextNaming
 
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NO_NUMBERS: list[Any] = [
@@ -15,7 +15,7 @@ NO_NUMBERS: list[Any] = [
 
 
 def charged(path: str, **fields: Any) -> int:
-    return charge(path, fields, Texts(64)(path, fields))
+    return charge(path, fields, TextNaming(64)(path, fields))
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=str)

@@ -7,8 +7,8 @@ import pytest
 import duetto.checkpoints
 from duetto.serve.kv.routing.replicas import Prompt
 from duetto.serve.options.router import RouterOptions
-from duetto.serve.server.router.http import Target
-from duetto.serve.server.router.prompts import Texts, Tokens
+from duetto.serve.server.router.http import ServerAddress
+from duetto.serve.server.router.prompts import TextNaming, TokenNaming
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
@@ -19,7 +19,7 @@ def test_equal_beginnings_have_equal_names():
     assert tokenizer is not None
     talk = [{"role": "user", "content": "sort a list of numbers " * 20}]
     longer = [*talk, {"role": "assistant", "content": "x"}, {"role": "user", "content": "and reverse it"}]
-    for naming in (Texts(4), Tokens(tokenizer, 4)):
+    for naming in (TextNaming(4), TokenNaming(tokenizer, 4)):
         short, long = (naming("/v1/chat/completions", {"messages": one}) for one in (talk, longer))
         shared = sum(a == b for a, b in zip(short.names, long.names, strict=False))
         assert len(long.names) > shared >= len(short.names) - 4 and short.page == 4 and short.tokens > 16
@@ -33,14 +33,14 @@ def test_equal_beginnings_have_equal_names():
         assert naming("/v1/completions", {}).tokens <= 1
     tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": name}} for name in ("rain", "snow")]
-    for naming in (Texts(4), Tokens(tokenizer, 4)):  # tools stand before the messages
+    for naming in (TextNaming(4), TokenNaming(tokenizer, 4)):  # tools stand before the messages
         one, two, same = (
             naming("/v1/chat/completions", {"messages": talk, "tools": given}).names
             for given in (tools[:1], tools[1:], tools[:1])
         )
         assert one == same and not {*one[12:]} & {*two[12:]}
-    assert Tokens(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
-    assert Texts(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
+    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
+    assert TextNaming(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
 
 
 WRONG = [
@@ -61,5 +61,5 @@ def test_options_that_are_not_allowed_are_named(given, message):
 
 
 def test_addresses():
-    assert Target.of("https://a.example") == Target("a.example", 443, True)
-    assert Target.of("http://[::1]:81/") == Target("::1", 81)
+    assert ServerAddress.of("https://a.example") == ServerAddress("a.example", 443, True)
+    assert ServerAddress.of("http://[::1]:81/") == ServerAddress("::1", 81)

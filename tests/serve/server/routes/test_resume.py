@@ -17,7 +17,7 @@ from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.app import app
 from duetto.serve.server.routes import completions
 from duetto.serve.server.service.service import Service
-from duetto.serve.server.streams.resume_stream import Told
+from duetto.serve.server.streams.resume_stream import TokenReporter
 from duetto.serve.text.openai.tasks import Task
 
 ID = "0123456789abcdef" * 2
@@ -234,7 +234,7 @@ def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
 
     async def asked() -> tuple[str, list[str]]:
         service = Service(llm, ServerOptions(), {})
-        told = Told(0.0, lambda: service.realm(call))
+        told = TokenReporter(0.0, lambda: service.realm(call))
         names, texts = [service.realms.name], []
         task = Task("completion", None, SamplingParams(max_tokens=40, ignore_eos=True), prompt=[60, 61, 62])
         async with service.call([task], "") as call:

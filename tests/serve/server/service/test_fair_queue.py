@@ -1,17 +1,17 @@
 """Whose request is next."""
 
-from duetto.serve.server.service.fair_queue import CLIENTS, Shares
+from duetto.serve.server.service.fair_queue import CLIENTS, FairQueue
 
 
 def test_one_who_sends_many_does_not_delay_another():
-    shares = Shares()
+    shares = FairQueue()
     many = [shares.place("a", 100) for _ in range(50)]
     one = shares.place("b", 100)
     assert sorted([*many, one]).index(one) <= 1
 
 
 def test_who_was_idle_saves_nothing_up():
-    shares = Shares()
+    shares = FairQueue()
     for _ in range(10):
         shares.served(shares.place("a", 100))
     idle = [shares.place("b", 100) for _ in range(5)]
@@ -20,7 +20,7 @@ def test_who_was_idle_saves_nothing_up():
 
 
 def test_shares_follow_tokens():
-    shares = Shares()
+    shares = FairQueue()
     dear = [shares.place("a", 300) for _ in range(10)]
     cheap = [shares.place("b", 100) for _ in range(30)]
     served = sorted([*((x, "a") for x in dear), *((x, "b") for x in cheap)])[:20]
@@ -28,7 +28,7 @@ def test_shares_follow_tokens():
 
 
 def test_memory_is_bounded():
-    shares = Shares()
+    shares = FairQueue()
     for i in range(CLIENTS + 100):
         shares.place(str(i), 1)
     assert len(shares._ends) == CLIENTS

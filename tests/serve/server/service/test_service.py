@@ -12,7 +12,7 @@ from cases.text.letters import letters
 from tokenizers import AddedToken
 
 from duetto import SamplingParams
-from duetto.serve.llm.driver import Piece
+from duetto.serve.llm.driver import StreamChunk
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.service import service as services
 from duetto.serve.server.service.errors import HttpError
@@ -66,8 +66,8 @@ def task(n: int = 1) -> Task:
     return Task("completion", None, SamplingParams(n=n, max_tokens=10), prompt=[1, 2, 3])
 
 
-def piece(flow: Any, count: int = 1, at_end: bool = False) -> Piece:
-    return Piece(flow, [CompletionOutput(0, "x", [1]) for _ in range(count)], at_end)
+def piece(flow: Any, count: int = 1, at_end: bool = False) -> StreamChunk:
+    return StreamChunk(flow, [CompletionOutput(0, "x", [1]) for _ in range(count)], at_end)
 
 
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:

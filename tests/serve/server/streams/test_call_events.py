@@ -67,7 +67,9 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
     assert [one.function.arguments for one in message.tool_calls] == ['{"days": 3}'] * 2
     calls: list[dict[str, Any]] = []
     content, last = "", None
-    for record in streamed(completion_stream.Events(replies, "1", asked), outputs(TEXT, size, reason)):
+    for record in streamed(
+        completion_stream.CompletionEvents(replies, "1", asked), outputs(TEXT, size, reason)
+    ):
         chunk: Any = ChatCompletionChunk.model_validate(record)
         last = chunk.choices[0].finish_reason
         content += chunk.choices[0].delta.content or ""
@@ -102,8 +104,8 @@ def test_where_nothing_may_be_called_marks_are_text(replies, fields):
 def test_what_went_before_is_not_told_again(replies):
     asked, found = asked_of("chat", ASKED, {}), outputs(TEXT, 5)
     events, other = (
-        completion_stream.Events(replies, "1", asked),
-        completion_stream.Events(replies, "1", asked),
+        completion_stream.CompletionEvents(replies, "1", asked),
+        completion_stream.CompletionEvents(replies, "1", asked),
     )
     told = [events.chunks([one]) for one in found]
     other.went_before(found[:13], 0)

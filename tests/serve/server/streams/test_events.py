@@ -64,7 +64,7 @@ def test_a_chat_has_its_reasoning_beside_its_answer(replies):
     )
     deltas = [
         c["delta"]
-        for r in streamed(completion_stream.Events(replies, "1", asked), pieces(PIECES))
+        for r in streamed(completion_stream.CompletionEvents(replies, "1", asked), pieces(PIECES))
         for c in r["choices"]
     ]
     for name, text in (("reasoning", "maybe"), ("reasoning_content", "maybe"), ("content", "yes")):

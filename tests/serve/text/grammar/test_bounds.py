@@ -15,7 +15,7 @@ from cases.waiting import until
 from tokenizers import AddedToken
 
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.text.grammar.gauge import Bounds
+from duetto.serve.text.grammar.gauge import CompileLimits
 from duetto.serve.text.grammar.grammars import BOUNDS, Grammars
 
 END, V = 256, 300
@@ -36,7 +36,7 @@ SECONDS = 60.0  # a test that waits for longer has failed
 def make() -> Iterator[Callable[..., Grammars]]:
     made: list[Grammars] = []
 
-    def one(bounds: Bounds = BOUNDS) -> Grammars:
+    def one(bounds: CompileLimits = BOUNDS) -> Grammars:
         made.append(Grammars(letters(None, AddedToken("<end>", special=True)), V, [END], bounds))
         return made[-1]
 
@@ -52,8 +52,14 @@ def multiple(n: int) -> StructuredOutputsParams:
 @pytest.mark.parametrize("asked", COSTLY)
 def test_a_costly_grammar_is_refused_by_the_option(make, asked):
     for bounds, why in (
-        (Bounds(0.1, 1 << 30), "compiling it takes more than the 0.1 s that max_grammar_seconds allows"),
-        (Bounds(60.0, 24 << 20), "compiling it takes more than the 24 MiB that max_grammar_mib allows"),
+        (
+            CompileLimits(0.1, 1 << 30),
+            "compiling it takes more than the 0.1 s that max_grammar_seconds allows",
+        ),
+        (
+            CompileLimits(60.0, 24 << 20),
+            "compiling it takes more than the 24 MiB that max_grammar_mib allows",
+        ),
     ):
         grammars = make(bounds)
         with pytest.raises(ValueError, match=f"^structured_outputs is not allowed: {why}"):
@@ -69,7 +75,7 @@ def test_many_choices_are_compiled(make):
 
 def test_kept_grammars_are_bounded_by_their_bytes(make):
     """And those that requests still have are found, kept or not."""
-    grammars = make(Bounds(10.0, 12 << 20))
+    grammars = make(CompileLimits(10.0, 12 << 20))
     held = grammars.constraint(multiple(9973), 0)
     for n in (9967, 9949, 9941, 9931, 9929, 9923):
         grammars.constraint(multiple(n), 0)
@@ -81,7 +87,7 @@ def test_kept_grammars_are_bounded_by_their_bytes(make):
 
 
 def test_a_grammar_for_which_no_request_waits_is_dropped(make):
-    grammars = make(Bounds(600.0, 64 << 30))
+    grammars = make(CompileLimits(600.0, 64 << 30))
     first, second = (grammars.wanted(multiple(999979)) for _ in range(2))
     assert first.future is second.future
     until(lambda: grammars._slow.job is not None)
@@ -95,7 +101,7 @@ def test_a_grammar_for_which_no_request_waits_is_dropped(make):
 
 
 def test_small_grammars_do_not_wait_for_large_ones(make):
-    grammars = make(Bounds(600.0, 64 << 30))
+    grammars = make(CompileLimits(600.0, 64 << 30))
     slow = [grammars.wanted(multiple(n)) for n in (999979, 999983, 999961)]
     grammars.constraint(SMALL, 0)
     assert not any(wanted.future.done() for wanted in slow)
@@ -115,7 +121,7 @@ def test_a_process_that_is_lost_is_replaced(make):
 def test_large_grammars_wait_for_memory_of_others(make):
     """Unless the thread that wants one makes requests ahead of those that give it back."""
     most = 40 << 20
-    grammars = make(Bounds(60.0, most))
+    grammars = make(CompileLimits(60.0, most))
     held = [grammars.constraint(multiple(n), 0) for n in range(39_970, 39_990, 2)]
     assert grammars._kept.alive > 2 * most >= 2 * grammars._kept.bytes
     wanted = grammars.wanted(multiple(39_989))

@@ -24,7 +24,7 @@ from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.state import admit, empty_state, load_masks, words_of
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
-from duetto.serve.runtime.compiled.promise import Undrawn
+from duetto.serve.runtime.compiled.promise import PendingSample
 from duetto.serve.text.grammar.grammars import Grammars
 
 MASKBENCH = Path(__file__).resolve().parents[5] / "shared" / "data" / "json_schemas" / "maskbench_240.jsonl"
@@ -129,14 +129,14 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
             assert time.monotonic() < end
             llm.engine.tables.forget()
             assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
-        draw, turns = Undrawn.draw, iter([True, True, False])
+        draw, turns = PendingSample.draw, iter([True, True, False])
 
         def fails(*given: Any) -> Any:
             if not next(turns, True):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
             return draw(*given)
 
-        monkeypatch.setattr(Undrawn, "draw", fails)
+        monkeypatch.setattr(PendingSample, "draw", fails)
         before = llm.report()["preemptions"]
         assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         assert llm.report()["preemptions"] > before and not [*turns]

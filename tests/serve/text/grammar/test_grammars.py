@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.llm.intake import Intake
+from duetto.serve.llm.intake import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.grammar import vocabulary
 from duetto.serve.text.grammar.constraint import Constraint
@@ -146,7 +146,7 @@ def test_long_tokens_and_panics(monkeypatch):
 
 def test_what_is_lacking_is_named(grammars, monkeypatch):
     def refused(tokenizer, ends, known=()) -> str:
-        intake = Intake(V, 64, EngineOptions(), tokenizer, ends)
+        intake = InputProcessor(V, 64, EngineOptions(), tokenizer, ends)
         params = SamplingParams(structured_outputs={"regex": "a"})
         with pytest.raises(ValueError, match=r"^structured_outputs") as error:
             intake.ticket("0", [1], params, known=known)

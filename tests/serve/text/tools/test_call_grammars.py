@@ -15,9 +15,9 @@ from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import render_chat
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
-from duetto.serve.text.tools.incoming import Text
+from duetto.serve.text.tools.incoming import TextDelta
 from duetto.serve.text.tools.notations import LAYOUTS, notation_of
-from duetto.serve.text.tools.parting import Parting, Thought, text_of, whole_calls
+from duetto.serve.text.tools.parting import ReasoningDelta, ReplyParser, text_of, whole_calls
 from duetto.serve.text.tools.reader import CallReader
 from duetto.serve.text.tools.tool import Tool
 from duetto.serve.text.tools.toolbox import Toolbox
@@ -76,13 +76,13 @@ def test_whatever_is_drawn_is_calls_with_arguments_of_their_schemas(words, gramm
     dialect, whole = Dialect(words, name), 0
     boxes = [Toolbox(TOOLS, "required"), Toolbox(TOOLS, "required", is_several=False)]
     for seed, box in enumerate([*boxes, Toolbox(TOOLS, "required", "say")] * 3):
-        text, is_whole = walk(grammars, words, dialect.asked(box, []), seed)
-        parting = Parting("key", None, CallReader(dialect.known(), box.tools))
+        text, is_whole = walk(grammars, words, dialect.constraints(box, []), seed)
+        parting = ReplyParser("key", None, CallReader(dialect.known(), box.tools))
         parts = parting.take(text, at_end=True)
         calls = whole_calls(parts)
         if is_whole:
             whole += 1
-            assert calls and not text_of(parts, Text), text
+            assert calls and not text_of(parts, TextDelta), text
             assert len({one["id"] for one in calls}) == len(calls)
             assert len(calls) == 1 or (box.is_several and box.only is None)
             for one in calls:
@@ -107,7 +107,7 @@ def test_a_grammar_allows_what_the_template_writes(words, grammars, family):
     begin = notation_of(template(family)).begin
     text = whole[whole.index(begin) :].removesuffix(FAMILIES[family].ends)
     dialect = Dialect(words, FAMILIES[family].calls)
-    follower = grammars.constraint(dialect.asked(Toolbox([TOOL], "required"), []), 0)
+    follower = grammars.constraint(dialect.constraints(Toolbox([TOOL], "required"), []), 0)
     follower.follow(words.encode(text))
     assert follower.failure is None and words.eos_token_id in allowed(follower.masks()[0])
 
@@ -122,7 +122,7 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     dialect, ids = Dialect(own), [own.token_id(mark) for mark in marks]
     grammars = Grammars(own, len(own), [own.token_id("<end>")])
     prompt = own.encode("a<think>" if begun else "a")
-    follower = grammars.constraint(dialect.asked(Toolbox(TOOLS, "required", "now"), prompt), 0)
+    follower = grammars.constraint(dialect.constraints(Toolbox(TOOLS, "required", "now"), prompt), 0)
     first = allowed(follower.masks()[0])
     assert (ids[1] in first and own.token_id("b") in first) if begun else first == [ids[0], ids[2]]
     text = (
@@ -130,9 +130,9 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     ) + 'b"</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     follower.follow(own.encode(text))
     assert follower.failure is None and own.token_id("<end>") in allowed(follower.masks()[0])
-    parting = Parting("key", dialect.reasoning(prompt), CallReader(dialect.known(), Toolbox(TOOLS).tools))
+    parting = ReplyParser("key", dialect.reasoning(prompt), CallReader(dialect.known(), Toolbox(TOOLS).tools))
     parts = parting.take(text, at_end=True)
-    assert text_of(parts, Thought) == 'b"' and not text_of(parts, Text) and parting.count == 1
+    assert text_of(parts, ReasoningDelta) == 'b"' and not text_of(parts, TextDelta) and parting.count == 1
     assert dialect.calls_special and dialect.keeps_special
 
 

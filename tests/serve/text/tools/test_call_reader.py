@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import calls_of
 from duetto.serve.text.tokenizer.chat import render_chat
-from duetto.serve.text.tools.incoming import Arguments, Begun, Ended, Event, Text
+from duetto.serve.text.tools.incoming import Event, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from duetto.serve.text.tools.notations import LAYOUTS, named, notation_of
 from duetto.serve.text.tools.reader import CallReader
 from duetto.serve.text.tools.tool import Tool
@@ -48,10 +48,10 @@ def joined(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            found[-1] = Text(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments):
-            found[-1] = Arguments(last.text + event.text)
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            found[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
+            found[-1] = ToolCallArguments(last.text + event.text)
         else:
             found.append(event)
     return found
@@ -62,7 +62,7 @@ def read(name: str, text: str, is_several: bool = True) -> list[Event]:
 
 
 def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
-    return [Begun(name, id), Arguments(arguments), Ended()]
+    return [ToolCallStart(name, id), ToolCallArguments(arguments), ToolCallEnd()]
 
 
 HERMES = '<tool_call>\n{"name": "rain", "arguments": {"city": "O\\"}<"}}\n</tool_call>'
@@ -75,14 +75,14 @@ BROKEN = '<tool_call>{"name": "now", "arguments": {"a": '
 @pytest.mark.parametrize(
     ("name", "text", "events"),
     [
-        ("hermes", f"Look:\n\n{HERMES}\n{HERMES}\n", [Text("Look:"), *IN_HERMES, *IN_HERMES]),
-        ("hermes", f"\n\n{HERMES}\nAnd?", [*IN_HERMES, Text("\nAnd?")]),
+        ("hermes", f"Look:\n\n{HERMES}\n{HERMES}\n", [TextDelta("Look:"), *IN_HERMES, *IN_HERMES]),
+        ("hermes", f"\n\n{HERMES}\nAnd?", [*IN_HERMES, TextDelta("\nAnd?")]),
         ("hermes", '<tool_call>{"arguments":{},"x":[1,{}],"name":"now"}</tool_call>', NOW),
         ("hermes", '<tool_call>{"name":"now"}\n{"name":"now"}</tool_call>', NOW * 2),
         ("llama3_json", '{"name": "now", "parameters": {}}; {"type": "function", "name": "now"}', NOW * 2),
         ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', NOW),
-        ("llama3_json", 'So: {"name": "now"}', [Text('So: {"name": "now"}')]),
-        ("llama4_json", 'So: <|python_start|>{"name": "now"}<|python_end|>', [Text("So:"), *NOW]),
+        ("llama3_json", 'So: {"name": "now"}', [TextDelta('So: {"name": "now"}')]),
+        ("llama4_json", 'So: <|python_start|>{"name": "now"}<|python_end|>', [TextDelta("So:"), *NOW]),
         ("mistral", '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]now{}',
          [*call("now", "{}", "abc123def"), *NOW]),
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now"}]', NOW * 2),
@@ -131,21 +131,21 @@ def test_values_between_tags_are_of_the_kinds_that_the_schema_says(key, written,
     ],
 )
 def test_what_is_no_call_of_a_tool_stays_text(name, text):
-    assert read(name, text) == [Text(text)]
+    assert read(name, text) == [TextDelta(text)]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "events"),
     [
-        ("hermes", BROKEN + '"b', [Begun("now"), Arguments('{"a": "b'), Ended()]),
+        ("hermes", BROKEN + '"b', [ToolCallStart("now"), ToolCallArguments('{"a": "b'), ToolCallEnd()]),
         ("hermes", BROKEN + "</tool_call>x",
-         [Begun("now"), Arguments('{"a": '), Ended(), Text("x")]),
+         [ToolCallStart("now"), ToolCallArguments('{"a": '), ToolCallEnd(), TextDelta("x")]),
         ("qwen3_coder", "<tool_call><function=typed><parameter=text>\na\"b",
-         [Begun("typed"), Arguments('{"text": "a\\"b'), Ended()]),
+         [ToolCallStart("typed"), ToolCallArguments('{"text": "a\\"b'), ToolCallEnd()]),
         ("qwen3_coder", "<tool_call><function=typed><parameter=count>1</parameter>?",
-         [*call("typed", '{"count": 1}'), Text("?")]),
+         [*call("typed", '{"count": 1}'), TextDelta("?")]),
         ("qwen3_coder", "<tool_call><function=typed><parameter=cou",
-         [Begun("typed"), Arguments("{"), Ended(), Text("<parameter=cou")]),
+         [ToolCallStart("typed"), ToolCallArguments("{"), ToolCallEnd(), TextDelta("<parameter=cou")]),
     ],
 )  # fmt: skip
 def test_calls_that_are_cut_off_or_broken_keep_what_there_is(name, text, events):
@@ -153,7 +153,7 @@ def test_calls_that_are_cut_off_or_broken_keep_what_there_is(name, text, events)
 
 
 def test_where_one_call_is_allowed_the_others_are_text():
-    assert read("hermes", HERMES + "\n" + HERMES, False) == [*IN_HERMES, Text("\n" + HERMES)]
+    assert read("hermes", HERMES + "\n" + HERMES, False) == [*IN_HERMES, TextDelta("\n" + HERMES)]
 
 
 MARKS = sorted({mark for name in LAYOUTS for mark in (named(name).begin, named(name).end) if mark})
@@ -177,8 +177,8 @@ def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += reader.take(text[start:end])
     assert joined(found + reader.take("", at_end=True)) == whole
-    if not any(isinstance(event, Begun) for event in whole):
-        assert whole == ([Text(text)] if text else [])
+    if not any(isinstance(event, ToolCallStart) for event in whole):
+        assert whole == ([TextDelta(text)] if text else [])
 
 
 @pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in LAYOUTS])
@@ -193,7 +193,7 @@ def test_calls_are_found_in_what_templates_write(family):
     assert notation is not None and calls_of(source).begin == notation.begin
     text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
     found: list[Any] = joined(CallReader(notation, [RAIN]).take(text, at_end=True))
-    assert [type(event) for event in found] == [Begun, Arguments, Ended] * 2
+    assert [type(event) for event in found] == [ToolCallStart, ToolCallArguments, ToolCallEnd] * 2
     assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * 2
     ids = [event.id for event in found[::3]]
     assert ids == (["functions.rain:0", "functions.rain:1"] if family == "kimi_k2" else [None, None])
