@@ -34,7 +34,7 @@ from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
-from duetto.serve.text.tokenizer.stops import Detokenizer
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 from duetto.serve.text.tools.incoming import ToolCallArguments, ToolCallStart
 from duetto.serve.text.tools.reader import CallReader

@@ -38,8 +38,8 @@ from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, wit
 from duetto.kvcache.names import extend, root
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import KVEventBatch, Translator
-from duetto.serve.kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
-from duetto.serve.kv.routing.replicas import ROW, Prompt, Replica, RoutedRequest, best, in_turn
+from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best, in_turn
+from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.app import app

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from duetto.serve.kv.disagg.door import PrefillServer
-from duetto.serve.kv.disagg.far import RemotePrefillClient
-from duetto.serve.kv.disagg.registered import NixlAgent, NixlReader
-from duetto.serve.kv.disagg.source import PrefillService
+from duetto.serve.kv.disagg.client import RemotePrefillClient
+from duetto.serve.kv.disagg.nixl import NixlAgent, NixlReader
+from duetto.serve.kv.disagg.server import PrefillServer
+from duetto.serve.kv.disagg.service import PrefillService
 from duetto.serve.kv.offload.tier import Content, Key, key_of, window_of
 
 SIZES = [1 << 16, 1 << 20, 1 << 23]  # bytes of a page of each window

@@ -20,7 +20,7 @@ from ..jobs.batch.run import JobFiles, run_batch
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..runtime.compiled.jaxcache import keep_compiled
-from ..runtime.multihost.meeting import join
+from ..runtime.multihost.rendezvous import join
 from ..text.tools.notations import named
 from .common import (
     cache_flags,

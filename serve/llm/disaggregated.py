@@ -17,12 +17,12 @@ from ..engine.startup.mesh import apart
 from ..engine.startup.start import start_engine
 from ..host.store import warn
 from ..host.threads import Orders, obey
-from ..kv.disagg.door import PrefillServer
-from ..kv.disagg.far import RemotePrefillClient
+from ..kv.disagg.client import RemotePrefillClient
+from ..kv.disagg.nixl import NixlAgent
 from ..kv.disagg.peer import RemoteKVTier
 from ..kv.disagg.peers import RemoteKVPool
-from ..kv.disagg.registered import NixlAgent
-from ..kv.disagg.source import Ready
+from ..kv.disagg.server import PrefillServer
+from ..kv.disagg.service import Ready
 from ..kv.offload.tier import Content, Key, key_of
 from ..kv.offload.tiering import KVOffloader
 from ..options.checks import GIB, place_of, places_of

@@ -23,7 +23,7 @@ from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chat import Message, rendered_ids
-from ..text.tokenizer.stops import Detokenizer
+from ..text.tokenizer.detokenizer import Detokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .ticket import RequestGroup
 

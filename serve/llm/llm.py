@@ -30,7 +30,7 @@ from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..planner.roofline.explain import explain
 from ..runtime.compiled.jaxcache import keep_compiled
-from ..runtime.multihost.meeting import join, together
+from ..runtime.multihost.rendezvous import join, together
 from ..text.outputs import Delta, RequestOutput
 from ..text.tokenizer.chat import Message
 from ..text.tokenizer.tokenizer import Tokenizer

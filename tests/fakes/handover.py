@@ -10,11 +10,11 @@ from fakes.engine import start
 from fakes.tiers import FakeTransfers
 
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.kv.disagg.door import PrefillServer
-from duetto.serve.kv.disagg.far import RemotePrefillClient
+from duetto.serve.kv.disagg.client import RemotePrefillClient
+from duetto.serve.kv.disagg.nixl import NixlAgent
 from duetto.serve.kv.disagg.peer import RemoteKVTier
-from duetto.serve.kv.disagg.registered import NixlAgent
-from duetto.serve.kv.disagg.source import PrefillService, Ready
+from duetto.serve.kv.disagg.server import PrefillServer
+from duetto.serve.kv.disagg.service import PrefillService, Ready
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.mover import PageMover
 from duetto.serve.kv.offload.tier import Content, Key, TierChain

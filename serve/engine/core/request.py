@@ -13,7 +13,7 @@ from ....sampling.params import NO_TOKEN, SamplingParams
 from ...kv.offload.mover import PageFetch
 from ...text.grammar.constraint import Constraint
 from ...text.outputs import Pass, RequestMetrics
-from ...text.tokenizer.stops import Detokenizer
+from ...text.tokenizer.detokenizer import Detokenizer
 
 
 @dataclass

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ....checkpoints import huggingface, orbax
 from ....model.config import ModelConfig
-from ...runtime.multihost.meeting import of_rank_0
+from ...runtime.multihost.rendezvous import of_rank_0
 from .trial import bfloat16_gain
 
 LEAST_GAIN = 1.1  # of bfloat16 on a host: below it float32 is chosen, which loses nothing

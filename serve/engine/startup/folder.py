@@ -24,7 +24,7 @@ from ....sampling.params import MAX_STOP_IDS, SamplingParams
 from ...host import progress
 from ...host.devices import default_device, memory_limit
 from ...options.engine import EngineOptions
-from ...runtime.multihost.meeting import agree_on
+from ...runtime.multihost.rendezvous import agree_on
 from .dtype import dtype_name, shared_dtype
 from .mesh import layout_of, places
 from .stages import with_head

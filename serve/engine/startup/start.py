@@ -30,8 +30,8 @@ from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least
 from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
-from ...runtime.multihost.meeting import group
 from ...runtime.multihost.programs import SharedPrograms
+from ...runtime.multihost.rendezvous import group
 from ...runtime.pipeline.programs import StagedPrograms
 from ..core.engine import Engine
 from ..core.guessing import Speculation

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..offload.peer import RemoteKV, RemotePrefill
 from ..offload.tier import Content, Counts, Key, window_of
-from .source import PrefillService
+from .service import PrefillService
 
 MOST_KEYS = 1 << 16  # of pages that are remembered to be there
 

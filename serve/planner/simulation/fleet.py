@@ -12,8 +12,8 @@ from typing import Any
 
 from ...engine.core.request import Request
 from ...engine.metrics.meter import paddings
-from ...kv.routing.memory import AssumedPrefixIndex
-from ...kv.routing.replicas import Prompt, Replica, RoutedRequest, best
+from ...kv.routing.placement import Prompt, Replica, RoutedRequest, best
+from ...kv.routing.prefix_index import AssumedPrefixIndex
 from ..workloads.tally import ANY, SLO, SLOStats
 from ..workloads.traces import BLOCK, TraceEntry
 from .handed import SimulatedLink, handed_to

@@ -1,1 +1,1 @@
-"""One model over the devices of several processes: meeting, messages, supervision."""
+"""One model over the devices of several processes: rendezvous, messages, supervision."""

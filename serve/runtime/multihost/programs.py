@@ -21,8 +21,8 @@ from ..compiled.promise import StepFuture, arrived
 from ..compiled.shapes import Shape
 from .ending import end_process
 from .group import ProcessGroup
-from .meeting import agree, group
 from .messages import Order
+from .rendezvous import agree, group
 
 FLIGHTS = 2  # steps that a rank leaves unread
 SMALL = 1 << 20  # numbers of a parameter that ranks are compared by, at most

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...kv.routing.replicas import Replica
+from ...kv.routing.placement import Replica
 from ...options.server import ServerOptions
 from ..http.auth import Keys
 from ..http.cors import guards

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...kv.routing.replicas import Prompt
+from ...kv.routing.placement import Prompt
 from .prompts import LETTERS, MOST, prompts_in
 
 # Fields that bound an answer, the first one that is given counts.

@@ -8,7 +8,7 @@ import msgspec
 from ....kvcache.names import extend
 from ...host.streams import tell
 from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, zmq
-from ...kv.routing.memory import EventPrefixIndex
+from ...kv.routing.prefix_index import EventPrefixIndex
 from .prompts import TOKENS
 
 PERIOD = 200  # milliseconds between looks at the end

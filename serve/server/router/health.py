@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...host.store import warn
 from ...host.streams import tell
-from ...kv.routing.replicas import Replica
+from ...kv.routing.placement import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM
 from ..service.errors import HttpError

@@ -10,8 +10,8 @@ import uvicorn
 
 from ...host.streams import tell
 from ...kv.events import KVEventBatch, zmq
-from ...kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
-from ...kv.routing.replicas import Replica
+from ...kv.routing.placement import Replica
+from ...kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...kv.routing.replicas import Replica
+from ...kv.routing.placement import Replica
 from .proxy import Proxy
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

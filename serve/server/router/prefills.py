@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ...kv.routing.replicas import Replica, RoutedRequest, best
+from ...kv.routing.placement import Replica, RoutedRequest, best
 from ..routes.body import SOURCE
 from .http import Headers
 

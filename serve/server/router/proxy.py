@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ...host.streams import tell
-from ...kv.routing.replicas import Prompt, Replica, RoutedRequest
+from ...kv.routing.placement import Prompt, Replica, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.openai.reading import object_of

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...kv.routing.replicas import Replica, RoutedRequest, best
+from ...kv.routing.placement import Replica, RoutedRequest, best
 from ...options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.fair_queue import FairQueue

@@ -24,7 +24,7 @@ from duetto.serve.kv.events import (
     events_of,
     merged,
 )  # fmt: skip
-from duetto.serve.kv.routing.memory import EventPrefixIndex
+from duetto.serve.kv.routing.prefix_index import EventPrefixIndex
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.events import Listener, ReplicaPages
 from duetto.serve.server.router.prompts import TOKENS

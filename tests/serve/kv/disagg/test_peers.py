@@ -4,10 +4,10 @@ import pytest
 from fakes.engine import ask, expected, prompt_of, run, start
 from fakes.handover import REALM, SIZES, SOON, FakeSource, PrefillSide, far_at, soon, tiered
 
-from duetto.serve.kv.disagg import far as far_module
+from duetto.serve.kv.disagg import client as client_module
 from duetto.serve.kv.disagg.peer import RemoteKVTier
 from duetto.serve.kv.disagg.peers import RemoteKVPool
-from duetto.serve.kv.disagg.source import PrefillService
+from duetto.serve.kv.disagg.service import PrefillService
 from duetto.serve.kv.offload.tier import TierChain
 from duetto.serve.options.engine import EngineOptions
 
@@ -59,7 +59,7 @@ def test_another_is_asked_where_the_one_that_is_named_is_not_there():
 
 
 def test_pages_come_from_whichever_engine_has_them_also_while_one_ends(monkeypatch):
-    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    monkeypatch.setattr(client_module, "PAUSE", 0.01)
     sides = {"a": PrefillSide(), "b": PrefillSide()}
     fars = {place: far_at(side.port) for place, side in sides.items()}
     engine, peers = decoding(**fars)

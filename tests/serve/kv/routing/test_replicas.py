@@ -1,7 +1,7 @@
 """Which replica is the best for a prompt, and what is known of replicas' pages."""
 
-from duetto.serve.kv.routing.memory import AssumedPrefixIndex, EventPrefixIndex
-from duetto.serve.kv.routing.replicas import ROW, Prompt, Replica, RoutedRequest, best
+from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best
+from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 

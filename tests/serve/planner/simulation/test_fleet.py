@@ -4,7 +4,7 @@ others."""
 import pytest
 from cases.simulated import Even, simulation
 
-from duetto.serve.kv.routing.replicas import best, in_turn
+from duetto.serve.kv.routing.placement import best, in_turn
 from duetto.serve.planner.simulation.fleet import Fleet, outcome
 from duetto.serve.planner.simulation.handed import SimulatedLink
 from duetto.serve.planner.workloads.tally import SLO, SLOStats

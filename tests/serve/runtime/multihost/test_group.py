@@ -19,7 +19,7 @@ import pytest
 from duetto.serve.host.sockets.link import Link
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import group as groups
-from duetto.serve.runtime.multihost import meeting, supervisor
+from duetto.serve.runtime.multihost import rendezvous, supervisor
 from duetto.serve.runtime.multihost.ending import LOST
 from duetto.serve.runtime.multihost.group import ProcessGroup
 from duetto.serve.runtime.multihost.messages import Beat, End, JoinRejected, JoinRequest, Order, link_over
@@ -184,11 +184,11 @@ def test_a_device_that_fails_loses_the_group(lost, pair, monkeypatch):
 
 def test_a_group_has_one_llm(pair, monkeypatch):
     ours, _ = pair()
-    monkeypatch.setattr(meeting, "_GROUP", [ours])
-    assert meeting.join(EngineOptions(nnodes=2)).use_tqdm_on_load  # a command has met already, for its LLM
+    monkeypatch.setattr(rendezvous, "_GROUP", [ours])
+    assert rendezvous.join(EngineOptions(nnodes=2)).use_tqdm_on_load  # a command has met already, for its LLM
     ours.serves = True
     with pytest.raises(ValueError, match="nnodes 2 is not allowed: a group of processes has one LLM"):
-        meeting.join(EngineOptions(nnodes=2))
+        rendezvous.join(EngineOptions(nnodes=2))
 
 
 def test_orders_come_until_the_end(linked):

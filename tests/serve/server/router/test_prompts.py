@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import duetto.checkpoints
-from duetto.serve.kv.routing.replicas import Prompt
+from duetto.serve.kv.routing.placement import Prompt
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.server.router.http import ServerAddress
 from duetto.serve.server.router.prompts import TextNaming, TokenNaming

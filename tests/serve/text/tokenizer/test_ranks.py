@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import WORDS
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
-from duetto.serve.text.tokenizer.stops import Detokenizer
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 GOLDEN = json.loads(FILE.read_text())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from duetto.serve.text.tokenizer.stops import Detokenizer
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 spm = pytest.importorskip("sentencepiece", reason="the models are trained with it")

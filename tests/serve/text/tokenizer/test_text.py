@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from duetto.serve.text.tokenizer.stops import Detokenizer, first_match, overlap
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer, first_match, overlap
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 TEXT = ["def hello(world):\n    return 'naïve café 🤗 — 東京'\n", "the cat sat on the mat. the end\n\n"] * 8

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
 from ..offload.tier import Key
-from .memory import SharedMemoryWriter
 from .messages import (
     SECONDS,
     CancelPrefill,
@@ -29,8 +28,9 @@ from .messages import (
     secret_of,
     sum_of,
 )
-from .registered import NixlAgent, NixlWriter
-from .source import PrefillService
+from .nixl import NixlAgent, NixlWriter
+from .service import PrefillService
+from .shared_memory import SharedMemoryWriter
 
 HELLO = 1 << 16  # bytes of a first message, at most
 LONGEST = 1 << 26  # and of another
@@ -48,7 +48,7 @@ class PrefillServer:
 
     def __init__(self, address: tuple[str, int], agent: NixlAgent | None = None, key_file: str | None = None):
         self._port: Port[tuple[Link[Message], PrefillService]] = Port(
-            address, secret_of(key_file), "duetto-door"
+            address, secret_of(key_file), "duetto-prefill-server"
         )
         self.address = self._port.address
         self._agent = agent
@@ -122,7 +122,7 @@ class PrefillConnection:
 
     def run(self, welcome: HandshakeAccepted) -> None:
         """Raises what the link does."""
-        threading.Thread(target=self._answer, name="duetto-door", daemon=True).start()
+        threading.Thread(target=self._answer, name="duetto-prefill-server", daemon=True).start()
         try:
             self.link.send(welcome)
             while True:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .memory import PrefixIndex
+from .prefix_index import PrefixIndex
 
 ROW = 32  # tokens of prefill that a request which generates is reckoned as
 

@@ -9,9 +9,9 @@ import pytest
 from fakes.engine import ask, expected, prompt_of, run
 from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
-from duetto.serve.kv.disagg import far as far_module
-from duetto.serve.kv.disagg.door import PrefillServer
-from duetto.serve.kv.disagg.registered import NixlAgent, NixlReader, nixl
+from duetto.serve.kv.disagg import client as client_module
+from duetto.serve.kv.disagg.nixl import NixlAgent, NixlReader, nixl
+from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.runtime.multihost.supervisor import free_port
 
 MOST = 1 << 20
@@ -19,8 +19,8 @@ KEYS = [bytes([i]) * 16 + b"\0" for i in range(8)]
 PAGES = {key: random.Random(i).randbytes(MOST >> i) for i, key in enumerate(KEYS)}
 OTHER_PROCESS = """
 import random, sys
-from duetto.serve.kv.disagg.door import PrefillServer
-from duetto.serve.kv.disagg.registered import NixlAgent
+from duetto.serve.kv.disagg.server import PrefillServer
+from duetto.serve.kv.disagg.nixl import NixlAgent
 
 class Pages:
     room, is_here = 1000, True
@@ -49,7 +49,7 @@ def agents():
 @pytest.fixture
 def reached(agents, monkeypatch):
     """Makes sources that are reached through a door, by an agent of NIXL on either side."""
-    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    monkeypatch.setattr(client_module, "PAUSE", 0.01)
     ends = []
 
     def reach(theirs: NixlAgent | None = agents[0], seconds: float = 60.0):
@@ -83,7 +83,7 @@ def test_pages_arrive_as_they_were_sent_also_by_the_next_connection(reached):
 @pytest.mark.extras
 def test_a_damaged_page_is_not_taken(reached, monkeypatch):
     far, _ = reached()
-    monkeypatch.setattr("duetto.serve.kv.disagg.door.sum_of", lambda *_: 0)
+    monkeypatch.setattr("duetto.serve.kv.disagg.server.sum_of", lambda *_: 0)
     assert far.fetch(KEYS[0]) is None and far.damaged == 1 and far.is_here
 
 
@@ -105,7 +105,7 @@ def test_where_reads_do_not_come_in_time_pages_come_another_way(reached, monkeyp
 
 @pytest.mark.extras
 def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, monkeypatch):
-    monkeypatch.setattr(far_module, "PAUSE", 0.01)
+    monkeypatch.setattr(client_module, "PAUSE", 0.01)
     far = far_at(port := free_port(), agent=agents[1])
     far.renew(REALM, [MOST])
     other_process = [sys.executable, "-c", OTHER_PROCESS, str(port), str(MOST)]

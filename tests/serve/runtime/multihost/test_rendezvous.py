@@ -13,7 +13,7 @@ import pytest
 from duetto.serve.host.sockets.link import Link
 from duetto.serve.host.sockets.secret import Refusal, Secret
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.multihost import meeting
+from duetto.serve.runtime.multihost import rendezvous
 from duetto.serve.runtime.multihost.messages import JoinRejected, JoinRequest, link_over
 from duetto.serve.runtime.multihost.supervisor import TOKEN, free_port
 
@@ -46,7 +46,7 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
 
     def gather() -> None:
         try:
-            meeting.gathered(options, {"jax": "2"})
+            rendezvous.gathered(options, {"jax": "2"})
         except ValueError as error:
             said.append(str(error))
 
@@ -59,7 +59,7 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
             own.sendall(sent)
             own.close()
             continue
-        secret = Secret("group", b"another start's") if sent is None else meeting.secret_of(options)
+        secret = Secret("group", b"another start's") if sent is None else rendezvous.secret_of(options)
         with suppress(Refusal):
             secret.prove(own)
         links.append(link_over(own, SOON))
@@ -79,13 +79,13 @@ def test_ranks_with_another_key_are_refused_and_end(tmp_path, monkeypatch):
         file.write_text(16 * file.name[0])
         file.chmod(0o600)
     own = EngineOptions(nnodes=2, master_port=free_port(), cluster_key_file=str(files[0]))
-    monkeypatch.setattr(meeting, "PAUSE", 0.01)
+    monkeypatch.setattr(rendezvous, "PAUSE", 0.01)
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(meeting.gathered, own, {"jax": "2"})
+        gathering = pool.submit(rendezvous.gathered, own, {"jax": "2"})
         for file in (str(files[1]), None):
             with pytest.raises(ValueError, match="cluster_key_file: the other end has another key"):
-                meeting.reached(replace(own, node_rank=1, cluster_key_file=file), {"jax": "2"})
-        joining = pool.submit(meeting.reached, replace(own, node_rank=1), {"jax": "2"})
+                rendezvous.reached(replace(own, node_rank=1, cluster_key_file=file), {"jax": "2"})
+        joining = pool.submit(rendezvous.reached, replace(own, node_rank=1), {"jax": "2"})
         links = [*gathering.result(SOON), joining.result(SOON)]
     for link in links:
         link.close()
@@ -94,11 +94,11 @@ def test_ranks_with_another_key_are_refused_and_end(tmp_path, monkeypatch):
 def test_strangers_that_say_nothing_do_not_delay_a_group():
     options = EngineOptions(nnodes=2, master_port=free_port())
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(meeting.gathered, options, {"jax": "2"})
+        gathering = pool.submit(rendezvous.gathered, options, {"jax": "2"})
         strangers = [connected(options) for _ in range(30)]
         begin = time.monotonic()
-        joining = pool.submit(meeting.reached, replace(options, node_rank=1), {"jax": "2"})
+        joining = pool.submit(rendezvous.reached, replace(options, node_rank=1), {"jax": "2"})
         links = [*gathering.result(SOON), joining.result(SOON)]
-        assert time.monotonic() - begin < 30 * meeting.HELLO / 2
+        assert time.monotonic() - begin < 30 * rendezvous.HELLO / 2
     for end in (*links, *strangers):
         end.close()

@@ -12,7 +12,6 @@ from ...host.sockets.link import Link
 from ...host.sockets.secret import Refusal
 from ...host.store import warn
 from ..offload.tier import Content, Key
-from .memory import SharedMemoryReader
 from .messages import (
     SECONDS,
     CancelPrefill,
@@ -29,8 +28,9 @@ from .messages import (
     secret_of,
     sum_of,
 )
-from .registered import NixlAgent, NixlReader
-from .source import Ready
+from .nixl import NixlAgent, NixlReader
+from .service import Ready
+from .shared_memory import SharedMemoryReader
 
 PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
 LONGER = 5.0  # where it has refused
@@ -62,7 +62,7 @@ class RemotePrefillClient:
         self._words: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock, self._renewed, self._closed = threading.Lock(), threading.Event(), False
         for work in (self._hear, self._say):
-            threading.Thread(target=work, name="duetto-far", daemon=True).start()
+            threading.Thread(target=work, name="duetto-prefill-client", daemon=True).start()
 
     @property
     def _place(self) -> str:

@@ -11,10 +11,10 @@ import pytest
 from fakes.engine import ask, expected, prompt_of
 from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
-from duetto.serve.kv.disagg import far as far_module
-from duetto.serve.kv.disagg import memory
-from duetto.serve.kv.disagg.door import PrefillServer
-from duetto.serve.kv.disagg.memory import SharedMemoryReader, SharedMemoryWriter
+from duetto.serve.kv.disagg import client as client_module
+from duetto.serve.kv.disagg import shared_memory
+from duetto.serve.kv.disagg.server import PrefillServer
+from duetto.serve.kv.disagg.shared_memory import SharedMemoryReader, SharedMemoryWriter
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
@@ -22,8 +22,8 @@ KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(far_module, "PAUSE", 0.01)
-    monkeypatch.setattr(far_module, "LONGER", 0.01)
+    monkeypatch.setattr(client_module, "PAUSE", 0.01)
+    monkeypatch.setattr(client_module, "LONGER", 0.01)
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def test_pages_and_answers_arrive_as_they_were_sent(reached, monkeypatch, shared
     if shared and not hasattr(os, "memfd_create"):
         pytest.skip("this system has no memory without a file")
     if not shared:
-        monkeypatch.setattr(memory.os, "memfd_create", lambda _: os.open("/nowhere/at/all", 0), raising=False)
+        monkeypatch.setattr(
+            shared_memory.os, "memfd_create", lambda _: os.open("/nowhere/at/all", 0), raising=False
+        )
     source, told = FakeSource(), []
     source.pages[KEY] = PAGE
     far, _ = reached(source)
@@ -69,7 +71,7 @@ def test_a_damaged_page_is_not_taken(reached, monkeypatch):
     source = FakeSource()
     source.pages[KEY] = PAGE
     far, _ = reached(source)
-    monkeypatch.setattr("duetto.serve.kv.disagg.door.sum_of", lambda *_: 0)
+    monkeypatch.setattr("duetto.serve.kv.disagg.server.sum_of", lambda *_: 0)
     assert far.fetch(KEY) is None and far.damaged == 1
 
 
