@@ -250,8 +250,9 @@ class LLM:
         """Advance all requests by one step; returns those of `add_request` that have finished since."""
         return [self._intake.output(ticket) for ticket in self._session.step()]
 
-    def expect(self, requests: int) -> None:
-        """Say how many requests are to come behind the queued ones: what a cold engine compiles for."""
+    def expect(self, requests: int | None) -> None:
+        """Say how many requests are to come behind the queued ones, None where no end is in sight: what a
+        cold engine compiles for."""
         self.engine.need.to_come = requests
 
     def has_unfinished_requests(self) -> bool:

@@ -141,12 +141,12 @@ def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
     def lowered(programs: Programs, shape: Any) -> Any:
         if (key := programs._key(shape)) is None:
             return lower(programs, shape)
-        if key not in LOWERED:
-            LOWERED[key] = lower(programs, shape)
-        LOWERED.move_to_end(key)
+        if (found := LOWERED.pop(key, None)) is None:
+            found = lower(programs, shape)
+        LOWERED[key] = found  # the latest is the last
         if len(LOWERED) > MOST_LOWERED:
             LOWERED.popitem(last=False)
-        return LOWERED[key]
+        return found
 
     return lowered
 

@@ -220,10 +220,10 @@ class Engine:
 
     def warm(self) -> bool:
         """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
-        if self.warmup is None or self.scheduler.has_work or self.is_sleeping:
+        if self.warmup is None or self.scheduler.has_work:
             return False
-        if not self.warmup.busy:
-            self.warmup.idle = self.need.is_over
+        if self.is_sleeping or not self.warmup.busy:
+            self.warmup.idle = self.need.is_over and not self.is_sleeping
             return False
         try:
             self._settle()

@@ -89,9 +89,9 @@ class Need:
         where none does: a job that ends before compiles nothing.
         """
         best = max(missing, key=self.share, default=None)
-        if best is None or self._looks < LOOKS or max(self.share(best), LEAST) * (left - cost) <= cost:
+        if best is None or self._looks < LOOKS or self.share(best) < 0:
             return None
-        return best
+        return best if max(self.share(best), LEAST) * (left - cost) > cost else None
 
 
 def seconds_left(scheduler: Scheduler, meter: EngineStats, to_come: int | None) -> float:

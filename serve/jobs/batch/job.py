@@ -235,6 +235,7 @@ class BatchJob:
     def _load(self) -> BatchEngine:
         try:
             self._engine = self._start_engine()
+            self._engine.expect(self._progress.left)
         except (OSError, ValueError, RuntimeError) as error:  # jax's own are RuntimeErrors
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()

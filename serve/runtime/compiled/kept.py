@@ -48,7 +48,7 @@ TRACED = (
     "serve.runtime.pipeline",
     "serve.runtime.steps",
 )
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 THREAD = threading.local()
 T = TypeVar("T")
 K = TypeVar("K")
@@ -112,13 +112,19 @@ def folder() -> Path | None:
 
 def key(phases: Phases, phase: str, arguments: Any) -> str | None:
     """What the program of a phase with these abstract arguments is kept under; None on several devices, whose
-    order matters."""
+    order matters, and where the hash of `TRACED` does not hold the phases' code."""
     devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
-    if len(devices) > 1:
+    if len(devices) > 1 or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
         return None
     (device,) = devices
     facts = *environment(device), *described(phases, phase, arguments)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def is_traced(part: object) -> bool:
+    """Whether a part of the phases, if there is one, is of a module of `TRACED`."""
+    module = type(part).__module__.removeprefix("duetto.")
+    return part is None or any(module == name or module.startswith(f"{name}.") for name in TRACED)
 
 
 def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
@@ -139,7 +145,12 @@ def environment(device: Any) -> tuple[Any, ...]:
 
 @cache
 def traced() -> str:
-    """A hash of the code that programs are traced from."""
+    """A hash of the code that programs are traced from, as it was when this module was imported."""
+    return hash_of_traced()
+
+
+def hash_of_traced() -> str:
+    """The same as it is now."""
     return sources_hash(place for name in TRACED for place in places(name))
 
 
@@ -236,7 +247,7 @@ def compile(key: str | None, lowered: Lowered) -> Any:
     if known and read_bytes(key) == b"":
         with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
             compiled, known = found(lowered, unlike_any())
-    if folder() is not None and key is not None and not known:
+    if folder() is not None and key is not None and not known and hash_of_traced() == traced():
         with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
             write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
@@ -264,3 +275,6 @@ def watch_hits() -> None:
             THREAD.hits = getattr(THREAD, "hits", 0) + 1
 
     jax.monitoring.register_event_listener(on_event)
+
+
+traced()  # what is edited later is not what this process runs

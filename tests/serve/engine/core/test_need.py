@@ -77,6 +77,13 @@ def test_what_ends_before_it_pays_compiles_nothing():
     assert need.choice(MISSING, enough + 0.01, cost) == best
 
 
+def test_what_would_make_the_steps_slower_never_comes(monkeypatch):
+    need = need_of(SchedulerOutput(decode=works(8, 1)))
+    assert need.choice(MISSING, left=1e6, cost=1.0) is not None
+    monkeypatch.setattr(need, "share", lambda _: -0.1)
+    assert need.choice(MISSING, left=1e6, cost=1.0) is None
+
+
 def test_what_the_steps_do_not_lack_comes_late():
     need = need_of(SchedulerOutput(decode=works(8, 1)))
     assert need.choice(MISSING, left=50.0, cost=1.0) is None

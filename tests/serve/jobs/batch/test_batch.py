@@ -195,6 +195,7 @@ def test_a_lines_model_may_be_an_adapter(run):
 
 
 def test_the_engine_hears_how_many_lines_are_to_come(run):
-    """Behind those that it has: five of twelve lines, of which two end in each step; the last is wrong."""
+    """All at its start; then those behind what it has: five of twelve lines, of which two end in each step;
+    the last is wrong."""
     lines = [{"prompt": f"p{i}"} for i in range(11)] + [{"wrong": 1}]
-    assert run(lines, in_flight=5).engine.to_come == [7, 5, 3, 1, 0, 0]
+    assert run(lines, in_flight=5).engine.to_come == [12, 7, 5, 3, 1, 0, 0]

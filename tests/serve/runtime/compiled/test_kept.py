@@ -1,6 +1,6 @@
 """Programs kept on disk: a second start finds them, and nothing else is taken for them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -96,6 +96,25 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     monkeypatch.setattr(kept, "traced", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
+
+
+def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
+    @dataclass(frozen=True)
+    class Foreign(TargetOnly):
+        """Of a module that `TRACED` does not name."""
+
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arguments = [jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)]
+    assert kept.key(TargetOnly(tiny.config), "decode", arguments) is not None
+    assert kept.key(Foreign(tiny.config), "decode", arguments) is None
+
+
+def test_a_program_of_code_that_was_edited_since_the_import_is_not_kept(folder, monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    kept.compile("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
+    monkeypatch.setattr(kept, "hash_of_traced", lambda: "edited")
+    kept.compile("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
+    assert kept.read_bytes("same") and not kept.read_bytes("edited")
 
 
 def test_nothing_is_kept_without_a_cache(folder):
