@@ -102,6 +102,8 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(kept, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
+    # nothing is kept: what a program was compiled to before may have come from jax's cache
+    monkeypatch.setattr(kept, "compile", lambda _, lowered: lowered.compile())
     monkeypatch.setattr(kept.Spent, "mean", 0.0)
 
 

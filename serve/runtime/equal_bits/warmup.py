@@ -139,11 +139,11 @@ class Warmup:
             self._add(shape) if shape else time.sleep(PAUSE)
 
     def _take(self) -> Shape | None:
-        """The shape to compile now: the one that is wanted, or any where nothing serves, one at a time, and
-        where the engine waits for all."""
+        """The shape to compile now: the one that is wanted, or any where nothing serves, and where the engine
+        waits for all."""
         with self._lock:
             shape, self.wanted = self.wanted, None
-            if self._waited_for or (self.idle and not self.is_compiling):
+            if self.idle or self._waited_for:
                 shape = next(iter(self._missing), None)
             if shape is None or shape not in self._missing:  # another thread was faster
                 return None
