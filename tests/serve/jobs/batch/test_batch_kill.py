@@ -18,7 +18,6 @@ from fakes import jobs
 from duetto.serve.jobs.batch.journal import about_and_answer
 
 ROOT = Path(__file__).resolve().parents[4]
-KILLS = 20
 MAIN = "from duetto.serve.cli.main import main; raise SystemExit(main())"
 FLAGS = [
     "--max-num-seqs",
@@ -84,7 +83,8 @@ def answered(journal: Path) -> list[int]:
     return [record[0]["index"] for record in records if record is not None]
 
 
-def test_a_job_killed_twenty_times_ends_with_the_same_bytes(source):
+@pytest.mark.parametrize("times", [3, 20])
+def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
     whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
     journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
     assert start(source, whole).wait() == 0
@@ -92,7 +92,7 @@ def test_a_job_killed_twenty_times_ends_with_the_same_bytes(source):
     assert expected.count(b"\n") == LINES
 
     chance, kills, before = random.Random(7), 0, set()
-    while kills < KILLS:
+    while kills < times:
         process = jobs.start(*arguments(source, out))
         if killed(process, journal, chance):
             kills += 1
