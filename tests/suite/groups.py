@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Forgive what other software leaves open: the collector finds it in any later test."""
+    if "extras" in config.option.markexpr:
+        config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
