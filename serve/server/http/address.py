@@ -1,17 +1,9 @@
-"""Where a process listens, and the two steps of its end: what servers and routers share. Nothing here imports
-jax."""
+"""The address and the certificates of a server or a router. Nothing here imports jax."""
 
-import os
-import signal
 import socket
 import ssl
-from collections.abc import Callable
 from ipaddress import ip_address
-from types import FrameType
 
-import uvicorn
-
-from ...host.streams import tell
 from ...options.server import ServerOptions
 
 
@@ -51,26 +43,6 @@ def check_certificates(options: ServerOptions) -> None:
         except OSError as error:
             files = " with ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
             raise ValueError(f"ssl_certfile {files} is not allowed: {error}") from None
-
-
-class Server(uvicorn.Server):
-    """Ends in two steps: at a first signal it takes no more requests, and ends when those under way are done;
-    a second one ends the process."""
-
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
-        super().__init__(config)
-        self._drain, self._place, self._signals = drain, place, 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        tell(f"duetto: serving {self._place}")
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(128 + sig)
-        tell(f"duetto: {signal.Signals(sig).name}: no more requests are taken; a second signal ends at once")
-        self._drain()
 
 
 def url(options: ServerOptions, own: socket.socket) -> str:

@@ -6,15 +6,13 @@ from starlette.middleware import Middleware
 from ..routes import completions
 from ..routes.adapters import Adapters
 from ..routes.embeddings import Embeddings
-from ..routes.page import ApiPage
+from ..routes.openapi import ApiPage
 from ..routes.profile import Profile
 from ..routes.state import ServerState
 from ..routes.tokens import TokenRoutes
 from ..routes.weights import Weights
-from ..service.errors import HANDLERS
 from ..service.service import Service
-from .auth import Keys
-from .cors import guards
+from .lifecycle import guarded_app
 from .tracing import Traced, Tracing
 
 
@@ -29,9 +27,6 @@ def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette
     if service.options.weights_dir is not None:
         paths += Weights(service, service.options.weights_dir).paths
     paths += ApiPage(paths, has_keys=bool(keys)).paths
-    middleware = guards(service.options)
-    middleware.append(Middleware(Keys, keys=keys, open=[path.path for path in paths if path.is_open]))
-    if tracing is not None:
-        middleware.append(Middleware(Traced, tracing=tracing))
-    routes = [path.route for path in paths]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    open = [path.path for path in paths if path.is_open]
+    inner = [] if tracing is None else [Middleware(Traced, tracing=tracing)]
+    return guarded_app([path.route for path in paths], service.options, keys, open, inner)

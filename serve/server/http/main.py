@@ -1,14 +1,9 @@
 """A server's life: from an address and certificates that are looked at before a model is read, to the end of
 the last stream."""
 
-import asyncio
 import socket
-import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-import uvicorn
 
 from ...host.heap import freeze_what_lasts
 from ...host.streams import tell
@@ -16,18 +11,11 @@ from ...kv.events import EventsConfig, Publisher, events_of
 from ...llm.llm import LLM
 from ...options.server import ServerOptions
 from ..service.service import Service
-from .address import Server, check_certificates, is_of_this_machine, reserved, reuse, url
+from .address import check_certificates, reserved, url
 from .app import app
-from .auth import keys_in
-from .http_limits import protocol
+from .guards import keys_in
+from .lifecycle import run, serve_app
 from .tracing import Tracing, tracing_to
-
-if sys.platform == "win32":  # uvloop is not there
-    from asyncio import run
-else:
-    from uvloop import run
-
-CLOSING = 3  # seconds that connections have after the last request
 
 
 @dataclass(frozen=True)
@@ -58,21 +46,9 @@ def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Se
 async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
     publisher = published(llm, front.events)
     service = Service(llm, options, defaults)
-    config = uvicorn.Config(
-        app(service, front.keys, front.tracing), http=protocol(options.receive_timeout), ws="none",
-        loop="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=CLOSING, ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-    )  # fmt: skip
-    loop, own_url = asyncio.get_running_loop(), url(options, front.own)
-    place = f"{', '.join(service.names)} at {own_url}/v1, to try on {own_url}/docs"
-    server = Server(config, partial(loop.call_soon_threadsafe, service.drain), place)
-    ending = asyncio.create_task(end(service, server))
-    if not front.keys and not is_of_this_machine(front.own):
-        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
-    reuse(front.own, True)  # connections that outlive the server have this of it, and do not bar the next one
-    await server.serve(sockets=[front.own])
-    ending.cancel()
+    own_app, address = app(service, front.keys, front.tracing), url(options, front.own)
+    place = f"{', '.join(service.names)} at {address}/v1, to try on {address}/docs"
+    await serve_app(own_app, options, front.own, bool(front.keys), place, service.drain, service.ended)
     await service.close()
     if publisher is not None:
         publisher.close()
@@ -91,8 +67,3 @@ def published(llm: LLM, config: EventsConfig) -> Publisher | None:
     publisher = Publisher(config, root, llm.engine.tables.page_size)
     llm.engine.tables.tell(publisher)
     return publisher
-
-
-async def end(service: Service, server: uvicorn.Server) -> None:
-    await service.ended.wait()
-    server.should_exit = True

@@ -1,19 +1,19 @@
 """The paths of a router."""
 
 from collections.abc import Sequence
+from functools import partial
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...kv.routing.placement import Replica
 from ...options.server import ServerOptions
-from ..http.auth import Keys
-from ..http.cors import guards
-from ..service.errors import HANDLERS
-from .metrics import CONTENT_TYPE, RouterMetrics
+from ..http.lifecycle import guarded_app
+from ..service.metrics import Exposition
+from .metrics import router_families
 from .proxy import Proxy
 
 ASKED = (
@@ -30,7 +30,7 @@ OPEN = ("/health", "/ready", "/openapi.json", "/docs")
 
 def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys: list[str]) -> Starlette:
     """What a router answers itself, and what its replicas answer; with keys, to those who have one."""
-    metrics = RouterMetrics(replicas, proxy)
+    metrics = Exposition(partial(router_families, replicas, proxy))
 
     async def health(request: Request) -> Response:
         """Whether the router lives."""
@@ -42,10 +42,9 @@ def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys:
         return Response(status_code=200 if takes else 503)
 
     async def counts(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", counts)]
     routes += [Route(path, proxy, methods=["POST"]) for path in ASKED]
     routes += [Route(path, proxy, methods=["GET"]) for path in TOLD]
-    middleware = [*guards(options), Middleware(Keys, keys=keys, open=OPEN)]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    return guarded_app(routes, options, keys, OPEN)

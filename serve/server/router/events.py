@@ -62,10 +62,10 @@ class ReplicaPages:
 
 
 class Listener:
-    """Hears the events of all replicas in a thread of its own; `heard` is called there."""
+    """Hears the events of all replicas in a thread of its own; `on_events` is called there."""
 
-    def __init__(self, places: Sequence[str], heard: Callable[[int, int, KVEventBatch], None]):
-        self._zmq, self._heard, self._is_over = zmq("kv_events"), heard, False
+    def __init__(self, places: Sequence[str], on_events: Callable[[int, int, KVEventBatch], None]):
+        self._zmq, self._on_events, self._is_over = zmq("kv_events"), on_events, False
         self._context = self._zmq.Context()
         self._thread = threading.Thread(
             target=self._listen, args=(places,), name="duetto-events", daemon=True
@@ -83,9 +83,9 @@ class Listener:
             sockets[socket] = i
         while not self._is_over:
             for socket, _ in poller.poll(PERIOD):
-                _, number, told = socket.recv_multipart()
+                _, number, payload = socket.recv_multipart()
                 try:
-                    self._heard(sockets[socket], int.from_bytes(number), read(told))
+                    self._on_events(sockets[socket], int.from_bytes(number), read(payload))
                 except msgspec.DecodeError as error:
                     tell(f"duetto: events from {places[sockets[socket]]} cannot be read: {error}")
         for socket in sockets:

@@ -30,9 +30,9 @@ class Health:
         missed = 0
         while True:
             try:
-                status, realm = await self._ask(replica, "/ready")
+                status, realm = await self._probe(replica, "/ready")
                 if status == 503:
-                    status = 500 if (await self._ask(replica, "/health"))[0] != 200 else 503
+                    status = 500 if (await self._probe(replica, "/health"))[0] != 200 else 503
             except Lacking as lacking:  # nothing is known of the replica
                 warn(f"no replica can be asked for its health now: {lacking}")
             else:
@@ -59,7 +59,7 @@ class Health:
         elif now - self._since > self._options.max_absence:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))
 
-    async def _ask(self, replica: Replica, path: str) -> tuple[int, str]:
+    async def _probe(self, replica: Replica, path: str) -> tuple[int, str]:
         """The status of an open path, 0 where none came in time, and the realm that its answer names. Raises
         Lacking."""
         try:
@@ -78,7 +78,7 @@ class Health:
 async def status_of(replica: Replica, path: str) -> tuple[int, str]:
     connection = await HttpConnection.to(ServerAddress.of(replica.address))
     try:
-        connection.ask("GET", path, ())
+        connection.send("GET", path, ())
         status = await connection.status()
         return status, dict(connection.headers).get(REALM.encode(), b"").decode("latin-1")
     finally:

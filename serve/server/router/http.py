@@ -79,7 +79,7 @@ class HttpConnection:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return cls(target, reader, writer)
 
-    def ask(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
+    def send(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
         lines = [b"%s %s HTTP/1.1" % (method.encode(), path.encode())]
         lines += [b"host: " + self._target.authority.encode(), b"connection: close"]
         lines += [b"%s: %s" % header for header in headers]

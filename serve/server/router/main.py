@@ -2,21 +2,16 @@
 
 import asyncio
 import socket
-import sys
 from collections.abc import Sequence
-from functools import partial
 
-import uvicorn
-
-from ...host.streams import tell
 from ...kv.events import KVEventBatch, zmq
 from ...kv.routing.placement import Replica
 from ...kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.tokenizer.tokenizer import Tokenizer
-from ..http.address import Server, is_of_this_machine, reuse, url
-from ..http.http_limits import protocol
+from ..http.address import url
+from ..http.lifecycle import run, serve_app
 from .app import app
 from .events import Listener, ReplicaPages
 from .health import Health
@@ -25,13 +20,6 @@ from .prefills import PrefillPool
 from .prompts import Naming, TextNaming, TokenNaming
 from .proxy import Proxy
 from .queue import RequestQueue
-
-if sys.platform == "win32":  # uvloop is not there
-    from asyncio import run
-else:
-    from uvloop import run
-
-CLOSING = 3  # seconds that connections have after the last request
 
 
 def naming(options: RouterOptions) -> Naming:
@@ -76,20 +64,8 @@ async def route(options: RouterOptions, server: ServerOptions, own: socket.socke
     line, prefills = line_and_prefills(replicas, options, server)
     proxy = Proxy(line, prefills, naming(options), options, server)
     health, listener = Health(replicas, line, options), listening(replicas, options)
-    config = uvicorn.Config(
-        app(replicas, proxy, server, keys), http=protocol(server.receive_timeout), ws="none", loop="none",
-        lifespan="off", log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=CLOSING, ssl_certfile=server.ssl_certfile, ssl_keyfile=server.ssl_keyfile,
-    )  # fmt: skip
-    loop = asyncio.get_running_loop()
-    place = f"{len(replicas)} replicas at {url(server, own)}/v1"
-    router = Server(config, partial(loop.call_soon_threadsafe, proxy.drain), place)
-    if not keys and not is_of_this_machine(own):
-        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
-    reuse(own, True)  # connections that outlive the router have this of it, and do not bar the next one
-    ending = asyncio.create_task(end(proxy, router))
-    await router.serve(sockets=[own])
-    ending.cancel()
+    own_app, place = app(replicas, proxy, server, keys), f"{len(replicas)} replicas at {url(server, own)}/v1"
+    await serve_app(own_app, server, own, bool(keys), place, proxy.drain, proxy.idle)
     health.close()
     if listener is not None:
         listener.close()
@@ -110,8 +86,3 @@ def listening(replicas: Sequence[Replica], options: RouterOptions) -> Listener |
         loop.call_soon_threadsafe(pages[replica].take, number, events)
 
     return Listener(options.kv_events, on_events)
-
-
-async def end(proxy: Proxy, router: uvicorn.Server) -> None:
-    await proxy.idle.wait()
-    router.should_exit = True

@@ -7,7 +7,7 @@ import msgspec
 
 from ....kvcache.names import extend, root
 from ...kv.routing.placement import Prompt
-from ...text.openai.toolboxes import of_response
+from ...text.openai.fields import of_response
 from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 
@@ -87,8 +87,8 @@ def tools_of(path: str, body: Mapping[str, Any]) -> Any:
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
     """About what a response's template is given."""
-    given, told = body.get("input"), body.get("instructions")
-    before = [{"role": "system", "content": told}] if told else []
+    given, instructions = body.get("input"), body.get("instructions")
+    before = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*before, {"role": "user", "content": given}]
     return [*before, *(given if isinstance(given, list) else ())]

@@ -14,8 +14,7 @@ from ...host.streams import tell
 from ...kv.routing.placement import Prompt, Replica, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError
+from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
@@ -24,7 +23,7 @@ from .http import Headers, HttpConnection, Lost, ServerAddress
 from .prefills import PrefillPool
 from .prompts import Naming
 from .queue import RequestQueue
-from .resumable import Plain, Resumable, said_in
+from .resumable import Plain, Resumable, first_data
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -78,7 +77,7 @@ class ProxyRequest:
         """Whether its tokens cannot be continued, since their realm was never named."""
         return self.stream is not None and self.stream.has_begun and not self.stream.realm
 
-    def begin_anew(self) -> bool:
+    def restart(self) -> bool:
         """Whether the client has nothing of it, so that all that is known can be forgotten, as it is."""
         if self.has_head or self.stream is None:
             return False
@@ -113,13 +112,13 @@ class Proxy:
             raise HttpError(503, "the router is ending", "unavailable")
         with self._under_way():
             try:
-                request = Request(scope, receive)
-                body = await read_body(request, self.server) if scope["method"] == "POST" else b""
-                asked, fields = self._read_request(scope, body)
-                job = RoutedRequest(await self._named(asked.path, fields, len(body)))
+                is_post = scope["method"] == "POST"
+                body = await read_body(Request(scope, receive), self.server) if is_post else b""
+                request, fields = self._read_request(scope, body)
+                job = RoutedRequest(await self._named(request.path, fields, len(body)))
                 tokens = charge(scope["path"], fields, job.prompt)
                 place = self.line.place(scope.get("client_name", ""), tokens)
-                await while_read(receive, self._answer(asked, job, place, send))
+                await while_read(receive, self._answer(request, job, place, send))
             except ClientLeft:
                 pass
 
@@ -142,13 +141,11 @@ class Proxy:
     def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Mapping[str, Any]]:
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        asked, fields = (
-            ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE),
-            read(body),
-        )
-        if self.options.resume and asked.generates and fields and fields.get("resume") is None:
-            asked.stream = Resumable(fields)
-        return asked, fields
+        request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE)
+        fields = read(body)
+        if self.options.resume and request.generates and fields and fields.get("resume") is None:
+            request.stream = Resumable(fields)
+        return request, fields
 
     async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
         if not fields:
@@ -159,15 +156,15 @@ class Proxy:
 
     # ------------------------------------------------------------ replicas, one after the other
 
-    async def _answer(self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
+    async def _answer(self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
         attempt = 1
         while attempt <= self.options.attempts:
             last = attempt == self.options.attempts
-            replica = await self._replica(asked, job, place, send)
+            replica = await self._replica(request, job, place, send)
             if replica is None:
                 return
             try:
-                if await self._asked_of(replica, asked, job, send, last):
+                if await self._forward(replica, request, job, send, last):
                     return
                 job.left.add(replica)
             except Unfit as unfit:  # costs no attempt: each replica is asked once
@@ -177,69 +174,69 @@ class Proxy:
             except Lost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
                 replica.is_ready = False  # until the next look at its health
-                if await self._is_over(asked, send, last):
+                if await self._give_up(request, send, last):
                     return
             finally:
                 self.line.leave(replica, job)
             attempt += 1
-            self.resumed += asked.has_begun
-            self.retried += not asked.has_begun
+            self.resumed += request.has_begun
+            self.retried += not request.has_begun
 
     async def _replica(
-        self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send
+        self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send
     ) -> Replica | None:
         """The replica that has the request next; None where the client was sent an error. A whole answer that
         no replica can go on with begins anew."""
-        job.realm = asked.realm
+        job.realm = request.realm
         try:
             return await self.line.replica(job, place)
         except HttpError as error:
             found = error
             if job.others and error.code == "unavailable":
-                if asked.begin_anew():
+                if request.restart():
                     tell("duetto: no replica has the weights that an answer began with: it begins anew")
                     job.begin_anew()
-                    return await self._replica(asked, job, place, send)
+                    return await self._replica(request, job, place, send)
                 found = OTHER_REALM
                 tell(f"duetto: a stream ends with an error: {found}")
-            if not asked.has_head:
+            if not request.has_head:
                 raise
             await fail(found, send)
             return None
 
-    async def _is_over(self, asked: ProxyRequest, send: Send, last: bool) -> bool:
+    async def _give_up(self, request: ProxyRequest, send: Send, last: bool) -> bool:
         """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
         nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
-        if asked.is_lost:
-            asked.begin_anew()
-        if asked.has_head and (last or asked.stream is None or asked.is_lost):
+        if request.is_lost:
+            request.restart()
+        if request.has_head and (last or request.stream is None or request.is_lost):
             await fail(error, send)
             return True
         if last:
             raise error
         return False
 
-    async def _asked_of(
-        self, replica: Replica, asked: ProxyRequest, job: RoutedRequest, send: Send, last: bool
+    async def _forward(
+        self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
         """Whether a replica has answered. Raises Lost."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections.add(connection)
         try:
-            with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
-                connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
+            with self.prefills.beside(job) if request.generates else nullcontext([]) as more:
+                connection.send(request.method, request.path, request.headers + more, request.sent)
                 status = await connection.status()
-            if status == OTHER and asked.realm:
-                raise Unfit(told_in(await connection.body()))
+            if status == OTHER and request.realm:
+                raise Unfit(error_message(await connection.body()))
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)
             kind = dict(connection.headers).get(b"content-type", b"")
             if status == 200 and kind.startswith(b"text/event-stream"):
-                await self._stream(connection, asked, send, last)
+                await self._pass_stream(connection, request, send, last)
             else:
-                await self._whole(connection, status, asked, send)
+                await self._pass_whole(connection, request, send)
             return True
         finally:
             replica.connections.discard(connection)
@@ -248,33 +245,35 @@ class Proxy:
     def _others(self, job: RoutedRequest, replica: Replica) -> bool:
         return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
 
-    async def _whole(self, connection: HttpConnection, status: int, asked: ProxyRequest, send: Send) -> None:
-        body = await connection.body()
-        if asked.has_head:  # a stream that cannot go on there
-            return await fail(HttpError(502, told_in(body), "replica_lost"), send)
-        await answer(asked, status, headers_of(connection), body, send)
+    async def _pass_whole(self, connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
+        status, body = await connection.status(), await connection.body()
+        if request.has_head:  # a stream that cannot go on there
+            return await fail(HttpError(502, error_message(body), "replica_lost"), send)
+        await answer(request, status, headers_of(connection), body, send)
 
-    async def _gathered(
-        self, connection: HttpConnection, stream: Resumable, asked: ProxyRequest, send: Send, last: bool
+    async def _send_whole(
+        self, connection: HttpConnection, stream: Resumable, request: ProxyRequest, send: Send, last: bool
     ) -> None:
         """A whole answer, of whose tokens the replica has told before."""
         async with aclosing(connection.pieces()) as pieces:
             events = b"".join([stream.take(piece) async for piece in pieces])
-        body = said_in(events + stream.held)
+        body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
             raise Lost("the answer has ended before it was whole")
         headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
         headers.append((b"content-type", b"application/json"))
-        await answer(asked, 200 if stream.is_whole else 502, headers, body, send)
+        await answer(request, 200 if stream.is_whole else 502, headers, body, send)
 
-    async def _stream(self, connection: HttpConnection, asked: ProxyRequest, send: Send, last: bool) -> None:
-        stream = asked.stream
+    async def _pass_stream(
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
+    ) -> None:
+        stream = request.stream
         if stream is not None:
             stream.begin()
             if not stream.is_stream:
-                return await self._gathered(connection, stream, asked, send, last)
-        if not asked.has_head:
-            await begin(asked, 200, headers_of(connection), send)
+                return await self._send_whole(connection, stream, request, send, last)
+        if not request.has_head:
+            await begin(request, 200, headers_of(connection), send)
         own = stream or Plain()
         async with aclosing(connection.pieces()) as pieces:
             async for piece in pieces:
@@ -285,13 +284,13 @@ class Proxy:
         await send({"type": "http.response.body", "body": own.held})
 
 
-async def begin(asked: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
+async def begin(request: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    asked.has_head = True
+    request.has_head = True
 
 
-async def answer(asked: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
-    await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+async def answer(request: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
+    await begin(request, status, [*headers, (b"content-length", b"%d" % len(body))], send)
     await send({"type": "http.response.body", "body": body})
 
 
@@ -314,6 +313,6 @@ def read(body: bytes) -> Mapping[str, Any]:
         return {}
 
 
-def told_in(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     error = read(body).get("error")
     return str(error.get("message")) if isinstance(error, dict) else "the replica cannot go on"

@@ -54,8 +54,8 @@ class RequestQueue:
         try:
             return await asyncio.wait_for(place.seat, self._options.max_wait)
         except TimeoutError:
-            told = f"no replica was free within {self._options.max_wait:g} s"
-            raise HttpError(503, told, "max_wait") from None
+            reason = f"no replica was free within {self._options.max_wait:g} s"
+            raise HttpError(503, reason, "max_wait") from None
         except asyncio.CancelledError:
             if place.seat.done() and not place.seat.cancelled() and place.seat.exception() is None:
                 self.leave(place.seat.result(), job)  # it had got one at the same moment

@@ -92,7 +92,7 @@ class Resumable:
             self._outputs[choice] += ids
 
 
-def said_in(events: bytes) -> bytes:
+def first_data(events: bytes) -> bytes:
     """What the first of some events says; nothing where all are comments."""
-    said = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
-    return next(said, b"")
+    data = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
+    return next(data, b"")

@@ -8,8 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
 from ....refusals import shown
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, object_of, require
 from ...text.openai.schemas import Body
 from ...text.openai.tasks import refuse_unknown
 from ..service.errors import HttpError
@@ -63,8 +62,8 @@ class Adapters:
         if name in self.service.names:
             raise RequestError("invalid_request", f"{name!r} is the model's own name", "lora_name")
         if name in self.service.adapters and not again:
-            told = f"the adapter {name!r} has been loaded already: set load_inplace to load it again"
-            raise RequestError("invalid_request", told, "lora_name")
+            reason = f"the adapter {name!r} has been loaded already: set load_inplace to load it again"
+            raise RequestError("invalid_request", reason, "lora_name")
         try:
             await asyncio.to_thread(self.service.load_adapter, name, path)
         except ValueError as error:

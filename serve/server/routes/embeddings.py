@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from ...llm.driver import StreamHandle
 from ...text.openai.bodies import EmbeddingFields
 from ...text.openai.embeddings import EmbeddingInputs, inputs_of, reply
-from ...text.openai.reading import object_of
+from ...text.openai.errors import object_of
 from ...text.openai.reply_types import EmbeddingReply
 from ...text.openai.schemas import Body, without_effect
 from ...text.openai.tasks import Task

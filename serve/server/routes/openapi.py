@@ -1,15 +1,23 @@
 """Paths of a server: who answers each, and what the OpenAPI document says of it."""
 
+import base64
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ...text.openai.reply_types import ErrorReply
 from ...text.openai.schemas import Body, Schemas
 
+PAGE = pathlib.Path(__file__).with_name("docs.html")
 JSON, EVENTS = "application/json", "text/event-stream"
 READ_ERRORS = (400, 403, 408, 413, 500)  # errors of whoever reads a body
 ERRORS = {
@@ -62,7 +70,7 @@ class Path:
         return re.sub(r"{(\w+):\w+}", r"{\1}", self.path)
 
 
-def document(paths: Sequence[Path], version: str, has_keys: bool) -> dict[str, Any]:
+def document(paths: Sequence[Path], release: str, has_keys: bool) -> dict[str, Any]:
     """The OpenAPI document of paths."""
     schemas, operations = Schemas(), {}
     for path in paths:
@@ -70,7 +78,7 @@ def document(paths: Sequence[Path], version: str, has_keys: bool) -> dict[str, A
     keys = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "duetto", "version": version},
+        "info": {"title": "duetto", "version": release},
         "paths": operations,
         "components": {"schemas": schemas.found} | keys,
     } | ({"security": [{"key": []}]} if has_keys else {})
@@ -116,9 +124,48 @@ def event(kind: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     """The schema of each event of a stream; a stream that fails on its way ends with an error."""
     held = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [kind, error]}}
     data = {"anyOf": [{"const": "[DONE]"}, held]}
-    told = "with stream true: server-sent events, each of these fields"
-    return {"type": "object", "description": told, "properties": {"data": data}, "required": ["data"]}
+    about = "with stream true: server-sent events, each of these fields"
+    return {"type": "object", "description": about, "properties": {"data": data}, "required": ["data"]}
 
 
 def content(media: str | None, schema: dict[str, Any]) -> dict[str, Any]:
     return {} if media is None else {"content": {media: {"schema": schema}}}
+
+
+class ApiPage:
+    """Says what the paths of a server are, its own included, for programs and for people."""
+
+    def __init__(self, others: Sequence[Path], has_keys: bool):
+        self.paths = [
+            Path("/openapi.json", self.openapi, "this document", reply=dict[str, Any], is_open=True),
+            Path("/docs", self.docs, "a page to try all of this", media="text/html", is_open=True),
+        ]
+        self._document = msgspec.json.encode(document([*others, *self.paths], version("duetto"), has_keys))
+        self._page = PAGE.read_bytes()
+        self._headers = {
+            "content-security-policy": policy(self._page),
+            "cache-control": "no-cache",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._page, headers=self._headers, media_type="text/html")
+
+
+def policy(page: bytes) -> str:
+    """A browser runs the page's own script and style, and asks its own server, and nothing else."""
+    script, style = (f"'sha256-{digest(page, name)}'" for name in (b"script", b"style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def digest(page: bytes, name: bytes) -> str:
+    """Of what an element holds, which the page has one of."""
+    (held,) = re.findall(b"<%b>(.*?)</%b>" % (name, name), page, re.DOTALL)
+    return base64.b64encode(sha256(held).digest()).decode()

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Literal, TypedDict
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..service.errors import json_response
-from ..service.metrics import CONTENT_TYPE, EngineMetrics
+from ..service.metrics import Exposition
 from ..service.service import Service
 from .body import REALM
+from .metrics import engine_families
 from .openapi import Path
 
 
@@ -44,7 +47,8 @@ class ServerState:
 
     def __init__(self, service: Service):
         self.service, self._since = service, int(time.time())
-        self._metrics = EngineMetrics(service.llm, service.names[0], service.delay.histogram)
+        read = partial(engine_families, service.llm, service.names[0])
+        self._metrics = Exposition(read, service.lag.histogram)
         self.paths = [
             Path("/v1/models", self.models, "the served names", reply=Models),
             Path("/v1/models/{name:path}", self.model, "one of them", reply=Model, errors=[404]),
@@ -82,4 +86,4 @@ class ServerState:
         return json_response({"version": version("duetto")})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE_LATEST)

@@ -10,10 +10,9 @@ from starlette.responses import Response
 
 from ....fields import knob
 from ...text.openai.bodies import Message
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, object_of, require
+from ...text.openai.fields import toolbox_of
 from ...text.openai.schemas import Body
-from ...text.openai.toolboxes import toolbox_of
 from ...text.tokenizer.chat import apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..service.errors import HttpError, json_response

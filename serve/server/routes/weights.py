@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....fields import knob
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, object_of, require
 from ...text.openai.schemas import Body
 from ..service.errors import HttpError, json_response
 from ..service.service import Service
@@ -54,11 +53,11 @@ class Weights:
         self.service, self._llm, self._folder = service, service.llm, Folder(folder).resolve()
         self._one = asyncio.Lock()
         body = Body("UpdateBody", (UpdateFields,), {"path": "step-100", "mode": "keep"}, closed=True)
-        asked = {"mode": MODES, "clear_cache": TRUTH}
+        query = {"mode": MODES, "clear_cache": TRUTH}
         self.paths = [
             Path(
                 "/pause", self.pause, "take no more steps: mode abort (the default), wait or keep",
-                reply=Paused, errors=[400, 403, 409], changes=True, query=asked,
+                reply=Paused, errors=[400, 403, 409], changes=True, query=query,
             ),
             Path("/resume", self.resume, "go on", reply=Paused, errors=[403, 409], changes=True),
             Path("/is_paused", self.is_paused, "whether steps are taken", reply=IsPaused),
@@ -72,12 +71,12 @@ class Weights:
         given = request.query_params.multi_items()
         repeated = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
         require(not repeated, "query", ", ".join(repeated), "each name once")
-        asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(given)
-        others = sorted(asked.keys() - {"mode", "clear_cache"})
+        query: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(given)
+        others = sorted(query.keys() - {"mode", "clear_cache"})
         require(not others, "query", ", ".join(others), "mode and clear_cache")
         for name, allowed in {"mode": MODES, "clear_cache": TRUTH}.items():
-            require(asked[name] in allowed, name, asked[name], ", ".join(allowed))
-        pause = partial(self._llm.pause_generation, asked["mode"], asked["clear_cache"] == "true")
+            require(query[name] in allowed, name, query[name], ", ".join(allowed))
+        pause = partial(self._llm.pause_generation, query["mode"], query["clear_cache"] == "true")
         await self._done(pause)
         return json_response({"status": "paused"})
 

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...text.openai.refusing import RequestError, encodable
+from ...text.openai.errors import RequestError, encodable
 
 TYPES = {
     401: "authentication_error",
@@ -35,13 +35,13 @@ class HttpError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
-        told = {
+        error_body = {
             "message": encodable(str(self))[:LONGEST],
             "type": kind,
             "param": self.param,
             "code": self.code,
         }
-        return {"error": told}
+        return {"error": error_body}
 
     def response(self) -> Response:
         headers = {"retry-after": RETRY} if self.status in (429, 503) else {}
@@ -62,8 +62,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
         case ClientLeft():
             return Response(status_code=LEFT)
         case HTTPException():  # Starlette's own: no such path, another method
-            told = f"{request.method} {request.url.path}: {error.detail}"
-            response = HttpError(error.status_code, told).response()
+            error_body = f"{request.method} {request.url.path}: {error.detail}"
+            response = HttpError(error.status_code, error_body).response()
             response.headers.update(error.headers or {})
             return response
     return HttpError(500, "the server has failed; its log says how", "internal_error").response()

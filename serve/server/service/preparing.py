@@ -14,7 +14,7 @@ from ...host.threads import finished
 from ...llm.driver import Driver, StreamHandle
 from ...llm.llm import LLM
 from ...text.grammar.grammars import Wanted
-from ...text.openai.refusing import RequestError
+from ...text.openai.errors import RequestError
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, params_for, prompt_ids, refusal
 from ...text.tokenizer.chat import ChatTemplateError
@@ -95,8 +95,8 @@ class TaskPreparer:
     def _read(self, task: Task) -> PreparedPrompt:
         prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
         params = task.pooling or params_for(task, self._replies.dialect, prompt)
-        asked = None if isinstance(params, PoolingParams) else params.structured_outputs
-        return PreparedPrompt(task, prompt, params, None if asked is None else self._driver.wanted(asked))
+        params = None if isinstance(params, PoolingParams) else params.structured_outputs
+        return PreparedPrompt(task, prompt, params, None if params is None else self._driver.wanted(params))
 
     def _flows(
         self, reads: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]

@@ -17,9 +17,9 @@ from ...options.server import ServerOptions
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
-from .delay import EventLoopLag
 from .errors import HttpError
 from .fair_queue import FairQueue
+from .metrics import EventLoopLag
 from .preparing import TaskPreparer
 from .streams import Stream
 
@@ -81,7 +81,7 @@ class Service:
         self._coming = self._calls = 0  # completions being tokenized, calls under way
         self._shares = FairQueue()
         self.max_model_len = llm.engine.sizes.max_model_len
-        self.delay = EventLoopLag(self._loop)
+        self.lag = EventLoopLag(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
@@ -321,5 +321,5 @@ class Service:
 
     async def close(self) -> None:
         self._pinging.cancel()
-        self.delay.close()
+        self.lag.close()
         await asyncio.to_thread(self._driver.stop)

@@ -6,26 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, require
 from ...text.openai.responses import task_of_response
 from ...text.openai.resume import Resume, resume_of
 from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
-TOLD = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
+REPEATED = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
-    their continuations, of which `silent` wants none. The answer repeats what was `told`, and can `resume`
-    one that has been begun elsewhere."""
+    """A parsed body.
+
+    tasks: one for each prompt
+    usage: whether a stream ends with a chunk that counts tokens
+    echo: whether prompts stand in front of their continuations
+    silent: whether there is no continuation, only the echo
+    repeated: fields of the body that the answer repeats
+    resume: an answer that another server has begun
+    created: seconds since 1970
+    """
 
     tasks: list[Task]
     stream: bool = False
     usage: bool = False
     echo: bool = False
     silent: bool = False
-    told: Mapping[str, Any] = field(default_factory=dict)
+    repeated: Mapping[str, Any] = field(default_factory=dict)
     resume: Resume | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -33,23 +40,23 @@ class CompletionRequest:
         if self.resume is not None:
             object.__setattr__(self, "tasks", self.resume.tasks(self.tasks))
             object.__setattr__(self, "created", self.resume.created)
-            unscored = self.goes_on or not self.resume.has_begun
+            unscored = self.is_resumable or not self.resume.has_begun
             require(
                 unscored, "resume", list(self.resume.outputs), "no tokens beside logprobs and stream false"
             )
 
     @property
-    def goes_on(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the answer tells its tokens, since it can go on elsewhere. A whole one with scores cannot:
         those of tokens from elsewhere are not known."""
         scores = [x for task in self.tasks for x in (task.params.logprobs, task.params.prompt_logprobs)]
         return self.resume is not None and (self.stream or all(x is None for x in scores))
 
 
-def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
     fields, stream, resume = streaming(body)
-    usage = usage_wanted(fields.pop("stream_options", {}), stream)
+    usage = wants_usage(fields.pop("stream_options", {}), stream)
     if form == "chat":
         return CompletionRequest(
             [task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume
@@ -70,11 +77,11 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     return CompletionRequest(tasks, stream, usage, echo, silent, resume=resume)
 
 
-def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
     """What the body of a response asks for. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
-    told = {name: fields[name] for name in TOLD if fields.get(name)}
-    return CompletionRequest([task_of_response(fields, defaults)], stream, told=told, resume=resume)
+    repeated = {name: fields[name] for name in REPEATED if fields.get(name)}
+    return CompletionRequest([task_of_response(fields, defaults)], stream, repeated=repeated, resume=resume)
 
 
 def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
@@ -85,7 +92,7 @@ def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | N
     return fields, stream, resume_of(fields.pop("resume", None))
 
 
-def usage_wanted(options: Any, stream: bool) -> bool:
+def wants_usage(options: Any, stream: bool) -> bool:
     require(isinstance(options, dict), "stream_options", options, "an object")
     require(stream or not options, "stream_options", options, "only with stream true")
     others = sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"})

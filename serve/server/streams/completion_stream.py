@@ -11,7 +11,7 @@ from ...text.openai.replies import PREFIXES, Replies, usage
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
-from ...text.tools.parting import ReplyParser
+from ...text.tools.reply_parser import ReplyParser
 from .completion_request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -24,23 +24,23 @@ def event(record: dict[str, Any]) -> bytes:
 
 
 def whole(
-    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+    replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
     """The answer to a request, of the results of its prompts."""
-    task, n = asked.tasks[0], asked.tasks[0].params.n
-    if asked.silent:
+    task, n = request.tasks[0], request.tasks[0].params.n
+    if request.silent:
         outputs = [replace(out, outputs=[silenced(one) for one in out.outputs]) for out in outputs]
     counted = replace(
         outputs[0],
         prompt_token_ids=[i for out in outputs for i in out.prompt_token_ids],
         outputs=[one for out in outputs for one in out.outputs],
     )
-    if asked.echo:
-        both = zip(outputs, asked.tasks, strict=True)
+    if request.echo:
+        both = zip(outputs, request.tasks, strict=True)
         outputs = [echoed(out, prompt_text(task, replies.tokenizer)) for out, task in both]
     choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
     cached = sum(out.num_cached_tokens for out in outputs)
-    reply = replies.body(id, task, replace(counted, outputs=choices), asked.created, cached)
+    reply = replies.body(id, task, replace(counted, outputs=choices), request.created, cached)
     if task.ids and task.form == "completion":  # of each choice those of its own prompt
         own = [out.prompt_token_ids for out in outputs for _ in range(n)]
         for choice, ids in zip(reply["choices"], own, strict=True):
@@ -81,17 +81,17 @@ class CompletionEvents:
 
     replies: Replies
     id: str
-    asked: CompletionRequest
+    request: CompletionRequest
     prompt_ids: Sequence[int] = ()
     tokens: int = 0  # generated so far
     _begun: dict[int, ReplyParser] = field(default_factory=dict)  # choices
-    _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
+    _offsets: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:
         """What comes before all that is generated: the prompts, where they are wanted."""
-        if not self.asked.echo:
+        if not self.request.echo:
             return b""
-        n, tasks = self.task.params.n, self.asked.tasks
+        n, tasks = self.task.params.n, self.request.tasks
         echoes = [
             CompletionOutput(i * n + j, prompt_text(task, self.replies.tokenizer), [])
             for i, task in enumerate(tasks)
@@ -101,7 +101,7 @@ class CompletionEvents:
 
     @property
     def task(self) -> Task:
-        return self.asked.tasks[0]
+        return self.request.tasks[0]
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
         """Events for what a step has brought."""
@@ -111,14 +111,14 @@ class CompletionEvents:
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         """The last events."""
-        if not self.asked.usage:
+        if not self.request.usage:
             return DONE
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
         counts |= {"total_tokens": prompt_tokens + self.tokens}
         details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
         return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
-    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
         """Take note of what another server has written, in so many events."""
         self.chunks(outputs)
 
@@ -129,7 +129,7 @@ class CompletionEvents:
     @cached_property
     def _frame(self) -> tuple[bytes, bytes]:
         """What stands before and after a choice in each event."""
-        usage = b',"usage":null' if self.asked.usage else b""
+        usage = b',"usage":null' if self.request.usage else b""
         before = ENCODER.encode(self._record).removesuffix(b"}")
         return b"data: " + before + b',"choices":[', b"]" + usage + b"}\n\n"
 
@@ -139,12 +139,12 @@ class CompletionEvents:
         return {
             "id": PREFIXES[self.task.form] + self.id,
             "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": self.asked.created,
+            "created": self.request.created,
             "model": self.replies.named(self.task),
         }
 
     def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
-        if self.asked.silent:
+        if self.request.silent:
             out = silenced(out)
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
@@ -156,8 +156,8 @@ class CompletionEvents:
             if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
                 yield choice
         else:
-            offset = self._told.get(out.index, 0)
+            offset = self._offsets.get(out.index, 0)
             choice = self.replies.completion_choice(out, self.task, offset)
             if choice["logprobs"] is not None:
-                self._told[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
+                self._offsets[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
             yield choice

@@ -8,8 +8,8 @@ from ...text.openai import responses
 from ...text.openai.replies import Replies
 from ...text.openai.responses import Response
 from ...text.outputs import CompletionOutput, RequestOutput
-from ...text.tools.incoming import TextDelta, ToolCallArguments, ToolCallStart
-from ...text.tools.parting import Part, ReasoningDelta
+from ...text.tools.reply_parser import Part, ReasoningDelta
+from ...text.tools.stream_reader import TextDelta, ToolCallArguments, ToolCallStart
 from .completion_request import CompletionRequest
 from .completion_stream import ENCODER
 
@@ -18,12 +18,12 @@ PREFIXES = {THOUGHT: "rs", ANSWER: "msg", ARGUMENTS: "fc"}  # of items' ids
 
 
 def whole(
-    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+    replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
     """The answer to a request."""
     (result,) = outputs
     (output,) = result.outputs
-    events = ResponseEvents(replies, id, asked, result.prompt_token_ids)
+    events = ResponseEvents(replies, id, request, result.prompt_token_ids)
     events.chunks([output])
     return events.ended(len(result.prompt_token_ids), result.num_cached_tokens)
 
@@ -66,9 +66,9 @@ class Item:
 class ResponseEvents:
     """Writes the events of a response; its reasoning is an item before its answer, and each call is one."""
 
-    def __init__(self, replies: Replies, id: str, asked: CompletionRequest, prompt_ids: Sequence[int]):
-        (task,) = asked.tasks
-        self._response = Response(id, asked.created, replies.named(task), task, asked.told)
+    def __init__(self, replies: Replies, id: str, request: CompletionRequest, prompt_ids: Sequence[int]):
+        (task,) = request.tasks
+        self._response = Response(id, request.created, replies.named(task), task, request.repeated)
         self._parting = replies.parting(task, prompt_ids, id)
         self._items: list[Item] = []
         self._last: CompletionOutput | None = None
@@ -94,15 +94,15 @@ class ResponseEvents:
         usage = responses.usage(prompt_tokens, cached_tokens, self._tokens, self._thoughts)
         return self._response.ended(self._last, [item.record() for item in self._items], usage)
 
-    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
         """Take note of what another server has written, in so many events."""
         self.chunks(outputs)
         self._count = count
 
     def failed(self, error: dict[str, Any]) -> bytes:
         """What a client is told of an error."""
-        told = {name: error[name] for name in ("code", "message", "param")}
-        return self._written("error", told)
+        repeated = {name: error[name] for name in ("code", "message", "param")}
+        return self._written("error", repeated)
 
     # ------------------------------------------------------------ items
 

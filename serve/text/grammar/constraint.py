@@ -96,5 +96,5 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
 
 def readable(error: str) -> str:
     """llguidance's reason, without the state that it names too; empty where it has a name alone."""
-    told = error.partition("\n<state>")[0].strip()
-    return "" if told.isidentifier() else told
+    reason = error.partition("\n<state>")[0].strip()
+    return "" if reason.isidentifier() else reason

@@ -65,7 +65,7 @@ class CompileProbe:
         """Raises ProbeStopped where the process was stopped meanwhile, or cannot run."""
         try:
             process = self._started(words)
-            return ask(process, {"text": text, "limits": self._limits} | vars(bounds))
+            return exchange(process, {"text": text, "limits": self._limits} | vars(bounds))
         except (OSError, EOFError, ValueError, pickle.UnpicklingError):
             self.stop()
             raise ProbeStopped from None
@@ -83,7 +83,7 @@ class CompileProbe:
                 return self._running[0]
             process = started()
             self._running = process, weakref.finalize(self, kill, process)
-        ask(process, {"tokens": words.tokens, "special": words.special_token_ids, "ends": words.ends})
+        exchange(process, {"tokens": words.tokens, "special": words.special_token_ids, "ends": words.ends})
         return process
 
 
@@ -100,7 +100,7 @@ def started() -> Process:
     )
 
 
-def ask(process: Process, given: Mapping[str, Any]) -> CompileCost:
+def exchange(process: Process, given: Mapping[str, Any]) -> CompileCost:
     """The report of what is given to a process."""
     assert process.stdin is not None and process.stdout is not None
     pickle.dump(given, process.stdin)

@@ -103,10 +103,10 @@ class Grammars:
         self._quick = Lane(replace(self._bounds, seconds=min(SLICE, self._bounds.seconds)))
         self._slow = Lane(replace(self._bounds, nice=NICE))
 
-    def constraint(self, asked: StructuredOutputsParams, start: int) -> Constraint:
+    def constraint(self, params: StructuredOutputsParams, start: int) -> Constraint:
         """What rules an output that begins at position `start`. Raises ValueError with llguidance's reason
         where it cannot be compiled, or without llguidance."""
-        wanted = self.wanted(asked, urgent=True)
+        wanted = self.wanted(params, urgent=True)
         try:
             found = wanted.future.result()
         finally:
@@ -114,13 +114,13 @@ class Grammars:
         with panics_as_errors():
             return Constraint(found.matcher.deep_copy(), frozenset(self._ends), found.first, start, found)
 
-    def wanted(self, asked: StructuredOutputsParams, urgent: bool = False) -> Wanted:
+    def wanted(self, params: StructuredOutputsParams, urgent: bool = False) -> Wanted:
         """A grammar's future, which is dropped when all requests that wait for it have left. Raises
         ValueError for what is no JSON or no text, and where the model lacks what grammars need."""
         self._check()
         with panics_as_errors(), self._lock:
             _ = self._vocabulary  # before anything else is asked of the library
-            text = source(asked)
+            text = source(params)
             job = self._jobs.get(text) or self._begin(text)
             job.waiting += 1
             job.urgent |= urgent
@@ -231,12 +231,12 @@ class Grammars:
 
 def check(cost: CompileCost, bounds: CompileLimits) -> None:
     """Raise ValueError for a grammar that takes too much, or that llguidance refuses."""
-    told = readable(cost.error) if cost.error else ""
+    reason = readable(cost.error) if cost.error else ""
     if cost.is_too_long:
-        told = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
+        reason = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
     elif cost.is_too_large or cost.bytes > bounds.bytes:
-        told = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
+        reason = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
     elif cost.signal:
-        told = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
-    if told or cost.error:
-        raise ValueError(f"structured_outputs is not allowed: {told or NOTHING}")
+        reason = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
+    if reason or cost.error:
+        raise ValueError(f"structured_outputs is not allowed: {reason or NOTHING}")

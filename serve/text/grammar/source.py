@@ -6,26 +6,26 @@ from typing import Any
 from ....sampling.structured import StructuredOutputsParams
 
 
-def source(asked: StructuredOutputsParams) -> str:
+def source(params: StructuredOutputsParams) -> str:
     """A grammar as llguidance takes it. Raises ValueError for what is no JSON or no text."""
     try:
-        return written(asked)
+        return written(params)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
 
 
-def written(asked: StructuredOutputsParams) -> str:
+def written(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    if asked.schema is not None:
-        return LLMatcher.grammar_from_json_schema(asked.schema, overrides=whitespace(asked))
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(asked.regex)
-    if asked.choice is not None:
+    if params.schema is not None:
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides=whitespace(params))
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
         # One terminal, which costs less to follow than many rules.
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, asked.choice))}")
-    assert asked.grammar is not None
-    return LLMatcher.grammar_from_lark(as_lark(asked.grammar))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, params.choice))}")
+    assert params.grammar is not None
+    return LLMatcher.grammar_from_lark(as_lark(params.grammar))
 
 
 def as_lark(text: str) -> str:
@@ -44,8 +44,8 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def whitespace(asked: StructuredOutputsParams) -> Any:
+def whitespace(params: StructuredOutputsParams) -> Any:
     """llguidance's options for a JSON Schema."""
-    if asked.whitespace_pattern is not None:
-        return {"whitespace_pattern": asked.whitespace_pattern}
-    return {"whitespace_flexible": not asked.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        return {"whitespace_pattern": params.whitespace_pattern}
+    return {"whitespace_flexible": not params.disable_any_whitespace}

@@ -9,10 +9,10 @@ from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.reasoning import Reasoning, are_special, marks_of
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.lark import Lark
-from ..tools.notation import Notation
-from ..tools.notations import named, notation_of
-from ..tools.toolbox import Toolbox
-from .refusing import RequestError
+from ..tools.tool import Toolbox
+from ..tools.tool_format import ToolFormat
+from ..tools.tool_parsers import format_named, template_format
+from .errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Dialect:
         )
 
     @cached_property
-    def notation(self) -> Notation | None:
+    def tool_format(self) -> ToolFormat | None:
         """That of calls, where there is one that can be read."""
         if self.parser is not None:
-            return named(self.parser)
+            return format_named(self.parser)
         template = None if self.tokenizer is None else self.tokenizer.template_for(None, True)
-        return None if template is None else notation_of(template)
+        return None if template is None else template_format(template)
 
     def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning | None:
         """What tells the reasoning of a reply to a prompt from the rest."""
@@ -48,22 +48,22 @@ class Dialect:
             return None
         return Reasoning.after(self.tokenizer, self.marks, prompt_ids)
 
-    def known(self) -> Notation:
+    def require_tool_format(self) -> ToolFormat:
         """The notation of calls. Raises RequestError where there is none."""
-        if self.notation is None:
+        if self.tool_format is None:
             raise RequestError(
                 "invalid_request",
                 "tools is not allowed: this model's chat template has no notation of calls that can be read, "
                 "and --tool-call-parser names none",
                 "tools",
             )
-        return self.notation
+        return self.tool_format
 
     @cached_property
     def calls_special(self) -> bool:
         """Whether marks of calls are special tokens. Raises RequestError where there is no notation."""
-        notation = self.known()
-        return "<[" in Lark(self._special).text(notation.begin + notation.end)
+        found = self.require_tool_format()
+        return "<[" in Lark(self._special).text(found.begin + found.end)
 
     def constraints(self, toolbox: Toolbox, prompt_ids: Sequence[int]) -> StructuredOutputsParams:
         """What a reply is like that must call tools: before the calls there may be reasoning.
@@ -71,7 +71,8 @@ class Dialect:
         Raises RequestError where there is no notation.
         """
         lark = Lark(self._special)
-        calls = toolbox.terms(self.known(), lark)
+        several = toolbox.is_several and toolbox.only is None
+        calls = self.require_tool_format().grammar(toolbox.tools, several, lark)
         return StructuredOutputsParams(grammar=lark.grammar(self._thought(prompt_ids, lark) + calls))
 
     def _thought(self, prompt_ids: Sequence[int], lark: Lark) -> str:

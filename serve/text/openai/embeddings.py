@@ -10,8 +10,8 @@ import numpy as np
 from ....model.pooling import PoolingParams
 from ....sampling.params import SamplingParams
 from .bodies import EmbeddingFields, names
-from .refusing import RequestError, require
-from .tasks import Task, asking, listed, prompt_of, refuse_unknown
+from .errors import RequestError, require
+from .tasks import Task, listed, prompt_of, refuse_unknown, with_effect
 
 MOST_INPUTS = 2048  # OpenAI's limit
 POOLING = frozenset({"dimensions", "normalize", "pooling"})
@@ -30,7 +30,7 @@ class EmbeddingInputs:
 def inputs_of(body: Mapping[str, Any]) -> EmbeddingInputs:
     """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
     body = {name: value for name, value in body.items() if value is not None}
-    fields = asking(body, POOLING, FIELDS)
+    fields = with_effect(body, POOLING, FIELDS)
     refuse_unknown(fields, POOLING, FIELDS)
     model, encoding = body.get("model"), body.get("encoding_format", "float")
     require(model is None or isinstance(model, str), "model", model, "a string")

@@ -10,9 +10,9 @@ from typing import Any
 from ....sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..tokenizer.tokenizer import Tokenizer
-from ..tools.incoming import TextDelta
-from ..tools.parting import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
-from ..tools.reader import CallReader
+from ..tools.reply_parser import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
+from ..tools.stream_reader import TextDelta
+from ..tools.tool_format import ToolParser
 from .dialect import Dialect
 from .tasks import Task
 
@@ -41,15 +41,15 @@ class Replies:
             else self.completion_choice(o, task)
             for o in output.outputs
         ]
-        told = {"prompt_token_ids": ids} if task.ids else {}
+        prompt_fields = {"prompt_token_ids": ids} if task.ids else {}
         return {
             "id": PREFIXES[task.form] + id,
             "object": "chat.completion" if chat else "text_completion",
             "created": created,
             "model": self.named(task),
-            "choices": choices if chat else [choice | told for choice in choices],
+            "choices": choices if chat else [choice | prompt_fields for choice in choices],
             "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": cached}},
-            **(told if chat else {}),
+            **(prompt_fields if chat else {}),
         }
 
     def named(self, task: Task) -> str:
@@ -83,11 +83,11 @@ class Replies:
     def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
         """What tells the parts of a choice of the reply of this id, to a prompt."""
         reasoning = self.dialect.reasoning(prompt_ids)
-        notation, toolbox = self.dialect.notation, task.toolbox
-        if toolbox is None or not toolbox.tools or notation is None:
+        tool_format, toolbox = self.dialect.tool_format, task.toolbox
+        if toolbox is None or not toolbox.tools or tool_format is None:
             return ReplyParser("", reasoning)
-        reader = CallReader(notation, toolbox.tools, toolbox.is_several)
-        return ReplyParser(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
+        parser = ToolParser(tool_format, toolbox.tools, toolbox.is_several)
+        return ReplyParser(f"{id} {index}", reasoning, parser, tool_format.has_short_ids)
 
     def chat_choice(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
         parts = parting.take(output.text, at_end=True)
@@ -161,8 +161,8 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 def alternatives_of(task: Task) -> float:
     """How many of the likeliest tokens a task wants to see."""
-    asked = task.params.logprobs or 0
-    return math.inf if asked == ALL else asked
+    top = task.params.logprobs or 0
+    return math.inf if top == ALL else top
 
 
 def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:

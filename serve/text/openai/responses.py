@@ -6,11 +6,10 @@ from typing import Any
 
 from ....refusals import Table, among
 from ..outputs import CompletionOutput
-from ..tools.incoming import ToolCallStart
-from .formats import of_text
-from .refusing import RequestError, require
+from ..tools.stream_reader import ToolCallStart
+from .errors import RequestError, require
+from .fields import of_response, of_text
 from .tasks import Task, task_of_body
-from .toolboxes import of_response
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
 # Fields that are understood only as far as they ask for nothing, beside those of a chat.
@@ -116,13 +115,13 @@ def text_of(where: str, part: Any) -> str:
 
 @dataclass(frozen=True)
 class Response:
-    """What all objects of a response say of it; `told` are fields of its body that they repeat."""
+    """What all objects of a response say of it; `repeated` are fields of its body that they repeat."""
 
     id: str
     created: int
     model: str
     task: Task
-    told: Mapping[str, Any]
+    repeated: Mapping[str, Any]
 
     def item_id(self, kind: str, number: int = 0) -> str:
         return f"{kind}_{self.id}{number or ''}"
@@ -153,7 +152,7 @@ class Response:
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            **self.told,
+            **self.repeated,
             **more,
         }
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..outputs import CompletionOutput
-from .refusing import RequestError, require
+from .errors import RequestError, require
 from .tasks import Task
 
 END = b": end\n\n"  # behind a stream's last event
@@ -76,9 +76,9 @@ def realm_comment(realm: str) -> bytes:
     return f": realm {realm}\n\n".encode()
 
 
-def taken(outputs: Sequence[CompletionOutput]) -> bytes:
+def tokens_comment(outputs: Sequence[CompletionOutput]) -> bytes:
     """A comment behind events of a stream: the token ids of each choice that they came from."""
-    told: dict[str, list[int]] = {}
+    ids: dict[str, list[int]] = {}
     for output in outputs:
-        told.setdefault(str(output.index), []).extend(output.token_ids)
-    return b": tokens " + msgspec.json.encode(told) + b"\n\n"
+        ids.setdefault(str(output.index), []).extend(output.token_ids)
+    return b": tokens " + msgspec.json.encode(ids) + b"\n\n"

@@ -104,10 +104,12 @@ class Schemas:
         for f in fields(record):
             if is_sampling and f.name not in BODY:
                 continue
-            told = f.metadata["help"] + (f": {LIMITS[f.name][1]}" if is_sampling and f.name in LIMITS else "")
+            about = f.metadata["help"] + (
+                f": {LIMITS[f.name][1]}" if is_sampling and f.name in LIMITS else ""
+            )
             if f.default is MISSING:
-                yield f.name, self.of(hints[f.name]) | {"description": told}, True
+                yield f.name, self.of(hints[f.name]) | {"description": about}, True
             else:
                 default = defaults.get(f.name, f.default) if is_sampling else f.default
-                own = {"description": told, "default": default}
+                own = {"description": about, "default": default}
                 yield f.name, self.of(hints[f.name] | None) | own, False

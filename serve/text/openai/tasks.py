@@ -13,13 +13,12 @@ from ....refusals import among, nearest
 from ....sampling.params import SamplingParams
 from ..tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ..tokenizer.tokenizer import Tokenizer
-from ..tools.toolbox import Toolbox
+from ..tools.tool import Toolbox
 from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
 from .dialect import Dialect
-from .formats import with_structured
+from .errors import RequestError, require
+from .fields import toolbox_of, with_structured
 from .neutral import HARMLESS, NEUTRAL
-from .refusing import RequestError, require
-from .toolboxes import toolbox_of
 
 Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
@@ -128,7 +127,7 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
     return replace(params, skip_special_tokens=False) if keeps else params
 
 
-def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
+def with_effect(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
     left out.
 
@@ -147,7 +146,7 @@ def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str])
 
 def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
-    fields = asking(with_structured(body), BODY, others)
+    fields = with_effect(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
     return fields
 

@@ -1,12 +1,13 @@
-"""What a message may call."""
+"""The tools that a reply may call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from .values import at
 
+Choice = Literal["none", "auto", "required"]
 ANCHORS = ("$defs", "definitions")  # of what references mean
 OTHERS = {  # what says which other arguments there may be
     "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
@@ -44,3 +45,26 @@ class Tool:
     def rooted(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema within that of the parameters, with what its references may mean."""
         return {**{name: self.parameters[name] for name in ANCHORS if name in self.parameters}, **schema}
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Tools as a body of OpenAI's has them, for chat templates: none of them may be called, any may, one or
+    more must, or `only` the one of this name; `is_several` says whether there may be several calls."""
+
+    given: Sequence[Mapping[str, Any]]
+    choice: Choice = "auto"
+    only: str | None = None
+    is_several: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a call must come."""
+        return self.choice == "required"
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
+        found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
+        return tuple(tool for tool in found if self.only in (None, tool.name))

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tokenizer.reasoning import Reasoning
-from .incoming import Event, TextDelta, ToolCallArguments, ToolCallStart
-from .reader import CallReader
+from .stream_reader import Event, TextDelta, ToolCallArguments, ToolCallStart
+from .tool_format import ToolParser
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ReplyParser:
 
     key: str
     reasoning: Reasoning | None = None
-    reader: CallReader | None = None
+    parser: ToolParser | None = None
     short: bool = False
     _ids: list[str] = field(default_factory=list)
 
@@ -42,8 +42,8 @@ class ReplyParser:
         if self.reasoning is not None:
             thought, text = self.reasoning.take(text, at_end)
         found: list[Part] = [ReasoningDelta(thought)] if thought else []
-        if self.reader is not None:
-            return [*found, *(self._counted(event) for event in self.reader.take(text, at_end))]
+        if self.parser is not None:
+            return [*found, *(self._counted(event) for event in self.parser.take(text, at_end))]
         return [*found, TextDelta(text)] if text else found
 
     def _counted(self, event: Event) -> Event:

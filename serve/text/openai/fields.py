@@ -1,4 +1,4 @@
-"""What bodies say of tools: in a chat's form, and in that of the Responses API."""
+"""How bodies say what an output must be: OpenAI's formats of responses, and the names that vLLM has had."""
 
 import re
 from collections import Counter
@@ -6,12 +6,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....refusals import shown
-from ..tools.toolbox import Toolbox
-from .refusing import RequestError, require
+from ..tools.tool import Toolbox
+from .errors import RequestError, require
 
+# Older names of fields of `structured_outputs`.
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+FORMATS = ("text", "json_object", "json_schema")
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 ALLOWED = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 FLAT = ("name", "description", "parameters", "strict")  # what a response's tool has beside its type
+
+
+def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body, of which `structured_outputs` has what others say of the output. Raises
+    RequestError for what is not allowed, and for two of them."""
+    others = dict(fields)
+    forms = [{own: others.pop(name)} for name, own in GUIDED.items() if name in others]
+    if "response_format" in others and (own := of_format("response_format", others.pop("response_format"))):
+        forms.append(own)
+    if "structured_outputs" in others:
+        forms.append(others.pop("structured_outputs"))
+    ways = " and ".join(name for name in (*GUIDED, "response_format", "structured_outputs") if name in fields)
+    require(len(forms) < 2, "structured_outputs", ways, "only one field says what the output must be")
+    return others | ({"structured_outputs": forms[0]} if forms else {})
+
+
+def of_format(name: str, given: Any) -> dict[str, Any] | None:
+    """What `response_format` asks for; its schema is an object of its own, beside its type or, as in the
+    Responses API, among its fields."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    require(kind in FORMATS, f"{name}.type", kind, " or ".join(FORMATS))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    own = given.get("json_schema", given)
+    schema = own.get("schema") if isinstance(own, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
+    return {"json": schema}
+
+
+def of_text(given: Any) -> dict[str, Any]:
+    """The `text` of a response's body as fields of a chat's."""
+    require(isinstance(given, Mapping), "text", given, "an object")
+    unknown = sorted(given.keys() - {"format", "verbosity"})
+    require(not unknown, "text", ", ".join(unknown), "format and verbosity")
+    return {"response_format": given["format"]} if given.get("format") is not None else {}
+
+
+# ---------------------------------------------------------------- tools
 
 
 def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
@@ -49,8 +93,8 @@ def name_of(where: str, tool: Any) -> str:
         require(value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object")
     kind = parameters.get("type", "object") if parameters else "object"
     require(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
-    said, strict = function.get("description"), function.get("strict")
-    require(said is None or isinstance(said, str), f"{where}.function.description", said, "a string")
+    forms, strict = function.get("description"), function.get("strict")
+    require(forms is None or isinstance(forms, str), f"{where}.function.description", forms, "a string")
     require(strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false")
     return str(name)
 
@@ -69,9 +113,6 @@ def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
             "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
         )
     return str(name)
-
-
-# ---------------------------------------------------------------- the Responses API
 
 
 def of_response(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""JSON objects as they come from outside."""
+"""What is wrong with a request, in words. Nothing here imports jax: a router says it too."""
 
 import json
 from typing import Any
@@ -6,9 +6,35 @@ from typing import Any
 import msgspec
 
 from ....refusals import RepeatedKey, unique
-from .refusing import RequestError, as_json
 
 MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
+
+
+class RequestError(ValueError):
+    """What is wrong with a request: a code for programs, a sentence for people, and the field."""
+
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise RequestError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}", name)
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which JSON does not have."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def as_json(value: Any) -> str:
+    """A value for a message, cut short."""
+    if isinstance(value, (list, dict)):
+        kind = "a list" if isinstance(value, list) else "an object"
+        return f"{kind} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def object_of(text: bytes, what: str) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""The life of a server or a router, from a bound address to the last stream. Nothing here imports jax."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from ...host.streams import tell
+from ...options.server import ServerOptions
+from ..service.errors import HANDLERS
+from .address import is_of_this_machine, reuse
+from .guards import Guard, Keys, guards
+from .http_limits import protocol
+
+CLOSING = 3  # seconds that connections have after the last request
+
+
+def run(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work` in an event loop of its own: uvloop's, where it exists."""
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)
+
+
+def guarded_app(
+    routes: Sequence[Route],
+    options: ServerOptions,
+    keys: list[str],
+    open: Collection[str],
+    inner: Sequence[Middleware] = (),
+) -> Starlette:
+    """Routes behind the checks of host, origin and, except on `open` paths, key; `inner` runs after these."""
+    middleware = [*guards(options), Middleware(Guard, check=Keys(keys, open)), *inner]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+
+
+async def serve_app(
+    app: Starlette, options: ServerOptions, own: socket.socket, has_keys: bool,
+    place: str, drain: Callable[[], object], ended: asyncio.Event,
+) -> None:  # fmt: skip
+    """Serve an app at the bound socket `own` until `ended` is set. A first signal calls `drain`, a second one
+    ends the process. `place` names in the log what is served, and where."""
+    config = uvicorn.Config(
+        app, http=protocol(options.receive_timeout), ws="none", loop="none", lifespan="off",
+        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING,
+        ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
+    )  # fmt: skip
+    server = Server(config, partial(asyncio.get_running_loop().call_soon_threadsafe, drain), place)
+    if not has_keys and not is_of_this_machine(own):
+        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
+    reuse(own, True)  # connections that outlive the process have this of it, and do not bar the next one
+    ending = asyncio.create_task(server.end_after(ended))
+    await server.serve(sockets=[own])
+    ending.cancel()
+
+
+class Server(uvicorn.Server):
+    """Ends in two steps: at a first signal it takes no more requests, and ends when those under way are done;
+    a second one ends the process."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
+        super().__init__(config)
+        self._drain, self._place, self._signals = drain, place, 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        tell(f"duetto: serving {self._place}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(128 + sig)
+        tell(f"duetto: {signal.Signals(sig).name}: no more requests are taken; a second signal ends at once")
+        self._drain()
+
+    async def end_after(self, event: asyncio.Event) -> None:
+        await event.wait()
+        self.should_exit = True
