@@ -18,11 +18,9 @@ from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
-from .charges import charge
 from .http import Headers, HttpConnection, Lost, ServerAddress
-from .prefills import PrefillPool
-from .prompts import Naming
-from .queue import RequestQueue
+from .prompts import Naming, charge
+from .queue import PrefillPool, RequestQueue
 from .resumable import Plain, Resumable, first_data
 
 LONG = 1 << 12  # bytes of a body whose prompt is named in another thread

@@ -24,8 +24,7 @@ from ..service.service import ApiCall, Service
 from ..service.streams import ClientLeft, while_read
 from ..streams import completion_stream, responses_stream
 from ..streams.completion_request import CompletionRequest, parse_completion, parse_response
-from ..streams.completion_stream import PING, CompletionEvents
-from ..streams.resume_stream import SELDOM, TokenReporter, WholeEvent
+from ..streams.completion_stream import PING, SELDOM, CompletionEvents, TokenReporter, WholeEvent
 from .body import SOURCE, read_body
 from .openapi import READ_ERRORS, Path
 

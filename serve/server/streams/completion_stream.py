@@ -1,6 +1,7 @@
 """Answers to completions and chats: whole, and as events of a stream."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ...text.openai.replies import PREFIXES, Replies, usage
+from ...text.openai.resume import realm_comment, tokens_comment
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
@@ -16,6 +18,7 @@ from .completion_request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+SELDOM = 0.5  # seconds between comments on the tokens of a whole answer
 ENCODER = msgspec.json.Encoder()
 
 
@@ -161,3 +164,46 @@ class CompletionEvents:
             if choice["logprobs"] is not None:
                 self._offsets[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
             yield choice
+
+
+class WholeEvent:
+    """Writes the whole answer as the last and only event of a stream."""
+
+    def __init__(self, answer: Callable[[], dict[str, Any]]):
+        self._answer = answer
+
+    def begin(self) -> bytes:
+        return b""
+
+    def chunks(self, outputs: list[CompletionOutput]) -> bytes:
+        return b""
+
+    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        return event(self._answer())
+
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Nothing: the answer has it."""
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        return event({"error": error})
+
+
+class TokenReporter:
+    """Writes comments with the token ids of an answer that may be resumed, at most one every `seconds`; None
+    writes none. The `realm` of the tokens is sent before the first ones, and again after a change."""
+
+    def __init__(self, seconds: float | None, realm: Callable[[], str]):
+        self._seconds, self._last = seconds, time.monotonic()
+        self._realm, self._named = realm, ""
+        self._held: list[CompletionOutput] = []
+
+    def __call__(self, outputs: list[CompletionOutput]) -> bytes:
+        if self._seconds is None:
+            return b""
+        self._held += outputs
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return b""
+        found, self._held, self._last = tokens_comment(self._held), [], now
+        before, self._named = self._named, self._realm()
+        return found if self._named == before else realm_comment(self._named) + found

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.tokenizer import Tokenizer
-from .compiled import LARGE, LIMITS, Compiled, GrammarCache, compiled
+from .compiled import LARGE, LIMITS, Compiled, GrammarCache, compiled, source
 from .constraint import NOTHING, Constraint, readable
 from .gauge import CompileCost, CompileLimits, CompileProbe, ProbeStopped
-from .source import source
 from .vocabulary import TokenBytes, panics_as_errors, vocabulary
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ....refusals import Table, check_neutral
 from .added import content
 from .hiding import without_mark
 from .lengths import Measure, measure_of
-from .neutral import refuse, refuse_all
 from .stream import (
     ByteLevelStream,
     PieceStream,
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 HELD = 4096  # characters of a text for which the interpreter may be held
 Encode = Callable[[str, bool, str], list[int]]
+# Keywords of Transformers' tokenizers, with the values that ask for nothing.
+NEUTRAL: Table = {
+    "text_pair": (None,),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "return_tensors": (None,),
+    "return_attention_mask": (True, None),
+    "return_assistant_tokens_mask": (False,),
+    "tokenizer_kwargs": (None, {}),
+    "clean_up_tokenization_spaces": (False, None),
+}
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
 
 
@@ -333,3 +345,20 @@ def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[i
         if keep(token_id):
             found.append(token_id)
     return found[::-1]
+
+
+def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are none of Transformers' own. Raises ValueError for one of those that asks for
+    something.
+    """
+    for name, value in options.items():
+        if name in NEUTRAL:
+            check_neutral(name, value, NEUTRAL)
+    return {name: value for name, value in options.items() if name not in NEUTRAL}
+
+
+def refuse_all(options: Mapping[str, Any]) -> None:
+    """Raises as `refuse`, and TypeError for an option that Transformers does not have."""
+    others = refuse(options)
+    if others:
+        raise TypeError(f"unknown argument {next(iter(others))!r}")

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from duetto import SamplingParams
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.app import app
+from duetto.serve.server.http.main import app
 from duetto.serve.server.streams.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.neutral import HARMLESS, NEUTRAL
 from duetto.serve.text.openai.tasks import BODY
