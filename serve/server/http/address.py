@@ -8,8 +8,8 @@ from ...options.server import ServerOptions
 
 
 def reserved(options: ServerOptions) -> socket.socket:
-    """The address, which nobody else has from here on, before a model is read. Raises OSError where somebody
-    has it."""
+    """Bind the address before a model is read, so that no other process takes it. Raises OSError if it is in
+    use."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -21,7 +21,7 @@ def reserved(options: ServerOptions) -> socket.socket:
 
 
 def bind_alone(own: socket.socket, address: tuple[str, int]) -> None:
-    """Bind to an address so that nobody else can, though nobody listens there yet. Raises OSError."""
+    """Bind to an address so that no other socket can, even before this one listens. Raises OSError."""
     try:
         own.bind(address)
     except OSError:  # an earlier server's connections may linger there
@@ -31,12 +31,13 @@ def bind_alone(own: socket.socket, address: tuple[str, int]) -> None:
 
 
 def reuse(own: socket.socket, allowed: bool) -> None:
-    """Whether the address may be taken while nobody listens there: of two sockets, both have to allow it."""
+    """Set whether the address may be bound again while no socket listens: of two sockets, both must allow
+    it."""
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
 
 
 def check_certificates(options: ServerOptions) -> None:
-    """Raises ValueError, before a model is read, for certificates that cannot be used."""
+    """Raise ValueError, before a model is read, for certificates that cannot be used."""
     if options.ssl_certfile:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -51,5 +52,5 @@ def url(options: ServerOptions, own: socket.socket) -> str:
 
 
 def is_of_this_machine(own: socket.socket) -> bool:
-    """Whether nobody elsewhere reaches its address."""
+    """Return whether only processes of this machine can connect to the socket."""
     return ip_address(own.getsockname()[0].partition("%")[0]).is_loopback

@@ -1,5 +1,4 @@
-"""Checks of requests before they reach a route: the host name that they ask, the origin of the page that
-sends them, and the client's API key."""
+"""Checks before a request reaches a route: host name, origin of the page that sends it, and API key."""
 
 import hmac
 import re
@@ -57,8 +56,8 @@ def keys_in(path: str) -> list[str]:
 
 
 class Keys:
-    """Rejects with 401 requests without a known key, except on `open` paths. Stores the hash of the key as
-    the request's client name. Comparing takes the same time for all keys."""
+    """Rejects with 401 requests without a known key, except on `open` paths. The hash of the key becomes the
+    request's client name. All keys are compared in the same time."""
 
     def __init__(self, keys: list[str], open: Collection[str]):
         self._open, self._hashes = open, [digest(key.encode()) for key in keys]
@@ -122,10 +121,10 @@ class Origins:
 
 
 class Hosts:
-    """Rejects with 403 requests whose `Host` is no address, no `localhost` and no `allowed` name. For a
-    browser, a page of a name that its owner points at this machine (DNS rebinding) is of the same origin as
-    the server. Checked are requests that come by a loopback address and, where names are allowed, all; one
-    without the header is from no browser."""
+    """Rejects with 403 requests whose `Host` is no address, no `localhost` and no `allowed` name. Without it,
+    a page of a name that its owner points at this machine (DNS rebinding) is of the same origin as the
+    server. Checked are requests at a loopback address and, if names are allowed, all; a request without the
+    header is from no browser."""
 
     def __init__(self, allowed: Collection[str] | None, own: str):
         self._names = {plain(name) for name in (allowed or ())}
@@ -147,7 +146,7 @@ class Hosts:
 
 
 def name_of(host: str) -> str:
-    """The name in a `Host` header, without a port; all of what is none."""
+    """Return the name in a `Host` header, without its port; all of a malformed header."""
     found = HOST.fullmatch(host)
     return plain(found[1] if found else host)
 
@@ -165,7 +164,7 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(scope: Scope) -> bool:
-    """Whether a request has come by an address that only this machine reaches."""
+    """Return whether a request arrived at a loopback address."""
     try:
         found = ip_address((scope.get("server") or ("",))[0].partition("%")[0])
     except ValueError:  # no socket of the internet

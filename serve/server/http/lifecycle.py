@@ -41,7 +41,8 @@ def guarded_app(
     open: Collection[str],
     inner: Sequence[Middleware] = (),
 ) -> Starlette:
-    """Routes behind the checks of host, origin and, except on `open` paths, key; `inner` runs after these."""
+    """Return an app of routes behind the checks of host, origin and, except on `open` paths, key; the `inner`
+    middleware runs after these."""
     middleware = [*guards(options), Middleware(Guard, check=Keys(keys, open)), *inner]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
@@ -67,8 +68,8 @@ async def serve_app(
 
 
 class Server(uvicorn.Server):
-    """Ends in two steps: at a first signal it takes no more requests, and ends when those under way are done;
-    a second one ends the process."""
+    """Ends in two steps. A first signal calls `drain`, which stops new requests; a second signal ends the
+    process."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
         super().__init__(config)

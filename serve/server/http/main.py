@@ -1,5 +1,4 @@
-"""A server's life: from an address and certificates that are looked at before a model is read, to the end of
-the last stream."""
+"""A server process: its resources before a model is read, its routes, and its end."""
 
 import socket
 from dataclasses import dataclass
@@ -30,8 +29,13 @@ from .tracing import Traced, Tracing, tracing_to
 
 @dataclass(frozen=True)
 class ServerResources:
-    """What a server has before its model is read: an address, the keys of its clients, where spans go, and
-    events of the cache."""
+    """Resources that a server takes before its model is read.
+
+    own: bound socket
+    keys: API keys of its clients; empty: no key is needed
+    tracing: exporter of spans, if any
+    events: where KV cache events are published
+    """
 
     own: socket.socket
     keys: list[str]
@@ -40,7 +44,7 @@ class ServerResources:
 
 
 def front(options: ServerOptions) -> ServerResources:
-    """Raises OSError and ValueError for what cannot be had."""
+    """Take the resources. Raises OSError and ValueError for those that cannot be had."""
     keys = keys_in(options.api_key_file) if options.api_key_file else []
     check_certificates(options)
     tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
@@ -48,7 +52,7 @@ def front(options: ServerOptions) -> ServerResources:
 
 
 def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
-    """Serve until a signal, or until the engine fails; the exit code."""
+    """Serve until a signal or a failure of the engine. Returns the exit code."""
     freeze_what_lasts()
     return run(serve(llm, options, defaults, front))
 
@@ -70,7 +74,7 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
 
 
 def published(llm: LLM, config: EventsConfig) -> Publisher | None:
-    """Whoever tells of the cache's pages, where they are found by name and somebody is to be told."""
+    """Return the publisher of KV cache events; None without prefix caching or without events."""
     root = llm.engine.scheduler.root
     if not config.is_on or root is None:
         return None
@@ -80,7 +84,7 @@ def published(llm: LLM, config: EventsConfig) -> Publisher | None:
 
 
 def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette:
-    """Everything that a service answers; with keys, to those who have one."""
+    """Return the app of a service; with `keys`, clients need one."""
     paths = [*completions.paths(service), *Embeddings(service).paths, *TokenRoutes(service).paths]
     paths += ServerState(service).paths
     if service.options.runtime_lora_updating:

@@ -1,4 +1,4 @@
-"""A router's life."""
+"""A router process: its routes, its parts, and its end."""
 
 import asyncio
 import socket
@@ -28,7 +28,7 @@ from .prompts import Naming, TextNaming, TokenNaming
 from .proxy import Proxy
 from .queue import PrefillPool, RequestQueue
 
-ASKED = (
+POSTS = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
@@ -36,13 +36,13 @@ ASKED = (
     "/tokenize",
     "/detokenize",
 )
-TOLD = ("/v1/models", "/v1/models/{name:path}", "/tokenizer_info", "/version", "/openapi.json", "/docs")
+GETS = ("/v1/models", "/v1/models/{name:path}", "/tokenizer_info", "/version", "/openapi.json", "/docs")
 OPEN = ("/health", "/ready", "/openapi.json", "/docs")
 
 
 def naming(options: RouterOptions) -> Naming:
-    """How prompts are named. Raises ValueError for a folder without a tokenizer, and where ZeroMQ
-    is not there to listen with."""
+    """Return how prompts are named. Raises ValueError for a folder without a tokenizer, and without ZeroMQ if
+    it is to receive events."""
     if options.kv_events is not None:
         zmq("kv_events")
     if options.tokenizer is None:
@@ -54,7 +54,7 @@ def naming(options: RouterOptions) -> Naming:
 
 
 def replicas_of(options: RouterOptions) -> list[Replica]:
-    """The servers, and what is known of their pages."""
+    """Return the servers, each with an index of the prompts that it caches."""
     told, most = options.kv_events is not None, options.cache_tokens // options.page_size
     return [
         Replica(str(ServerAddress.of(url)), EventPrefixIndex() if told else AssumedPrefixIndex(most))
@@ -65,7 +65,7 @@ def replicas_of(options: RouterOptions) -> list[Replica]:
 def line_and_prefills(
     replicas: Sequence[Replica], options: RouterOptions, server: ServerOptions
 ) -> tuple[RequestQueue, PrefillPool]:
-    """Of all servers those that answer, and those that prefill."""
+    """Return the queue of the replicas that answer, and the pool of those that prefill."""
     count, most = len(options.replica), options.max_in_flight
     addresses = [pair.partition("=")[2] for pair in options.prefill]
     prefills = dict(zip(replicas[count:], addresses, strict=True))
@@ -73,7 +73,7 @@ def line_and_prefills(
 
 
 def routed(options: RouterOptions, server: ServerOptions, own: socket.socket, keys: list[str]) -> int:
-    """Route until a signal; the exit code."""
+    """Route until a signal. Returns the exit code."""
     return run(route(options, server, own, keys))
 
 
@@ -91,8 +91,8 @@ async def route(options: RouterOptions, server: ServerOptions, own: socket.socke
 
 
 def listening(replicas: Sequence[Replica], options: RouterOptions) -> Listener | None:
-    """Whoever hears what the replicas tell of their pages, where they do; made in the event loop, which all
-    of it goes to."""
+    """Return the listener for KV cache events of the replicas, if they publish them. Called in the event
+    loop, where all events are handled."""
     if options.kv_events is None:
         return None
     loop, memories = asyncio.get_running_loop(), [one.memory for one in replicas]
@@ -107,15 +107,14 @@ def listening(replicas: Sequence[Replica], options: RouterOptions) -> Listener |
 
 
 def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys: list[str]) -> Starlette:
-    """What a router answers itself, and what its replicas answer; with keys, to those who have one."""
+    """Return the app of a router: own routes, and those that replicas answer; with `keys`, clients need
+    one."""
     metrics = Exposition(partial(router_families, replicas, proxy))
 
     async def health(request: Request) -> Response:
-        """Whether the router lives."""
         return Response()
 
     async def ready(request: Request) -> Response:
-        """Whether requests are taken."""
         takes = not proxy.is_draining and any(one.is_ready for one in proxy.line.replicas)
         return Response(status_code=200 if takes else 503)
 
@@ -123,6 +122,6 @@ def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     routes = [Route("/health", health), Route("/ready", ready), Route("/metrics", counts)]
-    routes += [Route(path, proxy, methods=["POST"]) for path in ASKED]
-    routes += [Route(path, proxy, methods=["GET"]) for path in TOLD]
+    routes += [Route(path, proxy, methods=["POST"]) for path in POSTS]
+    routes += [Route(path, proxy, methods=["GET"]) for path in GETS]
     return guarded_app(routes, options, keys, OPEN)

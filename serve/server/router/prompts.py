@@ -1,4 +1,4 @@
-"""What the pages of a prompt are called here, before any replica has read it."""
+"""Names of the pages of a prompt in a router, and how many tokens a request counts for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -18,15 +18,15 @@ TEXT, TOKENS = root("text"), root("tokens")
 
 
 class Naming(Protocol):
-    """How prompts are named."""
+    """Names the pages of the first prompt of a body."""
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
 
 
 class TextNaming:
-    """Names of pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model,
-    and takes microseconds where a tokenizer takes milliseconds; what a replica says of its pages cannot be
-    read this way."""
+    """Names pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model and
+    takes microseconds where a tokenizer takes milliseconds, but KV cache events cannot be matched with these
+    names."""
 
     def __init__(self, page_size: int):
         self.page_size = page_size
@@ -43,7 +43,7 @@ class TextNaming:
 
 
 class TokenNaming:
-    """Names of pages of tokens, as the replicas' caches have them."""
+    """Names pages of tokens, as the prefix caches of the replicas do."""
 
     def __init__(self, tokenizer: Tokenizer, page_size: int):
         self.tokenizer, self.page_size = tokenizer, page_size
@@ -64,12 +64,12 @@ class TokenNaming:
 
 
 def first_prompt(path: str, body: Mapping[str, Any]) -> Any:
-    """The text, token ids or messages that a body asks about; of several prompts the first."""
+    """Return the first prompt of a body: text, token ids or messages."""
     return prompts_in(path, body)[0]
 
 
 def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
-    """All that a body asks about; at least one."""
+    """Return all prompts of a body, at least one."""
     if path.endswith("/chat/completions"):
         return [body.get("messages") or []]
     if path.endswith("/responses"):
@@ -81,12 +81,12 @@ def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def tools_of(path: str, body: Mapping[str, Any]) -> Any:
-    """The tools that a chat's template is given; None where there are none."""
+    """Return the tools that the chat template gets; None without tools."""
     return (of_response(body) if path.endswith("/responses") else body).get("tools") or None
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """About what a response's template is given."""
+    """Return approximately the messages that the template of a response gets."""
     given, instructions = body.get("input"), body.get("instructions")
     before = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
@@ -118,7 +118,8 @@ CHOICES = 128  # completions of a request at most
 
 
 def charge(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
-    """Of all its prompts, of which the first is known as `prompt`, and of all answers to them; at least 1."""
+    """Return the tokens that a request counts for in its client's share, at least 1: those of all prompts, of
+    which the first is known as `prompt`, and those that all answers may have."""
     prompts = prompts_in(path, fields)
     read = prompt.tokens + sum(map(size, prompts[1:]))
     names = BOUNDS.get(path, ())
@@ -130,12 +131,12 @@ def charge(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
 
 
 def allowed(value: Any, default: int, most: int) -> int:
-    """A number of a body, at most so much; the default in the place of one that replicas refuse."""
+    """Return a number of a body, at most `most`; `default` for one that replicas reject."""
     return min(value, most) if type(value) is int and value > 0 else default
 
 
 def size(prompt: Any) -> int:
-    """About how many tokens a text has; how many ids a list has."""
+    """Return about how many tokens a text has, or how many ids a list has."""
     if isinstance(prompt, str):
         return len(prompt) // LETTERS
     return len(prompt) if isinstance(prompt, list) else 0

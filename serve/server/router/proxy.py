@@ -1,4 +1,4 @@
-"""A request through the router: to a replica, and on to another where the first is lost."""
+"""A request through the router: to a replica, and to another one if that is lost."""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from .prompts import Naming, charge
 from .queue import PrefillPool, RequestQueue
 from .resumable import Plain, Resumable, first_data
 
-LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
+LONG = 1 << 12  # bytes; prompts of longer bodies are named in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-OTHER = 409  # of an answer that has begun: the replica's would not be the same
+OTHER = 409  # status of a replica that would continue an answer with other tokens
 BUSY = (429, 502, 503)  # another replica may answer otherwise
 OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
 ANEW = {
@@ -46,12 +46,17 @@ OTHER_REALM = HttpError(
 
 
 class Unfit(Exception):
-    """A replica cannot go on with an answer that has begun: its tokens would follow from something else."""
+    """A replica cannot continue an answer: its tokens would follow from other weights."""
 
 
 @dataclass
 class ProxyRequest:
-    """What a client asks for, and what it has got of it."""
+    """A client's request, and the progress of its answer.
+
+    generates: whether it is for tokens, so that a prefill engine may help
+    stream: the state from which another replica can continue; None if it cannot
+    has_head: whether the head of the answer has been sent
+    """
 
     method: str
     path: str
@@ -67,16 +72,17 @@ class ProxyRequest:
 
     @property
     def realm(self) -> str:
-        """What a replica has to have that goes on with it, beside adapters; empty before it has begun."""
+        """The realm of the weights that a replica needs to continue, without adapters; empty before the first
+        token."""
         return self.stream.realm.partition(" ")[0] if self.stream and self.stream.has_begun else ""
 
     @property
     def is_lost(self) -> bool:
-        """Whether its tokens cannot be continued, since their realm was never named."""
+        """True if the tokens cannot be continued, since their realm was never named."""
         return self.stream is not None and self.stream.has_begun and not self.stream.realm
 
     def restart(self) -> bool:
-        """Whether the client has nothing of it, so that all that is known can be forgotten, as it is."""
+        """Forget all tokens, if the client has received nothing. Returns whether it could."""
         if self.has_head or self.stream is None:
             return False
         self.stream.forget()
@@ -88,8 +94,8 @@ class ProxyRequest:
 
 
 class Proxy:
-    """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
-    has not begun is asked for again."""
+    """Forwards requests to replicas. If a replica is lost, a stream is resumed on another one from its
+    tokens; an answer that has not begun is requested again."""
 
     def __init__(
         self,
@@ -131,7 +137,7 @@ class Proxy:
                 self.idle.set()
 
     def drain(self) -> None:
-        """Take no more requests; `idle` is set when those under way are done."""
+        """Take no more requests; `idle` is set once those under way are done."""
         self.is_draining = True
         if not self.under_way:
             self.idle.set()
@@ -165,13 +171,13 @@ class Proxy:
                 if await self._forward(replica, request, job, send, last):
                     return
                 job.left.add(replica)
-            except Unfit as unfit:  # costs no attempt: each replica is asked once
+            except Unfit as unfit:  # costs no attempt: each replica is tried once
                 tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
                 job.refused_by(replica)
                 continue
             except Lost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
-                replica.is_ready = False  # until the next look at its health
+                replica.is_ready = False  # until its next health check
                 if await self._give_up(request, send, last):
                     return
             finally:
@@ -183,8 +189,8 @@ class Proxy:
     async def _replica(
         self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send
     ) -> Replica | None:
-        """The replica that has the request next; None where the client was sent an error. A whole answer that
-        no replica can go on with begins anew."""
+        """Return the next replica for the request; None if the client was sent an error. A whole answer that
+        no replica can continue begins anew."""
         job.realm = request.realm
         try:
             return await self.line.replica(job, place)
@@ -203,8 +209,8 @@ class Proxy:
             return None
 
     async def _give_up(self, request: ProxyRequest, send: Send, last: bool) -> bool:
-        """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
-        nothing has been sent."""
+        """After a lost replica: return whether the request ends, in which case the client has got an error.
+        Raises HttpError if nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
         if request.is_lost:
             request.restart()
@@ -218,7 +224,8 @@ class Proxy:
     async def _forward(
         self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
-        """Whether a replica has answered. Raises Lost."""
+        """Send the request to a replica and pass its answer on. Returns whether it answered. Raises Lost and
+        Unfit."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections.add(connection)
         try:
@@ -245,14 +252,14 @@ class Proxy:
 
     async def _pass_whole(self, connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
         status, body = await connection.status(), await connection.body()
-        if request.has_head:  # a stream that cannot go on there
+        if request.has_head:  # the stream cannot be resumed there
             return await fail(HttpError(502, error_message(body), "replica_lost"), send)
         await answer(request, status, headers_of(connection), body, send)
 
     async def _send_whole(
         self, connection: HttpConnection, stream: Resumable, request: ProxyRequest, send: Send, last: bool
     ) -> None:
-        """A whole answer, of whose tokens the replica has told before."""
+        """Send a whole answer that arrives as the last event of a stream of its tokens."""
         async with aclosing(connection.pieces()) as pieces:
             events = b"".join([stream.take(piece) async for piece in pieces])
         body = first_data(events + stream.held)
@@ -293,18 +300,18 @@ async def answer(request: ProxyRequest, status: int, headers: Headers, body: byt
 
 
 def headers_of(connection: HttpConnection) -> Headers:
-    """Those of an answer that are passed on."""
+    """Return the headers of an answer that are passed on."""
     return [header for header in connection.headers if header[0] not in OWN]
 
 
 async def fail(error: HttpError, send: Send) -> None:
-    """Ends a stream that has begun with an error."""
+    """End a stream with an error."""
     body = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
     await send({"type": "http.response.body", "body": body})
 
 
 def read(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body; none of what is no JSON object, which a replica refuses."""
+    """Return the fields of a body; none if it is no JSON object, which replicas reject."""
     try:
         return object_of(body, "body")
     except RequestError:

@@ -30,13 +30,13 @@ class LoadFields:
 
 @dataclass(frozen=True)
 class UnloadFields:
-    """An adapter to serve no longer."""
+    """An adapter to remove."""
 
     lora_name: str = field(metadata={"help": "its name"})
 
 
 class Adapters:
-    """Loads and unloads adapters while requests run; those keep the adapter that they began with."""
+    """Loads and unloads adapters while requests run; these keep the adapter that they began with."""
 
     def __init__(self, service: Service):
         self.service = service

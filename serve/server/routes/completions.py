@@ -28,12 +28,13 @@ from ..streams.completion_stream import PING, SELDOM, CompletionEvents, TokenRep
 from .body import SOURCE, read_body
 from .openapi import READ_ERRORS, Path
 
-LONG = 1 << 14  # bytes of a body that is read in another thread
+LONG = 1 << 14  # bytes; longer bodies are read in another thread
 MOST_SHOWN = 200  # characters of a realm in an error
 
 
 class EventWriter(Protocol):
-    """Writes the events of a stream."""
+    """Writes the events of a stream: `begin`, `chunks` for each step, and `end`, or `failed`. `skip` takes
+    what another server has already written."""
 
     def begin(self) -> bytes: ...
 
@@ -48,8 +49,8 @@ class EventWriter(Protocol):
 
 @dataclass(frozen=True)
 class Api:
-    """How a path's bodies are read, given sampling parameters that they need not have, and its answers
-    written: whole, or as events; `prefix` is that of their ids."""
+    """Reads the bodies of a path (`parse`, given default sampling parameters), and writes its answers:
+    `whole`, or by the writer of a stream, `events`. `prefix` is that of their ids."""
 
     prefix: str
     parse: Callable[[dict[str, Any], Mapping[str, Any]], CompletionRequest]
@@ -84,7 +85,7 @@ def paths(service: Service) -> list[Path]:
 
 
 class Completions:
-    """Answers requests to generate, whole or as a stream of server-sent events; a client that leaves ends its
+    """Answers requests to generate, whole or as server-sent events. A client that disconnects ends its
     request."""
 
     def __init__(self, service: Service, api: Api):
@@ -100,7 +101,7 @@ class Completions:
             id = id if request.resume is None else request.resume.id
             client = scope.get("client_name", "")
             async with self.service.call(request.tasks, client, receive=receive) as call:
-                scope.update(call=call, response_id=self.api.prefix + id)  # for whoever traces
+                scope.update(call=call, response_id=self.api.prefix + id)  # for tracing
                 require_realm(request.resume, self.service.realm(call))
                 if request.stream or request.is_resumable:
                     await while_read(receive, self._stream(call, request, id, send))
@@ -151,7 +152,7 @@ class Completions:
         async with aclosing(call.stream.pieces()) as pieces:
             try:
                 async for outputs in pieces:
-                    if not begun:  # what is wrong before the first piece has a status of its own
+                    if not begun:  # an error before the first piece has a status of its own
                         await begin()
                         begun = True
                     await write(events.chunks(outputs) + tokens(outputs) if outputs else PING)
@@ -159,13 +160,14 @@ class Completions:
                 if not begun:
                     raise
                 return await write(events.failed(error.body["error"]), more=False)
-        if not begun:  # all of it came from another server
+        if not begun:  # another server has generated all of it
             await begin()
         await write(events.end(**call.usage) + (b"" if request.resume is None else END), more=False)
 
 
 def require_realm(resume: Resume | None, own: str) -> None:
-    """Raises HttpError where an answer has begun with other weights, or with whatever else decides tokens."""
+    """Raise HttpError if an answer has begun with other weights, or with other settings that decide
+    tokens."""
     if resume is not None and resume.realm not in (None, own):
         reason = f"resume.realm is {resume.realm[:MOST_SHOWN]!r}, and answers here are of {own!r}"
         raise HttpError(409, reason, "other_realm", "resume")

@@ -45,7 +45,7 @@ def families(metrics: Iterable[Metric], labels: dict[str, str]) -> Iterable[Fami
 
 
 def samples(metric: Metric) -> Iterator[tuple[dict[str, str], tuple[Any, ...]]]:
-    """Yield the labels of each sample, and the values that its family takes."""
+    """Yield labels and the arguments of `add_metric` for each sample."""
     match metric:
         case Gauge(value=value) | Counter(value=value):
             yield metric.labels, (value,)

@@ -1,4 +1,4 @@
-"""/start_profile and /stop_profile: what host and device do in between, for XProf."""
+"""/start_profile and /stop_profile: a profile of host and device, for XProf."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class Profile:
         return await self._done(self._llm.stop_profile)
 
     async def _done(self, change: Callable[[], object]) -> Response:
-        """An empty answer after a change, which takes a while. Raises HttpError where another profile is
-        recorded, or none."""
+        """Run a change in another thread, and answer empty. Raises HttpError if a profile is already, or not,
+        recorded."""
         try:
             await asyncio.to_thread(change)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a server says of itself: its models, its health, its version."""
+"""Models, health, version and metrics of a server."""
 
 import asyncio
 import time
@@ -19,8 +19,8 @@ from .openapi import Path
 
 
 class Model(TypedDict):
-    """A name that the model is served under, and how many tokens a request may have; an adapter's `parent` is
-    the model that it belongs to, and `root` its folder."""
+    """A name that the model is served under, and the number of tokens that a request may have. An adapter has
+    the model as its `parent` and its folder as `root`."""
 
     id: str
     object: Literal["model"]
@@ -43,7 +43,7 @@ class Version(TypedDict):
 
 
 class ServerState:
-    """What a server says of itself."""
+    """Routes for the state of a server."""
 
     def __init__(self, service: Service):
         self.service, self._since = service, int(time.time())
@@ -74,11 +74,10 @@ class ServerState:
         return about | {"root": root, "parent": parent, "max_model_len": self.service.max_model_len}
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine lives."""
         return Response(status_code=200 if self.service.error is None else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests are taken, and in a header what answers follow from."""
+        """Answer 200 if requests are taken; a header names the realm of the answers."""
         status = 503 if self.service.error or self.service.is_draining else 200
         return Response(status_code=status, headers={REALM: self.service.realms.name})
 

@@ -58,7 +58,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """What a tokenizer marks texts with."""
+    """Special tokens and chat template."""
 
     bos_token: str | None
     eos_token: str | None
@@ -67,7 +67,7 @@ class TokenizerInfo(TypedDict):
 
 
 class TokenRoutes:
-    """Endpoints around a service's tokenizer."""
+    """Routes around the tokenizer of a service."""
 
     def __init__(self, service: Service):
         self.service, errors = service, (*READ_ERRORS, 501)
@@ -92,7 +92,7 @@ class TokenRoutes:
         return await self._answer(self._detokenized, request)
 
     async def _answer(self, reply: Callable[[dict[str, Any]], dict[str, Any]], request: Request) -> Response:
-        """Bodies and replies may be long: another thread reads and writes them."""
+        """Read and write in another thread: bodies and replies may be long."""
         body = await read_body(request, self.service.options)
         return await asyncio.to_thread(lambda: json_response(reply(object_of(body, "body"))))
 

@@ -24,7 +24,7 @@ MODES, TRUTH = ("abort", "wait", "keep"), ("true", "false")
 
 @dataclass(frozen=True)
 class UpdateFields:
-    """Where weights are, and what becomes of requests under way."""
+    """A folder of weights, and how requests under way are treated."""
 
     path: str = field(metadata={"help": "a folder of the same model, in the server's folder for weights"})
     mode: Literal["abort", "wait", "keep"] | None = knob(
@@ -41,13 +41,13 @@ class IsPaused(TypedDict):
 
 
 class Updated(TypedDict):
-    """How often other weights came."""
+    """The number of updates so far."""
 
     version: int
 
 
 class Weights:
-    """Serves others from folders of the server's machine, one after the other."""
+    """Replaces the weights by those of folders on the server's machine, one update at a time."""
 
     def __init__(self, service: Service, folder: str):
         self.service, self._llm, self._folder = service, service.llm, Folder(folder).resolve()
@@ -97,7 +97,8 @@ class Weights:
         return json_response({"version": await self._done(load)})
 
     def _place(self, path: Any) -> Folder:
-        """The folder that a client names. Raises RequestError for one that is not in the server's own."""
+        """Return the folder that a client names. Raises RequestError unless it is in the server's folder for
+        weights."""
         require(isinstance(path, str) and bool(path), "path", path, "a folder's name")
         try:
             found = (self._folder / path).resolve()
@@ -108,7 +109,8 @@ class Weights:
         return found
 
     async def _done(self, change: Callable[[], Any]) -> Any:
-        """What a change gives, after those before it. Raises RequestError or HttpError where it cannot be."""
+        """Run a change after those before it, and return its result. Raises RequestError or HttpError if it
+        fails."""
         try:
             async with self._one:
                 return await self.service.change(change)

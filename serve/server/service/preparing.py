@@ -1,4 +1,4 @@
-"""From tasks to flows: prompts are tokenized, and grammars compiled, while nothing else waits for them."""
+"""From tasks to flows: prompts are tokenized and grammars compiled without blocking other requests."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .streams import while_read
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A task whose prompt is tokenized, and the grammar that it waits for, if it has one."""
+    """A task with its tokenized prompt, and the grammar that it waits for, if any."""
 
     task: Task
     prompt: list[int]
@@ -39,8 +39,7 @@ Begun = tuple[list[PreparedPrompt], list[StreamHandle] | None]
 
 
 class TaskPreparer:
-    """Makes flows of tasks for an engine's driver; `adapters` are those that tasks may name as their
-    model."""
+    """Makes flows of tasks for an engine's driver. Tasks may name one of the `adapters` as their model."""
 
     def __init__(self, llm: LLM, driver: Driver, replies: Replies):
         self._llm, self._driver, self._replies = llm, driver, replies
@@ -48,8 +47,8 @@ class TaskPreparer:
     async def flows(
         self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], receive: Receive | None
     ) -> list[StreamHandle]:
-        """Raises RequestError for what is not allowed; ClientLeft where the client leaves, as `receive` says,
-        before its grammars are compiled."""
+        """Return the flows of tasks. Raises RequestError for what is not allowed; ClientLeft if `receive`
+        reports a disconnect before the grammars are compiled."""
         reads, flows = await finished(lambda: self._begun(tasks, adapters), self._undo)
         try:
             if flows is not None:
@@ -60,12 +59,12 @@ class TaskPreparer:
             leave_all(reads)
 
     def leave(self, flows: Sequence[StreamHandle]) -> None:
-        """Drop flows that have not begun: their ids are free again."""
+        """Drop flows that have not begun, so that their ids are free again."""
         for flow in flows:
             self._driver.leave(flow)
 
     def _begun(self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]) -> Begun:
-        """What is read of tasks, and their flows where no grammar is still to be compiled."""
+        """Tokenize tasks, and make their flows unless a grammar is still being compiled."""
         reads = self._reads(tasks)
         return reads, self._flows(reads, adapters) if all(read.is_ready for read in reads) else None
 
@@ -118,7 +117,7 @@ async def compiled(wanted: Wanted) -> None:
 
 
 def leave_all(reads: Sequence[PreparedPrompt]) -> None:
-    """Wait for no grammar any more."""
+    """Stop waiting for the grammars of prompts."""
     for read in reads:
         if read.wanted is not None:
             read.wanted.leave()
@@ -126,7 +125,7 @@ def leave_all(reads: Sequence[PreparedPrompt]) -> None:
 
 @contextmanager
 def refusals(task: Task) -> Iterator[None]:
-    """Errors of a task become a RequestError, by the field of its body."""
+    """Turn errors of a task into RequestError, by the field of its body."""
     try:
         yield
     except RequestError:

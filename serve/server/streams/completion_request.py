@@ -1,5 +1,4 @@
-"""What the body of a completion or of a chat asks a server for: tasks, one for each prompt, and how the
-answer is to come."""
+"""Parsed bodies of completions, chats and responses: a task for each prompt, and the form of the answer."""
 
 import time
 from collections.abc import Mapping
@@ -47,14 +46,14 @@ class CompletionRequest:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the answer tells its tokens, since it can go on elsewhere. A whole one with scores cannot:
-        those of tokens from elsewhere are not known."""
+        """True if the answer reports its tokens, so that another server can resume it. A whole answer with
+        log-probabilities cannot: those of tokens from another server are unknown."""
         scores = [x for task in self.tasks for x in (task.params.logprobs, task.params.prompt_logprobs)]
         return self.resume is not None and (self.stream or all(x is None for x in scores))
 
 
 def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
-    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    """Parse a body. Raises RequestError naming the field, its value and what is allowed."""
     fields, stream, resume = streaming(body)
     usage = wants_usage(fields.pop("stream_options", {}), stream)
     if form == "chat":
@@ -78,14 +77,14 @@ def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str,
 
 
 def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
-    """What the body of a response asks for. Raises RequestError likewise."""
+    """Parse the body of a response. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
     repeated = {name: fields[name] for name in REPEATED if fields.get(name)}
     return CompletionRequest([task_of_response(fields, defaults)], stream, repeated=repeated, resume=resume)
 
 
 def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
-    """The fields of a body that have a value, whether the answer is to come as a stream, and as which."""
+    """Return the fields of a body that have a value, whether the answer is a stream, and what it resumes."""
     fields = {name: value for name, value in body.items() if value is not None}
     stream = fields.pop("stream", False)
     require(isinstance(stream, bool), "stream", stream, "true or false")
@@ -105,7 +104,7 @@ def wants_usage(options: Any, stream: bool) -> bool:
 
 
 def prompts_of(prompt: Any) -> list[Any]:
-    """The prompts of a completion: text or token ids, or a list of them."""
+    """Return the prompts of a completion: text or token ids, or a list of them."""
     if prompt is None:
         raise RequestError(
             "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
@@ -114,5 +113,5 @@ def prompts_of(prompt: Any) -> list[Any]:
 
 
 def scored(task: Task) -> Task:
-    """With the log-probabilities of its prompt too."""
+    """Return a task with log-probabilities of its prompt."""
     return replace(task, params=replace(task.params, prompt_logprobs=task.params.logprobs))

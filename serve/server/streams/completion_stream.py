@@ -1,4 +1,4 @@
-"""Answers to completions and chats: whole, and as events of a stream."""
+"""Answers to completions and chats: whole, and as server-sent events."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ def event(record: dict[str, Any]) -> bytes:
 def whole(
     replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
-    """The answer to a request, of the results of its prompts."""
+    """Return the answer to a request, from the results of its prompts."""
     task, n = request.tasks[0], request.tasks[0].params.n
     if request.silent:
         outputs = [replace(out, outputs=[silenced(one) for one in out.outputs]) for out in outputs]
@@ -52,13 +52,13 @@ def whole(
 
 
 def silenced(output: CompletionOutput) -> CompletionOutput:
-    """Without the token that only the scores of the prompt were asked for with."""
+    """Return an output without its token, which was generated only for the scores of the prompt."""
     logprobs = None if output.logprobs is None else []
     return replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
 
 
 def echoed(output: RequestOutput, text: str) -> RequestOutput:
-    """With the prompt, which has this text, in front of each continuation."""
+    """Return a result with the prompt, which has this text, in front of each continuation."""
     ids, scores = output.prompt_token_ids, output.prompt_logprobs
     with_prompt = [
         replace(
@@ -80,7 +80,7 @@ def prompt_text(task: Task, tokenizer: Tokenizer | None) -> str:
 
 @dataclass
 class CompletionEvents:
-    """Writes the events of a stream."""
+    """Writes the events of a stream; `tokens` counts those generated so far."""
 
     replies: Replies
     id: str
@@ -91,7 +91,7 @@ class CompletionEvents:
     _offsets: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:
-        """What comes before all that is generated: the prompts, where they are wanted."""
+        """Return the first events: the prompts, if they are echoed."""
         if not self.request.echo:
             return b""
         n, tasks = self.task.params.n, self.request.tasks
@@ -107,13 +107,12 @@ class CompletionEvents:
         return self.request.tasks[0]
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Events for what a step has brought."""
+        """Return the events of a step."""
         before, after = self._frame
         pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
         return b"".join(pieces)
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """The last events."""
         if not self.request.usage:
             return DONE
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
@@ -122,16 +121,15 @@ class CompletionEvents:
         return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
     def skip(self, outputs: list[CompletionOutput], count: int) -> None:
-        """Take note of what another server has written, in so many events."""
+        """Take outputs that another server has written as `count` events."""
         self.chunks(outputs)
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        """What a client is told of an error."""
         return event({"error": error})
 
     @cached_property
     def _frame(self) -> tuple[bytes, bytes]:
-        """What stands before and after a choice in each event."""
+        """The bytes before and after a choice in each event."""
         usage = b',"usage":null' if self.request.usage else b""
         before = ENCODER.encode(self._record).removesuffix(b"}")
         return b"data: " + before + b',"choices":[', b"]" + usage + b"}\n\n"
@@ -167,7 +165,7 @@ class CompletionEvents:
 
 
 class WholeEvent:
-    """Writes the whole answer as the last and only event of a stream."""
+    """Writes the whole answer as the only event of a stream."""
 
     def __init__(self, answer: Callable[[], dict[str, Any]]):
         self._answer = answer
@@ -182,7 +180,7 @@ class WholeEvent:
         return event(self._answer())
 
     def skip(self, outputs: list[CompletionOutput], count: int) -> None:
-        """Nothing: the answer has it."""
+        """Ignore them: the answer has all outputs."""
 
     def failed(self, error: dict[str, Any]) -> bytes:
         return event({"error": error})
