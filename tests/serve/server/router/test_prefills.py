@@ -43,7 +43,7 @@ def test_a_busy_prefill_engine_is_passed_by(routing):
         asked = [asyncio.create_task(router.words(prompt=LONG + str(i))) for i in range(2)]
         await router.until(lambda: len(all_chosen(router)) == 2)
         assert sorted(all_chosen(router)) == ["p:0", "p:1"]
-        assert all(one.load > 200 for one in router.queue.replicas)
+        assert all(one.load > 200 for one in router.prefills.replicas)
         for fake in router.fakes[:2]:
             fake.going.set()
         await asyncio.gather(*asked)
@@ -54,7 +54,7 @@ def test_a_busy_prefill_engine_is_passed_by(routing):
 def test_without_prefill_engines_replicas_compute_prompts(routing):
     async def test(router):
         router.fakes[2].is_ready = router.fakes[3].is_alive = False
-        first, second = router.queue.replicas
+        first, second = router.prefills.replicas
         await router.until(lambda: not first.is_ready and not second.is_up)
         await router.words(prompt=LONG)
         router.fakes[2].is_ready = True
