@@ -1,9 +1,10 @@
 """From tasks to flows: prompts are tokenized and grammars compiled without blocking other requests."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.types import Receive
 
@@ -35,6 +36,7 @@ class PreparedPrompt:
         return self.wanted is None or self.wanted.future.done()
 
 
+T = TypeVar("T")
 Begun = tuple[list[PreparedPrompt], list[StreamHandle] | None]
 
 
@@ -65,7 +67,7 @@ class TaskPreparer:
 
     def _begun(self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]) -> Begun:
         """Tokenize tasks, and make their flows unless a grammar is still being compiled."""
-        reads = self._reads(tasks)
+        reads = all_of(map(self._read, tasks), leave_all)
         return reads, self._flows(reads, adapters) if all(read.is_ready for read in reads) else None
 
     def _undo(self, begun: Begun) -> None:
@@ -78,42 +80,36 @@ class TaskPreparer:
             if read.wanted is None:
                 continue
             with refusals(read.task):
-                coming = compiled(read.wanted)
-                await (coming if receive is None else while_read(receive, coming))
-
-    def _reads(self, tasks: Sequence[Task]) -> list[PreparedPrompt]:
-        reads: list[PreparedPrompt] = []
-        with ExitStack() as stack:
-            stack.callback(leave_all, reads)
-            for task in tasks:
-                with refusals(task):
-                    reads.append(self._read(task))
-            stack.pop_all()
-        return reads
+                grammar = asyncio.wrap_future(read.wanted.future)
+                await (grammar if receive is None else while_read(receive, grammar))
 
     def _read(self, task: Task) -> PreparedPrompt:
-        prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
-        params = task.pooling or params_for(task, self._replies.dialect, prompt)
-        params = None if isinstance(params, PoolingParams) else params.structured_outputs
-        return PreparedPrompt(task, prompt, params, None if params is None else self._driver.wanted(params))
+        with refusals(task):
+            prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
+            params = task.pooling or params_for(task, self._replies.dialect, prompt)
+            shape = None if isinstance(params, PoolingParams) else params.structured_outputs
+            return PreparedPrompt(task, prompt, params, None if shape is None else self._driver.wanted(shape))
 
     def _flows(
         self, reads: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]
     ) -> list[StreamHandle]:
-        flows: list[StreamHandle] = []
-        with ExitStack() as stack:
-            stack.callback(self.leave, flows)
-            for read in reads:
-                task = read.task
-                with refusals(task):
-                    adapter = adapters.get(task.model or "")
-                    flows.append(self._driver.flow(read.prompt, read.params, task.known, adapter))
-            stack.pop_all()
-        return flows
+        return all_of((self._flow(read, adapters) for read in reads), self.leave)
+
+    def _flow(self, read: PreparedPrompt, adapters: Mapping[str, LoRARequest]) -> StreamHandle:
+        with refusals(read.task):
+            adapter = adapters.get(read.task.model or "")
+            return self._driver.flow(read.prompt, read.params, read.task.known, adapter)
 
 
-async def compiled(wanted: Wanted) -> None:
-    await asyncio.wrap_future(wanted.future)
+def all_of(values: Iterable[T], undo: Callable[[list[T]], None]) -> list[T]:
+    """Return all values of an iterator; if it raises, `undo` those before."""
+    found: list[T] = []
+    try:
+        found.extend(values)
+    except BaseException:
+        undo(found)
+        raise
+    return found
 
 
 def leave_all(reads: Sequence[PreparedPrompt]) -> None:

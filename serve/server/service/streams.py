@@ -1,7 +1,7 @@
 """Pieces of completions on their way from the engine's thread to a reader in the event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -64,7 +64,7 @@ class Stream:
             pass
 
 
-async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_read(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of work, which is cancelled if the client disconnects. Raises ClientLeft then."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:

@@ -89,7 +89,8 @@ def name_of(where: str, tool: Any) -> str:
     name, parameters = function.get("name"), function.get("parameters")
     ok = isinstance(name, str) and NAME.fullmatch(name)
     require(bool(ok), f"{where}.function.name", name, "1 to 128 letters, digits, _, - and .")
-    for field, value in (("parameters", parameters), ("parameters.properties", properties_of(parameters))):
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for field, value in (("parameters", parameters), ("parameters.properties", properties)):
         require(value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object")
     kind = parameters.get("type", "object") if parameters else "object"
     require(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
@@ -97,10 +98,6 @@ def name_of(where: str, tool: Any) -> str:
     require(forms is None or isinstance(forms, str), f"{where}.function.description", forms, "a string")
     require(strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false")
     return str(name)
-
-
-def properties_of(parameters: Any) -> Any:
-    return parameters.get("properties") if isinstance(parameters, Mapping) else None
 
 
 def chosen(choice: Mapping[str, Any], names: list[str]) -> str:

@@ -118,20 +118,17 @@ class Replies:
     ) -> dict[str, Any]:
         """Of the first token of a prompt nothing is known."""
         pairs = list(zip(output.token_ids, scores, strict=True))
-        tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
+        tokens = [self._token(i, found and found[i]) for i, found in pairs]
         offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
         return {
             "tokens": tokens,
             "token_logprobs": [found and finite(found[i]) for i, found in pairs],
-            "top_logprobs": [found and self._top(found, top) for _, found in pairs],
+            "top_logprobs": [
+                found and {self._token(i, p): finite(p) for i, p in likeliest(found, top)}
+                for _, found in pairs
+            ],
             "text_offset": offsets[:-1],
         }
-
-    def _top(self, scores: Scores, top: float) -> dict[str, float]:
-        return {self._token(i, p): finite(p) for i, p in likeliest(scores, top)}
-
-    def _decoded(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
 
     def chat_logprobs(self, output: CompletionOutput, scores: Sequence[Scores], top: float) -> dict:
         entries = []
@@ -144,9 +141,12 @@ class Replies:
         data = list(self.tokenizer.token_bytes(token_id)) if self.tokenizer else None
         return {"token": self._token(token_id, score), "logprob": finite(score), "bytes": data}
 
-    def _token(self, token_id: int, score: Logprob) -> str:
+    def _token(self, token_id: int, score: Logprob | None) -> str:
         """A token's text; without a tokenizer its id, as vLLM writes it."""
-        return f"token_id:{token_id}" if score.decoded_token is None else score.decoded_token
+        if score is None and self.tokenizer is not None:
+            return self.tokenizer.decode_token(token_id)
+        text = None if score is None else score.decoded_token
+        return f"token_id:{token_id}" if text is None else text
 
 
 def reasoned(thought: str, task: Task) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 Transformers."""
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -93,7 +92,8 @@ def render_chat(
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables = {k: v for k, v in (tokens | kwargs).items() if v is not None or not k.endswith("_token")}
     variables["messages"] = marked(checked) if continue_final_message else checked
-    variables |= {"tools": tools, "documents": documents, "strftime_now": _strftime(now)}
+    variables |= {"tools": tools, "documents": documents}
+    variables["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
     variables["add_generation_prompt"] = add_generation_prompt
     try:
         text = rendered(_compile(template), variables)
@@ -198,26 +198,19 @@ def _check_calls(where: str, calls: Any) -> list[Any]:
             raise ChatTemplateError(f"{where}[{i}] must be an object, not {_kind(call)}")
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = _parse_arguments(f"{where}[{i}].function.arguments", function["arguments"])
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError as error:
+                name = f"{where}[{i}].function.arguments"
+                raise ChatTemplateError(f"{name} is not valid JSON: {error}") from error
             call = {**call, "function": {**function, "arguments": arguments}}
         checked.append(call)
     return checked
 
 
-def _parse_arguments(where: str, text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except ValueError as error:
-        raise ChatTemplateError(f"{where} is not valid JSON: {error}") from error
-
-
 def _kind(value: Any) -> str:
     names = {type(None): "nothing", dict: "an object", list: "an empty list" if value == [] else "a list"}
     return names.get(type(value), f"{type(value).__name__} {value!r:.40}")
-
-
-def _strftime(now: datetime | None) -> Callable[[str], str]:
-    return lambda form: (now or datetime.now()).strftime(form)
 
 
 @lru_cache(maxsize=64)

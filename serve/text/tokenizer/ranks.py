@@ -5,7 +5,7 @@ make the token of the lowest rank. So every way to make a token of two others is
 """
 
 import binascii
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,10 @@ def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
         raise ValueError(f"{file} cannot be read as a tekken vocabulary: {error}") from error
     sizes = found.config
     first = sizes.default_num_special_tokens
-    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named_specially(found)
+    named = dict(enumerate(SPECIAL))
+    if found.special_tokens is not None:
+        named = {token.rank: token.token_str for token in found.special_tokens}
+    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named
     ranks = {token.token_bytes: token.rank for token in found.vocab[: sizes.default_vocab_size - first]}
     if len(special) != first or len(ranks) != sizes.default_vocab_size - first:
         raise ValueError(
@@ -115,12 +118,6 @@ def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
     template = {"chat_template": INSTRUCT.get(sizes.version)}
     backend = byte_pairs(file, ranks, PretokenizerRules(sizes.pattern), added, first)
     return Vocabulary(backend, {"add_bos_token": True, **template, **roles, **config})
-
-
-def named_specially(found: Tekken) -> dict[int, str]:
-    if found.special_tokens is None:
-        return dict(enumerate(SPECIAL))
-    return {token.rank: token.token_str for token in found.special_tokens}
 
 
 # ---------------------------------------------------------------- a tokenizer of ranks
@@ -159,11 +156,7 @@ def byte_pairs(
 
 def halves(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
     """Every two tokens that make a third, by its rank."""
-    for token in by_rank(ranks):
+    for token in sorted(ranks, key=ranks.__getitem__):
         for i in range(1, len(token)):
             if token[:i] in ranks and token[i:] in ranks:
                 yield token[:i], token[i:]
-
-
-def by_rank(ranks: Ranks) -> Iterable[bytes]:
-    return sorted(ranks, key=ranks.__getitem__)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ....checkpoints import dialects
 from ....checkpoints.dialects import Marks
+from .detokenizer import overlap
 from .tokenizer import Tokenizer
 
 TAIL = 32  # tokens at the end of a prompt, in which a template may have begun the reasoning
@@ -71,7 +72,7 @@ class Reasoning:
         if found:
             self.is_open = False
         elif not at_end:
-            cut = len(thought) - begun_mark(thought, self.marks.end)
+            cut = len(thought) - overlap(thought, (self.marks.end,))
             thought, self._held = thought[:cut], thought[cut:]
         return thought, rest
 
@@ -92,7 +93,7 @@ class Reasoning:
         mark = self.marks.closes
         answer, found, rest = text.rpartition(mark)
         if not found or rest.strip():
-            answer = text[: len(text) - begun_mark(text, mark)]
+            answer = text[: len(text) - overlap(text, (mark,))]
         if at_end:
             return answer if found and not rest.strip() else text
         self._held = text[len(answer) :]
@@ -102,8 +103,3 @@ class Reasoning:
 def may_become(text: str, marks: Iterable[str]) -> bool:
     """Whether more text may make one of the marks of it."""
     return any(mark.startswith(text) for mark in marks)
-
-
-def begun_mark(text: str, mark: str) -> int:
-    """How many of a text's last characters may be the first ones of a mark."""
-    return max(n for n in range(len(mark)) if text.endswith(mark[:n]))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..tokenizer.reasoning import begun_mark
+from ..tokenizer.detokenizer import overlap
 from .call_forms import CallForm
 from .lark import Lark
 from .stream_reader import Event, Steps, TextDelta, TextReader
@@ -108,7 +108,7 @@ def consumed(reader: TextReader, mark: str) -> Steps[bool]:
     """Gives out text up to a mark, which is read; whether it comes. White space before it is held."""
     while True:
         found = reader.text.find(mark)
-        end = len(reader.text) - begun_mark(reader.text, mark) if found < 0 else found
+        end = len(reader.text) - overlap(reader.text, (mark,)) if found < 0 else found
         if kept := len(reader.text[:end].rstrip()):
             reader.at = kept
             yield TextDelta(reader.given())
