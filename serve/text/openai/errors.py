@@ -1,4 +1,4 @@
-"""What is wrong with a request, in words. Nothing here imports jax: a router says it too."""
+"""Errors of requests, and the JSON objects that they come in. Nothing here imports jax: a router needs it."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left dec
 
 
 class RequestError(ValueError):
-    """What is wrong with a request: a code for programs, a sentence for people, and the field."""
+    """An error in a request: a code for programs, a message, and the name of the field."""
 
     def __init__(self, code: str, message: str, param: str | None = None):
         super().__init__(message)
@@ -24,12 +24,12 @@ def require(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def encodable(text: str) -> str:
-    """Text without lone surrogates, which JSON does not have."""
+    """Return a text without lone surrogates, which JSON cannot hold."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def as_json(value: Any) -> str:
-    """A value for a message, cut short."""
+    """Return a value for a message, cut short."""
     if isinstance(value, (list, dict)):
         kind = "a list" if isinstance(value, list) else "an object"
         return f"{kind} of {len(value)}"
@@ -38,7 +38,7 @@ def as_json(value: Any) -> str:
 
 
 def object_of(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; `what` names it in errors. Raises RequestError."""
+    """Parse a JSON object; `what` names it in errors. Raises RequestError."""
     try:
         value = msgspec.json.decode(text.decode())
     except UnicodeDecodeError as error:
@@ -59,7 +59,7 @@ def object_of(text: bytes, what: str) -> dict[str, Any]:
 
 
 def check_keys(text: str, what: str) -> None:
-    """Raise RequestError for a key that stands in an object more than once; msgspec keeps the last."""
+    """Raise RequestError for a repeated key of an object; msgspec keeps the last."""
     try:
         json.loads(text, object_pairs_hook=unique, parse_int=len, parse_float=len)
     except RepeatedKey as error:
@@ -73,7 +73,7 @@ def too_deep(what: str) -> RequestError:
 
 
 def depth(value: Any) -> int:
-    """Levels of lists and objects, counted without recursion."""
+    """Count levels of lists and objects, without recursion."""
     level, found = [value], -1
     while level:
         inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]

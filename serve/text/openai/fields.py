@@ -1,4 +1,4 @@
-"""How bodies say what an output must be: OpenAI's formats of responses, and the names that vLLM has had."""
+"""Fields of bodies that have several forms: the format of the output, and tools."""
 
 import re
 from collections import Counter
@@ -14,12 +14,12 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 FORMATS = ("text", "json_object", "json_schema")
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 ALLOWED = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
-FLAT = ("name", "description", "parameters", "strict")  # what a response's tool has beside its type
+FLAT = ("name", "description", "parameters", "strict")  # fields of a response's tool, besides its type
 
 
 def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body, of which `structured_outputs` has what others say of the output. Raises
-    RequestError for what is not allowed, and for two of them."""
+    """Return the fields of a body with the format of the output under `structured_outputs` alone. Raises
+    RequestError for a wrong format, and for two of them."""
     others = dict(fields)
     forms = [{own: others.pop(name)} for name, own in GUIDED.items() if name in others]
     if "response_format" in others and (own := of_format("response_format", others.pop("response_format"))):
@@ -32,8 +32,8 @@ def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_format(name: str, given: Any) -> dict[str, Any] | None:
-    """What `response_format` asks for; its schema is an object of its own, beside its type or, as in the
-    Responses API, among its fields."""
+    """Return the format that `response_format` asks for. Its schema is in an object of its own, next to its
+    type, or among its fields as in the Responses API."""
     kind = given.get("type") if isinstance(given, Mapping) else None
     require(kind in FORMATS, f"{name}.type", kind, " or ".join(FORMATS))
     if kind == "text":
@@ -48,7 +48,7 @@ def of_format(name: str, given: Any) -> dict[str, Any] | None:
 
 
 def of_text(given: Any) -> dict[str, Any]:
-    """The `text` of a response's body as fields of a chat's."""
+    """Translate the `text` of a response's body to fields of a chat."""
     require(isinstance(given, Mapping), "text", given, "an object")
     unknown = sorted(given.keys() - {"format", "verbosity"})
     require(not unknown, "text", ", ".join(unknown), "format and verbosity")
@@ -59,7 +59,7 @@ def of_text(given: Any) -> dict[str, Any]:
 
 
 def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
-    """The tools of a chat's body, if it has any. Raises RequestError naming the field, its value and what is
+    """Return the tools of a chat's body, if any. Raises RequestError naming the field, its value and what is
     allowed."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     several = body.get("parallel_tool_calls", True)
@@ -80,7 +80,7 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
 
 
 def name_of(where: str, tool: Any) -> str:
-    """The name of a function, all of which is checked."""
+    """Check a function, and return its name."""
     require(isinstance(tool, Mapping), where, tool, "an object with type and function")
     require(tool.get("type") == "function", f"{where}.type", tool.get("type"), '"function"')
     function = tool.get("function")
@@ -101,7 +101,7 @@ def name_of(where: str, tool: Any) -> str:
 
 
 def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
-    """The name of the function that must be called."""
+    """Return the name of the function that must be called."""
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice.get("type") != "function" or name not in names:
@@ -113,8 +113,8 @@ def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
 
 
 def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response's body says of tools, as a chat's fields: its functions have their fields beside their
-    type."""
+    """Translate the tools of a response's body to fields of a chat: responses have the fields of a function
+    next to its type."""
     found: dict[str, Any] = {}
     if isinstance(tools := body.get("tools"), list):
         found["tools"] = [nested(tool) for tool in tools]
@@ -126,7 +126,7 @@ def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(tool: Any) -> Any:
-    """A function as chats have it."""
+    """Return a function in the form of chats."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool
     others = {name: value for name, value in tool.items() if name not in FLAT}

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format: whole, and their choices and log-probabilities by themselves."""
+"""Replies in OpenAI's format: whole ones, and choices and log-probabilities for streams."""
 
 import itertools
 import math
@@ -23,8 +23,8 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
 
 @dataclass(frozen=True)
 class Replies:
-    """Makes replies of `model`, for requests that do not name it otherwise; `parser` names the notation of
-    calls where the chat template's is not meant."""
+    """Makes replies of `model`, unless a request names another; `parser` names a format of calls other than
+    the chat template's."""
 
     model: str
     tokenizer: Tokenizer | None = None
@@ -33,7 +33,8 @@ class Replies:
     def body(
         self, id: str, task: Task, output: RequestOutput, created: int = 0, cached: int = 0
     ) -> dict[str, Any]:
-        """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
+        """Return a whole reply. `created`: seconds since 1970; `cached`: tokens of the prompt found in the
+        cache."""
         chat, ids = task.form == "chat", output.prompt_token_ids
         choices = [
             self.chat_choice(o, task, self.parting(task, ids, id, o.index))
@@ -53,11 +54,11 @@ class Replies:
         }
 
     def named(self, task: Task) -> str:
-        """The name of the model in the reply."""
+        """Return the name of the model in the reply."""
         return self.model if task.model is None else task.model
 
     def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        """Why the output ended; token ids where they are wanted, or there is no text."""
+        """Return the finish reason, and token ids if they are asked for or there is no text."""
         ending: dict[str, Any] = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         if task.ids and output.weights is not None:
             ending |= {"weights": output.weights}
@@ -65,7 +66,7 @@ class Replies:
         return {**ending, "token_ids": output.token_ids} if textless or task.ids else ending
 
     def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
-        """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""
+        """Return a choice, or a stream's addition to one whose tokens so far have `offset` characters."""
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
@@ -81,7 +82,7 @@ class Replies:
         return Dialect(self.tokenizer, self.parser)
 
     def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
-        """What tells the parts of a choice of the reply of this id, to a prompt."""
+        """Return the parser of a choice of the reply with this id, to a prompt."""
         reasoning = self.dialect.reasoning(prompt_ids)
         tool_format, toolbox = self.dialect.tool_format, task.toolbox
         if toolbox is None or not toolbox.tools or tool_format is None:
@@ -97,7 +98,7 @@ class Replies:
         return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
 
     def chat_delta(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
-        """What a stream adds to a choice."""
+        """Return a stream's addition to a choice."""
         known = parting.count
         parts = parting.take(output.text, at_end=output.finished())
         calls, answer = call_deltas(parts, known), text_of(parts, TextDelta)
@@ -116,7 +117,7 @@ class Replies:
     def completion_logprobs(
         self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
     ) -> dict[str, Any]:
-        """Of the first token of a prompt nothing is known."""
+        """Return log-probabilities; those of a prompt's first token are None."""
         pairs = list(zip(output.token_ids, scores, strict=True))
         tokens = [self._token(i, found and found[i]) for i, found in pairs]
         offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
@@ -142,7 +143,7 @@ class Replies:
         return {"token": self._token(token_id, score), "logprob": finite(score), "bytes": data}
 
     def _token(self, token_id: int, score: Logprob | None) -> str:
-        """A token's text; without a tokenizer its id, as vLLM writes it."""
+        """Return a token's text; without a tokenizer its id, as vLLM writes it."""
         if score is None and self.tokenizer is not None:
             return self.tokenizer.decode_token(token_id)
         text = None if score is None else score.decoded_token
@@ -150,7 +151,7 @@ class Replies:
 
 
 def reasoned(thought: str, task: Task) -> dict[str, Any]:
-    """A message's reasoning, where it is wanted, under vLLM's name and DeepSeek's."""
+    """Return the reasoning of a message, if it is asked for, under vLLM's name and DeepSeek's."""
     return {"reasoning": thought, "reasoning_content": thought} if thought and task.reasoning else {}
 
 
@@ -160,18 +161,19 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def alternatives_of(task: Task) -> float:
-    """How many of the likeliest tokens a task wants to see."""
+    """Return the number of likeliest tokens that a task asks for."""
     top = task.params.logprobs or 0
     return math.inf if top == ALL else top
 
 
 def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:
-    """The `top` likeliest tokens of a position, in order; the sampled one is only among them by its rank."""
+    """Return the `top` likeliest tokens of a position, in order; the sampled one only if its rank is among
+    these."""
     return sorted((e for e in scores.items() if e[1].rank <= top), key=lambda e: e[1].rank)
 
 
 def alternatives(scores: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
-    """One position's log-probabilities by token id."""
+    """Return the log-probabilities of a position by token id."""
     return {
         str(i): {"logprob": finite(p), "rank": p.rank, "decoded_token": p.decoded_token}
         for i, p in scores.items()

@@ -1,4 +1,4 @@
-"""JSON Schemas of bodies and replies, from the tables that read them and the types of what is written."""
+"""JSON Schemas of bodies and replies, from the tables that parse them and the types that are written."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -28,8 +28,13 @@ REF = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class Body:
-    """What a request may hold: the fields of `records`, and `others` by their schemas; a `closed` one holds
-    nothing else. Later records come before earlier ones, and all before `others`."""
+    """A request's body.
+
+    records: types of its fields; a later one wins
+    others: schemas of further fields; `records` win
+    defaults: sampling parameters
+    closed: whether it allows no other fields
+    """
 
     name: str
     records: tuple[type, ...]
@@ -59,7 +64,7 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
 
 
 def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
-    """The body of a completion, a chat or a response, whose sampling parameters have these defaults."""
+    """Return the body of a completion, a chat or a response, with default sampling parameters."""
     name, records, example = FORMS[form]
     table = {**NEUTRAL, **(responses.NEUTRAL if form == "response" else {})}
     own = {**DEFAULTS["completion" if form == "completion" else "chat"], **defaults}
@@ -67,7 +72,7 @@ def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
 
 
 def without_effect(table: Table = NEUTRAL) -> dict[str, Schema]:
-    """Fields that are read only to be accepted, with the values that a table allows."""
+    """Return fields that are accepted without effect, with the values that a table allows."""
     neutral = {
         name: {"enum": [*values, None], "description": "accepted as far as it asks for nothing"}
         for name, values in sorted(table.items())
@@ -76,19 +81,19 @@ def without_effect(table: Table = NEUTRAL) -> dict[str, Schema]:
 
 
 class Schemas:
-    """Gathers the schemas of all named types that are referred to."""
+    """Collects the schemas of all named types that are referred to."""
 
     def __init__(self):
         self.found: dict[str, Schema] = {}
 
     def of(self, kind: Any) -> Schema:
-        """A type's, which may refer to others."""
+        """Return the schema of a type, which may refer to others."""
         (schema,), named = msgspec.json.schema_components([kind], ref_template=REF)
         self.found |= named
         return schema
 
     def body(self, body: Body) -> Schema:
-        """A reference to a body's."""
+        """Return a reference to the schema of a body."""
         found = [f for record in body.records for f in self._fields(record, body.defaults)]
         properties = {name: schema for name, schema, _ in found}
         self.found[body.name] = {
@@ -99,7 +104,7 @@ class Schemas:
         return {"$ref": REF.format(name=body.name)}
 
     def _fields(self, record: type, defaults: Mapping[str, Any]) -> Iterable[tuple[str, Schema, bool]]:
-        """Name, schema, and whether it must be given, of each field that a body may have."""
+        """Yield name, schema, and whether it is required, of each field of a body."""
         hints, is_sampling = get_type_hints(record), record is SamplingParams
         for f in fields(record):
             if is_sampling and f.name not in BODY:

@@ -1,5 +1,4 @@
-"""The forms in which models write a call of a tool: an object of JSON, a name before an object of JSON, and
-parameters between tags."""
+"""Forms of a tool call: an object of JSON, a name before an object of JSON, and parameters between tags."""
 
 import json
 import re
@@ -20,26 +19,26 @@ Pair = tuple[str, str]
 
 
 class CallForm(Protocol):
-    """How one call is written; `opens` is what each begins with."""
+    """A form in which a call is written; each call begins with `opens`."""
 
     @property
     def opens(self) -> str: ...
 
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
-        """Gives out a call, if one comes next: up to its end, or that of the text. What was read stays to be
-        given where none came."""
+        """Yield the events of a call, if one comes next, up to its end or that of the text. Without one, the
+        text that was read stays in the reader."""
         ...
 
     def written(self, tool: Tool, lark: Lark) -> str:
-        """Terms of a grammar for a call of a tool."""
+        """Return terms of a grammar for a call of a tool."""
         ...
 
 
 @dataclass(frozen=True)
 class JsonCall:
-    """The keys of a call's name and of its arguments, which come in whichever order; others mean nothing, as
-    that of a number, `id`, which is written first. Models also write `arguments` where they were told
-    `parameters`."""
+    """An object of JSON, as `{"name": "f", "arguments": {"x": 1}}`. `name` and `arguments` are its keys, in
+    any order; other keys are ignored, as that of a number, `id`, which is written first. Models also write
+    `arguments` where their template says `parameters`."""
 
     name: str = "name"
     arguments: str = "arguments"
@@ -47,7 +46,6 @@ class JsonCall:
     opens: str = "{"
 
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
-        """Gives out a call, if one comes next."""
         if not (yield from reader.skip("{")):
             return False
         name, held = None, "{}"
@@ -71,7 +69,7 @@ class JsonCall:
         return True
 
     def _key(self, reader: TextReader) -> Steps[str | None]:
-        """The next key of an object, if one comes."""
+        """Return the next key of an object, if one comes."""
         yield from reader.blank()
         if (yield from reader.skip(",")):
             yield from reader.blank()
@@ -84,7 +82,7 @@ class JsonCall:
         return key if found else None
 
     def _called(self, reader: TextReader, name: str) -> Steps[None]:
-        """The arguments of a call whose name is known, and the end of its object."""
+        """Yield the arguments of a call whose name is known, and the end of its object."""
         reader.given()
         yield ToolCallStart(name)
         yield from reader.arguments()
@@ -96,14 +94,13 @@ class JsonCall:
         yield ToolCallEnd()
 
     def written(self, tool: Tool, lark: Lark) -> str:
-        """Terms for a call of a tool."""
         number = f'{lark.text(f"{quoted(self.id)}: ")} /"[0-9]"/ ", "' if self.id else ""
         named = lark.text(f"{quoted(self.name)}: {quoted(tool.name)}, {quoted(self.arguments)}: ")
         return f'"{{" {number} {named} {lark.json(tool.arguments)} "}}"'
 
 
 def decoded(text: str) -> str | None:
-    """What a string of JSON says, if it is one."""
+    """Return the value of a JSON string; None if it is none."""
     try:
         return msgspec.json.decode(text, type=str)
     except msgspec.DecodeError:
@@ -116,9 +113,15 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True)
 class NamedJsonCall:
-    """What stands before a name, one of what may stand between it and the arguments, and what stands behind
-    them. Names may have a `prefix`; where they are numbered (`functions.f:0`) the whole is the call's id,
-    else one may follow `id_mark`."""
+    """A name before an object of JSON, as `f[ARGS]{"x": 1}`.
+
+    opens: text before the name
+    between: texts that may stand between name and arguments; the first one is written
+    closes: text behind the arguments
+    prefix: of names
+    is_numbered: names have a number (`functions.f:0`), and the whole is the call's id
+    id_mark: text before an id that may follow the name
+    """
 
     opens: str = ""
     between: tuple[str, ...] = ("",)
@@ -128,7 +131,6 @@ class NamedJsonCall:
     id_mark: str = ""
 
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
-        """Gives out a call, if one comes next."""
         if not (yield from reader.skip(self.opens)):
             return False
         word = yield from reader.run(in_name)
@@ -154,7 +156,6 @@ class NamedJsonCall:
         return True
 
     def written(self, tool: Tool, lark: Lark) -> str:
-        """Terms for a call of a tool."""
         number = '":" /[0-9]/ ' if self.is_numbered else ""
         name, between = lark.text(self.opens + self.prefix + tool.name), lark.text(self.between[0])
         return f"{name} {number}{between} {lark.json(tool.arguments)} {lark.text(self.closes)}"
@@ -166,8 +167,13 @@ def in_name(character: str) -> bool:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """What stands around a name, around a parameter's key and around its value, and behind the call; in a
-    value, `padding` stands at both ends. Between all of these `space` is written, and any is read."""
+    """Parameters between tags, as `<function=f><parameter=x>1</parameter></function>`.
+
+    name, key, value: text before and behind the name, a parameter's key, and its value
+    closes: text behind the call
+    padding: text at both ends of a value
+    space: text written between all of these; any white space is read
+    """
 
     name: Pair
     key: Pair
@@ -181,7 +187,6 @@ class TaggedCall:
         return self.name[0]
 
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
-        """Gives out a call, if one comes next."""
         if not (yield from reader.skip(self.name[0])):
             return False
         tool = tools.get((yield from reader.run(in_name)))
@@ -201,8 +206,8 @@ class TaggedCall:
         return True
 
     def _key(self, reader: TextReader) -> Steps[str | None]:
-        """The key of the next parameter. Where there is none the arguments end, unless the text does before
-        anybody can tell."""
+        """Return the key of the next parameter. Without one the arguments end, unless the text ends before
+        that is certain."""
         yield from reader.blank()
         if self.closes and (yield from reader.skip(self.closes)):
             yield ToolCallArguments("}")
@@ -221,7 +226,7 @@ class TaggedCall:
         return None
 
     def _parameter(self, reader: TextReader, tool: Tool, key: str, separator: str) -> Steps[bool]:
-        """Gives out a parameter as JSON; whether all of it has come."""
+        """Yield a parameter as JSON; return whether it is complete."""
         text, is_whole = yield from reader.until(self.value[1])
         reader.given()
         text = text.removeprefix(self.padding)
@@ -235,7 +240,7 @@ class TaggedCall:
         return is_whole
 
     def written(self, tool: Tool, lark: Lark) -> str:
-        """Terms for a call of a tool: its parameters in their order, those that it requires always."""
+        """Return terms for a call: the parameters in their order, those that are required always."""
         required = tool.arguments.get("required") or ()
         terms = [lark.text(self.name[0] + tool.name + self.name[1] + self.space)]
         for key in tool.properties:
@@ -244,7 +249,7 @@ class TaggedCall:
         return " ".join([*terms, lark.text(self.closes)])
 
     def _written(self, tool: Tool, key: str, lark: Lark) -> str:
-        """Terms for a parameter; a text may be any that does not have the tag in it that ends it."""
+        """Return terms for a parameter; a text may be any without the tag that ends it."""
         schema, (before, after) = tool.schema(key), self.value
         opening = lark.text(self.key[0] + key + self.key[1] + before + self.padding)
         ending = self.padding + after

@@ -1,8 +1,6 @@
-"""A text as it comes, for readers that are written as if all of it were there.
-
-A reader is a generator: it yields events, and None where it wants more of the text. What it gives depends on
-the text alone, not on how that was cut.
-"""
+"""Parsing of text that arrives in pieces, by parsers written as if all of it were there. Such a parser is a
+generator: it yields events, and None when it needs more text. Its events depend on the text alone, not on how
+it was cut."""
 
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -16,14 +14,14 @@ INSIDE = re.compile(r"[\w\s,:.+-]+")  # of brackets, outside of strings
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Part of what a message says."""
+    """Part of a message's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call of the tool of this name; `id` is what the model calls it, if it does."""
+    """The beginning of a call of the tool `name`; `id` is the model's own for it, if any."""
 
     name: str
     id: str | None = None
@@ -31,7 +29,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of the JSON text of a call's arguments."""
+    """Part of the JSON text of a call's arguments."""
 
     text: str
 
@@ -48,8 +46,9 @@ Steps = Generator[Event | None, None, T]
 
 @dataclass
 class JsonScan:
-    """Follows a value piece by piece: to behind its last bracket or quote, or up to what no JSON has
-    outside of strings. Brackets are counted, not told apart: whoever reads the value finds what is wrong."""
+    """Finds the end of a JSON value piece by piece: behind its last bracket or quote, or before the first
+    character that no JSON has outside of strings. Brackets are counted without their kinds: the parser of the
+    value finds mismatches."""
 
     is_over: bool = False
     _depth: int = 0
@@ -57,7 +56,7 @@ class JsonScan:
     _is_escaped: bool = False
 
     def take(self, text: str, at: int) -> int:
-        """Where the value ends in a text that goes on with it at a place, as far as is known."""
+        """Return the position in a text, from `at` on, up to which the value goes as far as is known."""
         while at < len(text) and not self.is_over:
             at = self._within_string(text, at) if self._in_string else self._outside(text, at)
         return at
@@ -92,29 +91,29 @@ class JsonScan:
 
 
 class TextReader:
-    """What has come and was not given out. What lies before `at` was read, and is text if nothing comes of
-    it."""
+    """Text that has arrived and was not yielded. The part before `at` was read; it stays text unless it
+    becomes an event."""
 
     def __init__(self):
         self.text, self.at, self.is_over = "", 0, False
 
     def given(self) -> str:
-        """What was read, which is gone then."""
+        """Remove the part that was read, and return it."""
         text, self.text, self.at = self.text[: self.at], self.text[self.at :], 0
         return text
 
     def more(self) -> Steps[bool]:
-        """Whether another character comes."""
+        """Return whether another character comes."""
         while self.at == len(self.text) and not self.is_over:
             yield None
         return self.at < len(self.text)
 
     def peek(self) -> Steps[str]:
-        """The next character, "" at the end."""
+        """Return the next character, "" at the end."""
         return self.text[self.at] if (yield from self.more()) else ""
 
     def skip(self, mark: str) -> Steps[bool]:
-        """Whether a mark comes next, which is read then."""
+        """Read a mark, if it comes next; return whether it does."""
         while not self.text.startswith(mark, self.at):
             if self.is_over or not mark.startswith(self.text[self.at :]):
                 return False
@@ -123,25 +122,25 @@ class TextReader:
         return True
 
     def skip_any(self, marks: Iterable[str]) -> Steps[bool]:
-        """Whether one of several marks comes next."""
+        """Read the first of several marks that comes next; return whether one does."""
         for mark in marks:
             if (yield from self.skip(mark)):
                 return True
         return False
 
     def run(self, is_in: Callable[[str], bool]) -> Steps[str]:
-        """As many characters of a kind as come."""
+        """Read characters of a kind."""
         start = self.at
         while (character := (yield from self.peek())) and is_in(character):
             self.at += 1
         return self.text[start : self.at]
 
     def blank(self) -> Steps[str]:
-        """White space."""
+        """Read white space."""
         return (yield from self.run(str.isspace))
 
     def stops_in(self, mark: str) -> Steps[bool]:
-        """Whether the text ends before a mark that may come next is whole."""
+        """Return whether the text ends inside a mark that may come next."""
         while mark != (rest := self.text[self.at :]) and mark.startswith(rest):
             if self.is_over:
                 return True
@@ -149,7 +148,8 @@ class TextReader:
         return False
 
     def until(self, mark: str) -> Steps[tuple[str, bool]]:
-        """What comes before a mark, and whether it comes: all of the text where it does not."""
+        """Read up to a mark; return the text before it, and whether it comes. Without it, read all of the
+        text."""
         start = seen = self.at
         while (found := self.text.find(mark, seen)) < 0 and not self.is_over:
             seen = max(start, len(self.text) - len(mark) + 1)
@@ -159,14 +159,14 @@ class TextReader:
         return self.text[start:end], found >= 0
 
     def value(self) -> Steps[str]:
-        """A value of JSON, as far as it goes."""
+        """Read a JSON value, as far as it goes."""
         start, scan = self.at, JsonScan()
         while not scan.is_over and (yield from self.more()):
             self.at = scan.take(self.text, self.at)
         return self.text[start : self.at]
 
     def arguments(self) -> Steps[None]:
-        """Gives out a value of JSON as it comes. Nothing before it is waiting to be given."""
+        """Yield a JSON value as it arrives. All text before it was yielded."""
         assert self.at == 0
         scan = JsonScan()
         while not scan.is_over and (yield from self.more()):

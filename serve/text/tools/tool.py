@@ -1,4 +1,4 @@
-"""The tools that a reply may call."""
+"""Tools that a reply may call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,23 +8,23 @@ from typing import Any, Literal
 from .values import at
 
 Choice = Literal["none", "auto", "required"]
-ANCHORS = ("$defs", "definitions")  # of what references mean
-OTHERS = {  # what says which other arguments there may be
+ANCHORS = ("$defs", "definitions")  # keys of a schema with the definitions of references
+OTHERS = {  # keys of a schema that allow other arguments
     "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function by its name, and the JSON Schema of its arguments."""
+    """A function: its name, and the JSON Schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """The schema of arguments that are asked for: an object of the parameters that are named, unless it
-        says what else there may be, or that there may be anything; a reference is followed."""
+        """Schema of the arguments that a grammar asks for: an object with the named parameters only, unless
+        the schema allows others; a reference is followed."""
         found = self.parameters
         if isinstance(reference := found.get("$ref"), str) and isinstance(at(found, reference), Mapping):
             found = self.rooted(at(found, reference))
@@ -33,24 +33,29 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters by their names."""
+        """Schemas of the parameters by name."""
         found = self.arguments.get("properties")
         return found if isinstance(found, Mapping) else {}
 
     def schema(self, parameter: str) -> Mapping[str, Any]:
-        """The schema of one of its parameters; an empty one where nothing is said of it."""
+        """Return the schema of a parameter; empty if unknown."""
         found = self.properties.get(parameter)
         return found if isinstance(found, Mapping) else {}
 
     def rooted(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A schema within that of the parameters, with what its references may mean."""
+        """Return a part of the schema with the definitions that its references need."""
         return {**{name: self.parameters[name] for name in ANCHORS if name in self.parameters}, **schema}
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """Tools as a body of OpenAI's has them, for chat templates: none of them may be called, any may, one or
-    more must, or `only` the one of this name; `is_several` says whether there may be several calls."""
+    """The tools of a request.
+
+    given: as in a body of OpenAI's, for chat templates
+    choice: whether tools may not, may, or must be called
+    only: the one tool that must be called
+    is_several: whether there may be several calls
+    """
 
     given: Sequence[Mapping[str, Any]]
     choice: Choice = "auto"
@@ -59,12 +64,11 @@ class Toolbox:
 
     @property
     def is_forced(self) -> bool:
-        """Whether a call must come."""
         return self.choice == "required"
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """Tools that may be called."""
         functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
         found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
         return tuple(tool for tool in found if self.only in (None, tool.name))

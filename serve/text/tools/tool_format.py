@@ -1,4 +1,4 @@
-"""How calls stand in a message: marks around them, and a form for each."""
+"""Formats of tool calls in a message: marks around calls, and the form of each."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ MANY = 1 << 20  # calls of a message
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model's messages hold calls of tools.
+    """Layout of tool calls in a model's messages.
 
-    begin, end: marks around calls; `end` is "" where none is
+    begin, end: marks around calls; `end` is "" without one
     forms: forms of a call that are read; the last one is written
     opens, closes: text behind `begin` and before `end`
     between: text from one call to the next; None: each call stands between marks of its own
-    apart: text before the next mark, where each call has its own
-    is_bare: a message may begin with calls that have no marks, and calls are written so
+    apart: text before the next mark, if each call has its own
+    is_bare: a message may begin with calls without marks, and calls are written so
     has_short_ids: ids of calls have nine letters and digits
 
     Text that is no call of a known tool stays text, marks included; white space around calls is dropped.
@@ -38,7 +38,7 @@ class ToolFormat:
     end: str = ""
 
     def grammar(self, tools: Iterable[Tool], is_several: bool, lark: Lark) -> str:
-        """Terms for one call of one of the tools, or for several."""
+        """Return terms for one call of one of the tools, or for several."""
         one = lark.one_of(self.forms[-1].written(tool, lark) for tool in tools)
         begin, end = ("", "") if self.is_bare else (self.begin, self.end)
         before, after = lark.text(begin + self.opens), lark.text(self.closes + end)
@@ -50,7 +50,7 @@ class ToolFormat:
         return f"{before} {one} ({lark.text(self.between)} {one})* {after}"
 
     def events(self, reader: TextReader, tools: Mapping[str, Tool], most: int) -> Steps[None]:
-        """Gives out a message's text and calls, of which there are at most so many."""
+        """Yield a message's text and at most `most` calls."""
         count = 0
         if self.is_bare:
             yield from reader.blank()
@@ -61,7 +61,7 @@ class ToolFormat:
         yield from rest(reader, count > 0)
 
     def _section(self, reader: TextReader, tools: Mapping[str, Tool], most: int) -> Steps[int]:
-        """Gives out what follows a mark, as far as it is calls; their number."""
+        """Yield the calls behind a mark; return their number."""
         yield from reader.blank()
         is_list = yield from reader.skip("[")
         count, goes_on = 0, True
@@ -77,7 +77,7 @@ class ToolFormat:
         return count
 
     def _form(self, reader: TextReader) -> Steps[CallForm | None]:
-        """The form whose opening comes next."""
+        """Return the form whose opening comes next."""
         start = reader.at
         for form in sorted(self.forms, key=lambda form: -len(form.opens)):
             found = yield from reader.skip(form.opens)
@@ -87,7 +87,7 @@ class ToolFormat:
         return None
 
     def _ended(self, reader: TextReader, form: CallForm, is_list: bool, may_go_on: bool) -> Steps[bool]:
-        """Reads what follows a call; whether that may be another one."""
+        """Read the text behind a call; return whether another call may follow."""
         reader.given()
         yield from reader.blank()
         if may_go_on and (yield from reader.skip_any((",", ";"))):
@@ -105,7 +105,7 @@ class ToolFormat:
 
 
 def consumed(reader: TextReader, mark: str) -> Steps[bool]:
-    """Gives out text up to a mark, which is read; whether it comes. White space before it is held."""
+    """Yield text up to a mark, and read the mark; return whether it comes. White space before it is held."""
     while True:
         found = reader.text.find(mark)
         end = len(reader.text) - overlap(reader.text, (mark,)) if found < 0 else found
@@ -120,7 +120,7 @@ def consumed(reader: TextReader, mark: str) -> Steps[bool]:
 
 
 def rest(reader: TextReader, is_bound: bool) -> Steps[None]:
-    """Gives out all that comes; without the white space at its end, where it follows calls."""
+    """Yield all further text; behind calls without white space at its end."""
     while True:
         holds = is_bound or not reader.is_over
         if kept := len(reader.text.rstrip() if holds else reader.text):
@@ -133,8 +133,7 @@ def rest(reader: TextReader, is_bound: bool) -> Steps[None]:
 
 
 class ToolParser:
-    """Parts a message's text as it comes; `is_several` says whether there may be more than one call. How the
-    text was cut makes no difference."""
+    """Parses a message's text as it arrives; `is_several` allows more than one call."""
 
     def __init__(self, format: ToolFormat, tools: Iterable[Tool], is_several: bool = True):
         self._reader = TextReader()
@@ -142,7 +141,7 @@ class ToolParser:
         self._events = format.events(self._reader, known, MANY if is_several else 1)
 
     def take(self, text: str, at_end: bool = False) -> list[Event]:
-        """What has come since: text that is no part of a call, and calls piece by piece."""
+        """Take text, and return its events."""
         self._reader.text += text
         self._reader.is_over = at_end
         found: list[Event] = []

@@ -1,4 +1,4 @@
-"""Values that stand as text where JSON is meant: a schema says which kind of value it is."""
+"""Parameter values written as text: the tool's schema gives the type."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,9 @@ DEEPEST = 16  # schemas in schemas that are looked into
 
 
 def read(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """JSON for a value that stands as text: a string as it is, other kinds as JSON writes them, or Python
-    their words. What can be both is no string; what is none of the kinds that its schema allows, is one.
-
-    `root` is the schema that references begin at.
-    """
+    """Return a text as JSON: a string as it is, other types as JSON or Python writes them. A value that is a
+    string or another type becomes the other type; one of no allowed type becomes a string. References begin
+    at the schema `root`."""
     allowed, bare = types_of(schema, root), text.strip()
     if allowed != {"string"}:
         bare = WORDS.get(bare.lower(), bare)
@@ -26,7 +24,7 @@ def read(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
 
 
 def kind_of(text: str) -> str | None:
-    """The kind of a value of JSON other than a string; None where the text is none."""
+    """Return the type of a JSON value other than a string; None for other text."""
     try:
         value = json.loads(text, parse_constant=refused)
     except (ValueError, RecursionError):
@@ -39,7 +37,7 @@ def refused(word: str) -> None:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The kinds of values that a schema may allow; all where it does not say."""
+    """Return the types that a schema may allow; all if it does not say."""
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return ALL
     if isinstance(reference := schema.get("$ref"), str):
@@ -55,7 +53,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def at(root: Mapping[str, Any], reference: str) -> Any:
-    """The part of a schema that a reference within it means; None where there is none."""
+    """Return the part of a schema that a reference means; None if there is none."""
     found: Any = root
     for step in reference.removeprefix("#/").split("/"):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -63,7 +61,7 @@ def at(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str] | None:
-    """The texts of the only values that a schema allows, where it lists them."""
+    """Return the texts of the only values that a schema allows, if it lists them."""
     if isinstance(reference := schema.get("$ref"), str):
         schema = found if isinstance(found := at(root, reference), Mapping) else {}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
