@@ -21,9 +21,8 @@ from ..routes.state import ServerState
 from ..routes.tokens import TokenRoutes
 from ..routes.weights import Weights
 from ..service.service import Service
-from .address import check_certificates, reserved, url
 from .guards import keys_in
-from .lifecycle import guarded_app, run, serve_app
+from .lifecycle import check_certificates, guarded_app, reserved, run, serve_app, url
 from .tracing import Traced, Tracing, tracing_to
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,13 +19,11 @@ from ...kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.tokenizer.tokenizer import Tokenizer
-from ..http.address import url
-from ..http.lifecycle import guarded_app, run, serve_app
+from ..http.lifecycle import guarded_app, run, serve_app, url
 from ..service.metrics import Exposition
 from .events import Listener, ReplicaPages
 from .health import Health
 from .http import ServerAddress
-from .metrics import router_families
 from .prompts import Naming, TextNaming, TokenNaming
 from .proxy import Proxy
 from .queue import PrefillPool, RequestQueue
@@ -125,3 +125,33 @@ def app(replicas: Sequence[Replica], proxy: Proxy, options: ServerOptions, keys:
     routes += [Route(path, proxy, methods=["POST"]) for path in POSTS]
     routes += [Route(path, proxy, methods=["GET"]) for path in GETS]
     return guarded_app(routes, options, keys, OPEN)
+
+
+# ---------------------------------------------------------------- metrics
+
+COUNTS: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "requests": ("requests sent", lambda one: one.chosen),
+    "prompt_tokens": ("tokens of their prompts", lambda one: one.prompt_tokens),
+    "hit_tokens": ("those that were thought to be cached there", lambda one: one.hit_tokens),
+    "lost": ("times that it did not answer", lambda one: one.lost),
+}
+STATES: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "ready": ("whether it takes requests", lambda one: one.is_ready),
+    "up": ("whether it answers", lambda one: one.is_up),
+    "running": ("requests that it has", lambda one: len(one.jobs)),
+    "load": ("what it has to do, in tokens of prefill", lambda one: one.load),
+}
+KINDS = (CounterMetricFamily, "router", COUNTS), (GaugeMetricFamily, "router_replica", STATES)
+
+
+def router_families(replicas: Sequence[Replica], proxy: Proxy) -> Iterator[Metric]:
+    """Read the counts of a router and the states of its replicas."""
+    for kind, prefix, table in KINDS:
+        for name, (about, value) in table.items():
+            family = kind(f"duetto:{prefix}_{name}", about, labels=["replica"])
+            for one in replicas:
+                family.add_metric([str(one)], float(value(one)))
+            yield family
+    yield GaugeMetricFamily("duetto:router_waiting", "requests in line", float(proxy.line.waiting))
+    yield CounterMetricFamily("duetto:router_resumed", "answers gone on elsewhere", proxy.resumed)
+    yield CounterMetricFamily("duetto:router_retried", "requests asked again", proxy.retried)

@@ -1,7 +1,7 @@
 """Names of the pages of a prompt in a router, and how many tokens a request counts for."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,13 +14,8 @@ from ...text.tokenizer.tokenizer import Tokenizer
 LETTERS = 4  # bytes of text that are about a token
 MOST = 1 << 17  # tokens of a prompt that are looked at
 MOST_ID = 1 << 31  # ids are below it in names of pages; a replica refuses others
+Naming = Callable[[str, Mapping[str, Any]], Prompt]  # names the pages of the first prompt of a path's body
 TEXT, TOKENS = root("text"), root("tokens")
-
-
-class Naming(Protocol):
-    """Names the pages of the first prompt of a body."""
-
-    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
 
 
 class TextNaming:

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
 from ....refusals import shown
-from ...text.openai.errors import RequestError, object_of, require
+from ...text.openai.errors import RequestError, flag, object_of
 from ...text.openai.schemas import Body
 from ...text.openai.tasks import refuse_unknown
 from ..service.errors import HttpError
@@ -56,8 +56,8 @@ class Adapters:
 
     async def load(self, request: Request) -> Response:
         body = await self._body(request, LoadFields)
-        name, path, again = text(body, "lora_name"), text(body, "lora_path"), body.get("load_inplace", False)
-        require(isinstance(again, bool), "load_inplace", again, "true or false")
+        name, path = text(body, "lora_name"), text(body, "lora_path")
+        again = flag(body, "load_inplace", default=False)
         self.service.require_adapters()
         if name in self.service.names:
             raise RequestError("invalid_request", f"{name!r} is the model's own name", "lora_name")

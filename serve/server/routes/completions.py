@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from ...text.openai.replies import PREFIXES, Replies
 from ...text.openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
 from ...text.openai.resume import END, Resume
 from ...text.openai.schemas import body_of
-from ...text.outputs import CompletionOutput, RequestOutput
+from ...text.outputs import RequestOutput
 from ..service.errors import HttpError, json_response
 from ..service.service import ApiCall, Service
 from ..service.streams import ClientLeft, while_read
@@ -29,22 +29,8 @@ from .body import SOURCE, read_body
 from .openapi import READ_ERRORS, Path
 
 LONG = 1 << 14  # bytes; longer bodies are read in another thread
+EventWriter = CompletionEvents | responses_stream.ResponseEvents | WholeEvent
 MOST_SHOWN = 200  # characters of a realm in an error
-
-
-class EventWriter(Protocol):
-    """Writes the events of a stream: `begin`, `chunks` for each step, and `end`, or `failed`. `skip` takes
-    what another server has already written."""
-
-    def begin(self) -> bytes: ...
-
-    def chunks(self, outputs: list[CompletionOutput], /) -> bytes: ...
-
-    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes: ...
-
-    def failed(self, error: dict[str, Any], /) -> bytes: ...
-
-    def skip(self, outputs: list[CompletionOutput], count: int, /) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,22 @@
 
 import asyncio
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, core
+from prometheus_client.metrics_core import Metric as Family
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...llm.llm import LLM
+from ...llm.metrics import Counter, Gauge, Histogram, Metric, Vector, snapshot
 from ..service.errors import json_response
 from ..service.metrics import Exposition
 from ..service.service import Service
 from .body import REALM
-from .metrics import engine_families
 from .openapi import Path
 
 
@@ -86,3 +89,48 @@ class ServerState:
 
     async def metrics(self, request: Request) -> Response:
         return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE_LATEST)
+
+
+# ---------------------------------------------------------------- metrics, under vLLM's names
+
+
+KINDS = {
+    Gauge: core.GaugeMetricFamily,
+    Counter: core.CounterMetricFamily,
+    Vector: core.CounterMetricFamily,
+    Histogram: core.HistogramMetricFamily,
+}
+
+
+def engine_families(llm: LLM, model_name: str) -> Iterator[Family]:
+    """Read an engine's metrics; the label `model_name` is the served name."""
+    labels = {"model_name": model_name}
+    yield from families(snapshot(llm.engine), labels)
+    sizes, info = llm.engine.sizes, core.InfoMetricFamily("vllm:cache_config", "Of the KV cache.")
+    pages = {"block_size": str(sizes.page_size), "num_gpu_blocks": str(sizes.pages[0])}
+    info.add_metric([], labels | {"engine": "0"} | pages)
+    yield info
+
+
+def families(metrics: Iterable[Metric], labels: dict[str, str]) -> Iterable[Family]:
+    """Group metrics by their names, with `labels` in addition to their own."""
+    found: dict[str, Family] = {}
+    for metric in metrics:
+        name, about = metric.name, metric.name.removeprefix("vllm:").replace("_", " ")
+        for own, values in samples(metric):
+            own = labels | own
+            family = found.setdefault(name, KINDS[type(metric)](name, about, labels=[*own]))
+            family.add_metric([*own.values()], *values)
+    return found.values()
+
+
+def samples(metric: Metric) -> Iterator[tuple[dict[str, str], tuple[Any, ...]]]:
+    """Yield labels and the arguments of `add_metric` for each sample."""
+    match metric:
+        case Gauge(value=value) | Counter(value=value):
+            yield metric.labels, (value,)
+        case Vector(values=values):
+            for position, value in enumerate(values):
+                yield metric.labels | {"position": str(position)}, (value,)
+        case Histogram(sum=total, buckets=buckets):
+            yield metric.labels, (list(buckets.items()), total)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ....fields import knob
 from ...text.openai.bodies import Message
-from ...text.openai.errors import RequestError, object_of, require
+from ...text.openai.errors import RequestError, flag, object_of, require
 from ...text.openai.fields import toolbox_of
 from ...text.openai.schemas import Body
 from ...text.tokenizer.chat import apply_chat, check_messages
@@ -146,9 +146,3 @@ class TokenRoutes:
         require(isinstance(text, str), "prompt", text, "a string")
         special = flag(body, "add_special_tokens", default=True)
         return self._tokenizer.encode(text, add_special_tokens=special, most=MOST)
-
-
-def flag(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = default if body.get(name) is None else body[name]
-    require(isinstance(value, bool), name, value, "true or false")
-    return value

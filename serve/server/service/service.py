@@ -121,11 +121,7 @@ class Service:
 
     @asynccontextmanager
     async def call(
-        self,
-        tasks: Sequence[Task],
-        client: str,
-        is_admitted: bool = False,
-        receive: Receive | None = None,
+        self, tasks: Sequence[Task], client: str, is_admitted: bool = False, receive: Receive | None = None
     ) -> AsyncIterator[ApiCall]:
         """Run tasks until the block ends. Raises HttpError if there is no room, unless the tasks belong to an
         admitted request; RequestError for what is not allowed; ClientLeft if `receive` reports a disconnect

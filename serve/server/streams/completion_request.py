@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...text.openai.errors import RequestError, require
+from ...text.openai.errors import RequestError, flag, require
 from ...text.openai.responses import task_of_response
 from ...text.openai.resume import Resume, resume_of
 from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
@@ -60,8 +60,8 @@ def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str,
         return CompletionRequest(
             [task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume
         )
-    echo = fields.pop("echo", False)
-    require(isinstance(echo, bool), "echo", echo, "true or false")
+    echo = flag(fields, "echo", default=False)
+    fields.pop("echo", None)
     silent = echo and fields.get("max_tokens") == 0
     if silent:
         fields["max_tokens"] = 1
@@ -86,8 +86,8 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Comp
 def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
     """Return the fields of a body that have a value, whether the answer is a stream, and what it resumes."""
     fields = {name: value for name, value in body.items() if value is not None}
-    stream = fields.pop("stream", False)
-    require(isinstance(stream, bool), "stream", stream, "true or false")
+    stream = flag(fields, "stream", default=False)
+    fields.pop("stream", None)
     return fields, stream, resume_of(fields.pop("resume", None))
 
 

@@ -1,6 +1,7 @@
 """Errors of requests, and the JSON objects that they come in. Nothing here imports jax: a router needs it."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +22,13 @@ class RequestError(ValueError):
 def require(ok: bool, name: str, value: Any, allowed: str) -> None:
     if not ok:
         raise RequestError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}", name)
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a field that is true or false. Raises RequestError for another value."""
+    value = default if fields.get(name) is None else fields[name]
+    require(isinstance(value, bool), name, value, "true or false")
+    return value
 
 
 def encodable(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ....refusals import shown
 from ..tools.tool import Toolbox
-from .errors import RequestError, require
+from .errors import RequestError, flag, require
 
 # Older names of fields of `structured_outputs`.
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
@@ -62,8 +62,7 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
     """Return the tools of a chat's body, if any. Raises RequestError naming the field, its value and what is
     allowed."""
     tools, choice = body.get("tools"), body.get("tool_choice")
-    several = body.get("parallel_tool_calls", True)
-    require(isinstance(several, bool), "parallel_tool_calls", several, "true or false")
+    several = flag(body, "parallel_tool_calls", default=True)
     if not tools:
         require(tools in (None, []), "tools", tools, "a list of functions")
         require(choice in (None, "none", "auto"), "tool_choice", choice, "none or auto without tools")

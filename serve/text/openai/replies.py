@@ -70,12 +70,7 @@ class Replies:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
-        return {
-            "index": output.index,
-            "text": output.text,
-            "logprobs": logprobs,
-            **self.ending(output, task),
-        }
+        return {"index": output.index, "text": output.text, "logprobs": logprobs, **self.ending(output, task)}
 
     @cached_property
     def dialect(self) -> Dialect:

@@ -9,16 +9,7 @@ import msgspec
 from ....refusals import Table
 from ....sampling.checks import LIMITS
 from ....sampling.params import SamplingParams
-from . import responses
-from .bodies import (
-    ChatFields,
-    CompletionFields,
-    EchoFields,
-    FormatFields,
-    ResponseFields,
-    StreamFields,
-    ToolFields,
-)
+from . import bodies, responses
 from .neutral import HARMLESS, NEUTRAL
 from .tasks import BODY, DEFAULTS
 
@@ -47,17 +38,23 @@ class Body:
 FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, ChatFields, ToolFields, FormatFields, StreamFields),
+        (SamplingParams, bodies.ChatFields, bodies.ToolFields, bodies.FormatFields, bodies.StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
         "CompletionBody",
-        (SamplingParams, CompletionFields, FormatFields, StreamFields, EchoFields),
+        (
+            SamplingParams,
+            bodies.CompletionFields,
+            bodies.FormatFields,
+            bodies.StreamFields,
+            bodies.EchoFields,
+        ),
         {"prompt": "def add(a, b):", "max_tokens": 32, "stream": True},
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, ResponseFields, ToolFields),
+        (SamplingParams, bodies.ResponseFields, bodies.ToolFields),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }

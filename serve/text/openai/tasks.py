@@ -16,7 +16,7 @@ from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
 from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
 from .dialect import Dialect
-from .errors import RequestError, require
+from .errors import RequestError, flag, require
 from .fields import toolbox_of, with_structured
 from .neutral import HARMLESS, NEUTRAL
 
@@ -76,12 +76,10 @@ def task_of_body(
     body = {k: v for k, v in body.items() if v is not None}
     model = body.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
-    ids = body.get("return_token_ids", False)
-    require(isinstance(ids, bool), "return_token_ids", ids, "true or false")
+    ids = flag(body, "return_token_ids", default=False)
     if form == "chat":
         params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
-        reasoning = body.get("include_reasoning", True)
-        require(isinstance(reasoning, bool), "include_reasoning", reasoning, "true or false")
+        reasoning = flag(body, "include_reasoning", default=True)
         toolbox, shape = toolbox_of(body), params.structured_outputs
         is_free = shape is None or toolbox is None or not toolbox.is_forced
         require(
@@ -159,8 +157,7 @@ def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     fields = _body_fields(body, CHAT)
     if "max_completion_tokens" in body:
         fields["max_tokens"] = body["max_completion_tokens"]
-    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
-    require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
+    wanted, top = flag(body, "logprobs", default=False), body.get("top_logprobs", 0)
     require(wanted or among(top, (0,)), "top_logprobs", top, "only with logprobs true")
     return fields | ({"logprobs": top} if wanted else {})
 

@@ -10,8 +10,7 @@ import msgspec
 
 from .lark import Lark
 from .stream_reader import Steps, TextReader, ToolCallArguments, ToolCallEnd, ToolCallStart
-from .tool import Tool
-from .values import choices, read, types_of
+from .tool import Tool, choices, read, types_of
 
 ARGUMENTS = ("arguments", "parameters")
 NUMBERED = re.compile(r":\d+$")

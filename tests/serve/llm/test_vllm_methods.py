@@ -16,7 +16,7 @@ from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.llm.metrics import Counter, Gauge, Histogram, Metric
-from duetto.serve.server.routes.metrics import engine_families
+from duetto.serve.server.routes.state import engine_families
 from duetto.serve.server.service.metrics import Exposition
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
 

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from duetto.serve.server.http.address import is_of_this_machine
 from duetto.serve.server.http.guards import Guard, Keys, keys_in
+from duetto.serve.server.http.lifecycle import is_of_this_machine
 
 
 @pytest.mark.parametrize(
