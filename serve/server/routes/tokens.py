@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from starlette.requests import Request
@@ -75,21 +76,15 @@ class TokenRoutes:
         ids = Body("DetokenizeBody", (DetokenizeFields,), {"tokens": [72, 105]})
         self.paths = [
             Path(
-                "/tokenize", self.tokenize, "text or messages as token ids",
+                "/tokenize", partial(self._answer, self._tokenized), "text or messages as token ids",
                 reply=Tokenized, body=text, errors=errors,
             ),
             Path(
-                "/detokenize", self.detokenize, "token ids as text",
+                "/detokenize", partial(self._answer, self._detokenized), "token ids as text",
                 reply=Detokenized, body=ids, errors=errors,
             ),
             Path("/tokenizer_info", self.info, "the tokenizer", reply=TokenizerInfo, errors=[501]),
         ]  # fmt: skip
-
-    async def tokenize(self, request: Request) -> Response:
-        return await self._answer(self._tokenized, request)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._answer(self._detokenized, request)
 
     async def _answer(self, reply: Callable[[dict[str, Any]], dict[str, Any]], request: Request) -> Response:
         """Read and write in another thread: bodies and replies may be long."""

@@ -114,7 +114,7 @@ class Replies:
     ) -> dict[str, Any]:
         """Return log-probabilities; those of a prompt's first token are None."""
         pairs = list(zip(output.token_ids, scores, strict=True))
-        tokens = [self._token(i, found and found[i]) for i, found in pairs]
+        tokens = [self._token(i, None if found is None else found[i]) for i, found in pairs]
         offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
         return {
             "tokens": tokens,
