@@ -55,7 +55,7 @@ def keys_in(path: str) -> list[str]:
     return keys
 
 
-class Keys:
+class ApiKeys:
     """Rejects with 401 requests without a known key, except on `open` paths. The hash of the key becomes the
     request's client name. All keys are compared in the same time."""
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from ...host.streams import tell
 from ...options.server import ServerOptions
 from ..service.errors import HANDLERS
-from .guards import Guard, Keys, guards
+from .guards import ApiKeys, Guard, guards
 from .http_limits import protocol
 
 CLOSING = 3  # seconds that connections have after the last request
@@ -44,7 +44,7 @@ def guarded_app(
 ) -> Starlette:
     """Return an app of routes behind the checks of host, origin and, except on `open` paths, key; the `inner`
     middleware runs after these."""
-    middleware = [*guards(options), Middleware(Guard, check=Keys(keys, open)), *inner]
+    middleware = [*guards(options), Middleware(Guard, check=ApiKeys(keys, open)), *inner]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
 

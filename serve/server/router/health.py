@@ -10,7 +10,7 @@ from ...kv.routing.placement import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM
 from ..service.errors import HttpError
-from .http import HttpConnection, Lacking, Lost, ServerAddress
+from .http import ConnectionLost, HttpConnection, OutOfResources, ServerAddress
 from .queue import RequestQueue
 
 MISSES = 2  # failed checks after which a replica is lost
@@ -33,7 +33,7 @@ class Health:
                 status, realm = await self._probe(replica, "/ready")
                 if status == 503:
                     status = 500 if (await self._probe(replica, "/health"))[0] != 200 else 503
-            except Lacking as lacking:  # says nothing of the replica
+            except OutOfResources as lacking:  # says nothing of the replica
                 warn(f"no replica can be asked for its health now: {lacking}")
             else:
                 missed = 0 if status in (200, 503) else missed + 1
@@ -61,13 +61,13 @@ class Health:
 
     async def _probe(self, replica: Replica, path: str) -> tuple[int, str]:
         """Return the status of an open path, 0 after a timeout, and the realm that the answer names. Raises
-        Lacking."""
+        OutOfResources."""
         try:
             async with asyncio.timeout(self._options.health_timeout):
                 return await status_of(replica, path)
-        except Lacking:
+        except OutOfResources:
             raise
-        except (Lost, TimeoutError):
+        except (ConnectionLost, TimeoutError):
             return 0, ""
 
     def close(self) -> None:

@@ -20,11 +20,11 @@ Headers = list[tuple[bytes, bytes]]
 OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # errors of this process, not of a server
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """A server cannot be reached, or disconnected before its answer was complete."""
 
 
-class Lacking(Lost):
+class OutOfResources(ConnectionLost):
     """This process has no descriptor or memory for a connection, whatever the server's state."""
 
 
@@ -50,7 +50,8 @@ class ServerAddress:
 
 
 class HttpConnection:
-    """Sends one request to a server and reads its answer. Every method raises Lost if the server is lost."""
+    """Sends one request to a server and reads its answer. Methods raise ConnectionLost if the server is
+    gone."""
 
     def __init__(self, target: ServerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._target, self._reader, self._writer = target, reader, writer
@@ -68,7 +69,7 @@ class HttpConnection:
                     target.host, target.port, ssl=secret, limit=PIECE
                 )
         except (OSError, TimeoutError) as error:
-            kind = Lacking if isinstance(error, OSError) and error.errno in OWN else Lost
+            kind = OutOfResources if isinstance(error, OSError) and error.errno in OWN else ConnectionLost
             raise kind(f"{target}: {error}") from None
         own = writer.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -106,10 +107,10 @@ class HttpConnection:
             await self._writer.drain()
             data = await self._reader.read(PIECE)
             if not data:
-                raise Lost("the answer has no end")
+                raise ConnectionLost("the answer has no end")
             self._parser.feed_data(data)
         except (OSError, httptools.HttpParserError) as error:
-            raise Lost(str(error)) from None
+            raise ConnectionLost(str(error)) from None
 
     def abort(self) -> None:
         self._writer.transport.abort()

@@ -18,10 +18,10 @@ from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
-from .http import Headers, HttpConnection, Lost, ServerAddress
+from .http import ConnectionLost, Headers, HttpConnection, ServerAddress
 from .prompts import Naming, charge
 from .queue import PrefillPool, RequestQueue
-from .resumable import Plain, Resumable, first_data
+from .resumable import PassThroughStream, ResumableStream, first_data
 
 LONG = 1 << 12  # bytes; prompts of longer bodies are named in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -45,7 +45,7 @@ OTHER_REALM = HttpError(
 )
 
 
-class Unfit(Exception):
+class RealmMismatch(Exception):
     """A replica cannot continue an answer: its tokens would follow from other weights."""
 
 
@@ -63,7 +63,7 @@ class ProxyRequest:
     headers: Headers
     body: bytes
     generates: bool = False
-    stream: Resumable | None = None
+    stream: ResumableStream | None = None
     has_head: bool = False  # that of the answer has been sent
 
     @property
@@ -148,7 +148,7 @@ class Proxy:
         request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE)
         fields = read(body)
         if self.options.resume and request.generates and fields and fields.get("resume") is None:
-            request.stream = Resumable(fields)
+            request.stream = ResumableStream(fields)
         return request, fields
 
     async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
@@ -171,11 +171,11 @@ class Proxy:
                 if await self._forward(replica, request, job, send, last):
                     return
                 job.left.add(replica)
-            except Unfit as unfit:  # costs no attempt: each replica is tried once
+            except RealmMismatch as unfit:  # costs no attempt: each replica is tried once
                 tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
                 job.refused_by(replica)
                 continue
-            except Lost as lost:
+            except ConnectionLost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
                 replica.is_ready = False  # until its next health check
                 if await self._give_up(request, send, last):
@@ -224,8 +224,8 @@ class Proxy:
     async def _forward(
         self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
-        """Send the request to a replica and pass its answer on. Returns whether it answered. Raises Lost and
-        Unfit."""
+        """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
+        ConnectionLost and RealmMismatch."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections.add(connection)
         try:
@@ -233,7 +233,7 @@ class Proxy:
                 connection.send(request.method, request.path, request.headers + more, request.sent)
                 status = await connection.status()
             if status == OTHER and request.realm:
-                raise Unfit(error_message(await connection.body()))
+                raise RealmMismatch(error_message(await connection.body()))
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)
@@ -257,14 +257,16 @@ class Proxy:
         await answer(request, status, headers_of(connection), body, send)
 
     async def _send_whole(
-        self, connection: HttpConnection, stream: Resumable, request: ProxyRequest, send: Send, last: bool
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
     ) -> None:
         """Send a whole answer that arrives as the last event of a stream of its tokens."""
+        stream = request.stream
+        assert stream is not None
         async with aclosing(connection.pieces()) as pieces:
             events = b"".join([stream.take(piece) async for piece in pieces])
         body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
-            raise Lost("the answer has ended before it was whole")
+            raise ConnectionLost("the answer has ended before it was whole")
         headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
         headers.append((b"content-type", b"application/json"))
         await answer(request, 200 if stream.is_whole else 502, headers, body, send)
@@ -276,16 +278,16 @@ class Proxy:
         if stream is not None:
             stream.begin()
             if not stream.is_stream:
-                return await self._send_whole(connection, stream, request, send, last)
+                return await self._send_whole(connection, request, send, last)
         if not request.has_head:
             await begin(request, 200, headers_of(connection), send)
-        own = stream or Plain()
+        own = stream or PassThroughStream()
         async with aclosing(connection.pieces()) as pieces:
             async for piece in pieces:
                 if passed := own.take(piece):
                     await send({"type": "http.response.body", "body": passed, "more_body": True})
         if stream is not None and not stream.is_whole and not last:
-            raise Lost("the stream has ended before its last event")
+            raise ConnectionLost("the stream has ended before its last event")
         await send({"type": "http.response.body", "body": own.held})
 
 

@@ -10,7 +10,7 @@ import msgspec
 TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
 
 
-class Plain:
+class PassThroughStream:
     """Passes whole events on; the stream ends where its replica's does."""
 
     def __init__(self):
@@ -21,7 +21,7 @@ class Plain:
         return whole + end
 
 
-class Resumable:
+class ResumableStream:
     """Follows a stream, or a whole answer that arrives as the last event of one. Events are passed on once
     the tokens behind them are known; the next replica writes the other events of a lost one again. `realm`
     names the weights that the tokens follow from: only a replica of this realm may continue."""

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ...text.openai.errors import object_of
 from ...text.openai.replies import PREFIXES, Replies
 from ...text.openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
-from ...text.openai.resume import END, Resume
+from ...text.openai.resume import END, ResumeState
 from ...text.openai.schemas import body_of
 from ...text.outputs import RequestOutput
 from ..service.errors import HttpError, json_response
@@ -34,7 +34,7 @@ MOST_SHOWN = 200  # characters of a realm in an error
 
 
 @dataclass(frozen=True)
-class Api:
+class CompletionApi:
     """Reads the bodies of a path (`parse`, given default sampling parameters), and writes its answers:
     `whole`, or by the writer of a stream, `events`. `prefix` is that of their ids."""
 
@@ -45,10 +45,10 @@ class Api:
 
 
 COMPLETION, CHAT = (
-    Api(PREFIXES[form], partial(parse_completion, form), completion_stream.whole, CompletionEvents)
+    CompletionApi(PREFIXES[form], partial(parse_completion, form), completion_stream.whole, CompletionEvents)
     for form in ("completion", "chat")
 )
-RESPONSE = Api("resp_", parse_response, responses_stream.whole, responses_stream.ResponseEvents)
+RESPONSE = CompletionApi("resp_", parse_response, responses_stream.whole, responses_stream.ResponseEvents)
 
 
 def paths(service: Service) -> list[Path]:
@@ -74,7 +74,7 @@ class Completions:
     """Answers requests to generate, whole or as server-sent events. A client that disconnects ends its
     request."""
 
-    def __init__(self, service: Service, api: Api):
+    def __init__(self, service: Service, api: CompletionApi):
         self.service, self.api = service, api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +151,7 @@ class Completions:
         await write(events.end(**call.usage) + (b"" if request.resume is None else END), more=False)
 
 
-def require_realm(resume: Resume | None, own: str) -> None:
+def require_realm(resume: ResumeState | None, own: str) -> None:
     """Raise HttpError if an answer has begun with other weights, or with other settings that decide
     tokens."""
     if resume is not None and resume.realm not in (None, own):

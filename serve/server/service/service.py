@@ -21,7 +21,7 @@ from .errors import HttpError
 from .fair_queue import FairQueue
 from .metrics import EventLoopLag
 from .preparing import TaskPreparer
-from .streams import Stream
+from .streams import OutputStream
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ApiCall:
     model: str
     tasks: Sequence[Task]
     flows: list[StreamHandle]
-    stream: Stream
+    stream: OutputStream
 
     @property
     def known(self) -> list[CompletionOutput]:
@@ -59,7 +59,7 @@ class ActiveStream:
     late: timer until its first piece
     """
 
-    stream: Stream
+    stream: OutputStream
     base: int
     choices: int
     line: int
@@ -128,7 +128,7 @@ class Service:
         while grammars are compiled."""
         flows: list[StreamHandle] = []
         end = self._loop.time() + self.options.max_wait
-        stream = Stream(lambda: self._leave(flows), self.options.max_unread)
+        stream = OutputStream(lambda: self._leave(flows), self.options.max_unread)
         try:
             with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
                 prepared = await self._prepared(tasks, is_admitted, end, receive)
@@ -200,7 +200,7 @@ class Service:
             raise
         return flows
 
-    def _begin(self, flow: StreamHandle, task: Task, client: str, stream: Stream, end: float) -> None:
+    def _begin(self, flow: StreamHandle, task: Task, client: str, stream: OutputStream, end: float) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
         flow.rank(place, task.source)
         late = self._loop.call_at(end, self._late, flow)

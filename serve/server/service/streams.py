@@ -13,7 +13,7 @@ T = TypeVar("T")
 Outputs = list[CompletionOutput]
 
 
-class Stream:
+class OutputStream:
     """Buffers the pieces of a request's completions. `leave` ends the request in the engine; it is called
     also when more than `most` pieces are unread."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...text.openai.errors import RequestError, flag, require
 from ...text.openai.responses import task_of_response
-from ...text.openai.resume import Resume, resume_of
+from ...text.openai.resume import ResumeState, resume_of
 from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
 REPEATED = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
@@ -32,7 +32,7 @@ class CompletionRequest:
     echo: bool = False
     silent: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
-    resume: Resume | None = None
+    resume: ResumeState | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
@@ -83,7 +83,7 @@ def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Comp
     return CompletionRequest([task_of_response(fields, defaults)], stream, repeated=repeated, resume=resume)
 
 
-def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
+def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, ResumeState | None]:
     """Return the fields of a body that have a value, whether the answer is a stream, and what it resumes."""
     fields = {name: value for name, value in body.items() if value is not None}
     stream = flag(fields, "stream", default=False)

@@ -29,7 +29,7 @@ def whole(
 
 
 @dataclass
-class Item:
+class OutputItem:
     """An item of a response's output, with its text so far. `kind`: reasoning, answer, or the arguments of a
     call that has `begun`."""
 
@@ -70,7 +70,7 @@ class ResponseEvents:
         (task,) = request.tasks
         self._response = Response(id, request.created, replies.named(task), task, request.repeated)
         self._parting = replies.parting(task, prompt_ids, id)
-        self._items: list[Item] = []
+        self._items: list[OutputItem] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0
 
@@ -129,7 +129,7 @@ class ResponseEvents:
         """Begin an item."""
         yield from self._closed()
         same = sum(item.kind == kind for item in self._items)
-        item = Item(len(self._items), self._response.item_id(PREFIXES[kind], same), kind, begun=begun)
+        item = OutputItem(len(self._items), self._response.item_id(PREFIXES[kind], same), kind, begun=begun)
         self._items.append(item)
         yield self._event("output_item.added", output_index=item.index, item=item.record("in_progress"))
         if item.is_answer:

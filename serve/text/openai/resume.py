@@ -19,7 +19,7 @@ MOST = 1 << 32  # events of an answer, and seconds since 1970
 
 
 @dataclass(frozen=True)
-class Resume:
+class ResumeState:
     """A resumable answer.
 
     id: 32 hexadecimal digits; seeds that are not given are drawn from it
@@ -61,12 +61,12 @@ class Resume:
         return replace(task, params=params, now=datetime.fromtimestamp(self.created), known=known)
 
 
-def resume_of(value: Any) -> Resume | None:
+def resume_of(value: Any) -> ResumeState | None:
     """Parse the field `resume` of a body. Raises RequestError."""
     if value is None:
         return None
     try:
-        return msgspec.convert(value, Resume)
+        return msgspec.convert(value, ResumeState)
     except msgspec.ValidationError as error:
         raise RequestError("invalid_request", f"resume is not allowed: {error}", "resume") from None
 
