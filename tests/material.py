@@ -36,9 +36,9 @@ from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
 from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
-from duetto.serve.text.tools.incoming import ToolCallArguments, ToolCallStart
-from duetto.serve.text.tools.reader import CallReader
-from duetto.serve.text.tools.toolbox import Toolbox
+from duetto.serve.text.tools.stream_reader import ToolCallArguments, ToolCallStart
+from duetto.serve.text.tools.tool import Toolbox
+from duetto.serve.text.tools.tool_format import ToolParser
 
 pytestmark = pytest.mark.extras
 
@@ -308,7 +308,7 @@ def test_calls_are_found_in_what_real_chat_templates_write(model):
     own = Tokenizer.from_folder(DEMO)
     assert own is not None
     dialect, box = Dialect(own, calls_of(template).name), Toolbox(given["tools"], "required")
-    begun, arguments, _ = CallReader(dialect.known(), box.tools).take(text, at_end=True)
+    begun, arguments, _ = ToolParser(dialect.require_tool_format(), box.tools).take(text, at_end=True)
     assert begun == ToolCallStart("get_weather") and isinstance(arguments, ToolCallArguments)
     assert json.loads(arguments.text) == {"city": "Oslo"}
     grammars = Grammars(own, len(own), [own.eos_token_id])

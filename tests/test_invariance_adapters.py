@@ -23,7 +23,7 @@ from duetto.model.transformer import forward, unembed
 from duetto.model.weights.adapted import AdapterSizes, adapted, stacks_of, with_owners
 from duetto.serve.engine.lora.writer import Writer, with_room
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.app import app
+from duetto.serve.server.http.main import app
 from duetto.serve.server.service.service import Service
 
 pytestmark = [

@@ -42,14 +42,12 @@ from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedReques
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.app import app
 from duetto.serve.server.router.events import ReplicaPages
 from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.main import replicas_of
-from duetto.serve.server.router.prefills import PrefillPool
+from duetto.serve.server.router.main import app, replicas_of
 from duetto.serve.server.router.prompts import TOKENS, TextNaming, TokenNaming, named
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import RequestQueue
+from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
 ROOT = root("simulated")

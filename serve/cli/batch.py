@@ -21,7 +21,7 @@ from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.multihost.rendezvous import join
-from ..text.tools.notations import named
+from ..text.tools.tool_parsers import format_named
 from .common import (
     cache_flags,
     check_cache,
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     check_cache(args)
     check_ray(args)
     if args.tool_call_parser is not None:
-        checked(args, lambda: named(args.tool_call_parser))
+        checked(args, lambda: format_named(args.tool_call_parser))
     asked = options = engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(

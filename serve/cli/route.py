@@ -18,8 +18,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..server.http.address import check_certificates, reserved
-    from ..server.http.auth import keys_in
+    from ..server.http.guards import keys_in
+    from ..server.http.lifecycle import check_certificates, reserved
     from ..server.router.main import naming, routed
 
     options = checked(args, lambda: RouterOptions(**given(RouterOptions, args)))

@@ -8,7 +8,7 @@ from ..engine.startup.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
 from ..options.server import ServerOptions
-from ..text.tools.notations import named
+from ..text.tools.tool_parsers import format_named
 from .common import (
     cache_flags,
     check_cache,
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = checked(args, lambda: ServerOptions(**given(ServerOptions, args)))
     if options.tool_call_parser is not None:
-        checked(args, lambda: named(args.tool_call_parser))
+        checked(args, lambda: format_named(args.tool_call_parser))
     if args.path is not None and args.model is not None:
         args.usage_error(f"MODEL {args.path} and --model {args.model} are two models")
     args.model = args.path or args.model

@@ -1,4 +1,4 @@
-"""What a caller gets back; names and meaning are those of vLLM's offline API."""
+"""Results that callers receive, with names and meaning of vLLM's offline API."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's natural-log probability under the raw logits, and its rank (1 is the most likely)."""
+    """A token's natural-log probability under the raw logits, and its rank (1 is the most likely)."""
 
     logprob: float
     rank: int
@@ -16,11 +16,16 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds of one request: arrival on the monotonic clock, and the spans from there.
+    """Times of one request in seconds; spans begin at its arrival.
 
-    `ttft` is arrival to first token, `tpot` the mean time of each further token, `e2e` arrival to finish. The
-    other names are those of vLLM's RequestStateStats: `arrival_time` is by the wall clock, `..._ts` by the
-    monotonic one; 0 is for what did not happen.
+    arrival: on the monotonic clock
+    queued: until its admission
+    ttft: until its first token
+    tpot: mean time of each further token
+    e2e: until its end
+
+    The other names are those of vLLM's RequestStateStats: `arrival_time` is on the wall clock, `..._ts` on
+    the monotonic one; 0 stands for an event that has not happened.
     """
 
     arrival: float
@@ -51,8 +56,8 @@ class RequestMetrics:
 
 
 class Pass(NamedTuple):
-    """A step of one request: the guesses that it verified, ON_DEVICE (-1) where the device made them, and the
-    tokens that it gave."""
+    """A step of a request: the draft tokens that it verified, each ON_DEVICE (-1) if the device made it, and
+    the number of tokens that it gave."""
 
     guesses: tuple[int, ...]
     tokens: int
@@ -64,7 +69,7 @@ class Pass(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` continuations."""
+    """Continuation `index` of a request's `n`."""
 
     index: int
     text: str
@@ -119,8 +124,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a stream adds: text and tokens since the last one; the last of completion `index` has a finish
-    reason."""
+    """New text and tokens of a stream. The last one of completion `index` has a finish reason."""
 
     index: int
     text: str
@@ -132,7 +136,7 @@ class Delta:
 
 
 def require_whole(what: str, results: Iterable[RequestOutput]) -> None:
-    """Raise RuntimeError where a request was aborted on whose result others are to be built."""
+    """Raise RuntimeError if a request was aborted whose result is needed."""
     for result in results:
         if any(one.finish_reason == "abort" for one in result.outputs):
             raise RuntimeError(f"{what}: request {result.request_id} was aborted")

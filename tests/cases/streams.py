@@ -10,7 +10,7 @@ import numpy as np
 
 from duetto import LLM, SamplingParams
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.app import app
+from duetto.serve.server.http.main import app
 from duetto.serve.server.service.service import Service
 
 FIELDS = (

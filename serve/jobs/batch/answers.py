@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ...text.openai.refusing import RequestError, encodable
+from ...text.openai.errors import RequestError, encodable
 from ...text.openai.replies import Replies, alternatives, usage
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput

@@ -15,7 +15,7 @@ from ....sampling.params import SamplingParams
 from ...host.files import JobError, disk, write_all
 from ...host.signals import Interrupts
 from ...host.streams import Messages
-from ...text.openai.refusing import RequestError, encodable
+from ...text.openai.errors import RequestError, encodable
 from ...text.openai.replies import usage
 from ...text.openai.tasks import Task, params_for, prompt_ids
 from ...text.outputs import RequestOutput

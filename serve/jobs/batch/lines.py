@@ -9,9 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
-from ...text.openai.tasks import SAMPLING, Form, Task, asking, chat_of, prompt_of, sampling_of, task_of_body
+from ...text.openai.errors import RequestError, object_of, require
+from ...text.openai.tasks import (
+    SAMPLING,
+    Form,
+    Task,
+    chat_of,
+    prompt_of,
+    sampling_of,
+    task_of_body,
+    with_effect,
+)
 
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 BOM = b"\xef\xbb\xbf"
@@ -113,7 +121,7 @@ def _plain(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Tas
         raise RequestError(
             "invalid_line", f"a line needs one of prompt, prompt_token_ids and messages; it has {given}"
         )
-    params, model = sampling_of(asking(value, SAMPLING, PLAIN), defaults, seed), value.get("model")
+    params, model = sampling_of(with_effect(value, SAMPLING, PLAIN), defaults, seed), value.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
     if asked == ["messages"]:
         return replace(chat_of("plain", name, params, value), model=model)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....sampling.params import SamplingParams
+from ...text.openai.fields import toolbox_of
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, params_for, prompt_ids
-from ...text.openai.toolboxes import toolbox_of
 from ...text.tokenizer.chat import Message, check_messages
 from ..bar import Tqdm
 

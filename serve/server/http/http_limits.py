@@ -1,4 +1,4 @@
-"""HTTP for clients that mean no good: uvicorn's, with bounds on time and memory that it does not have."""
+"""HTTP for hostile clients: uvicorn's protocol, with limits on time and memory that uvicorn does not have."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -17,9 +17,10 @@ AHEAD = 4  # requests that may be sent before the answer to an earlier one
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A client has to send the head of a request in so many seconds and bytes, and may not stop reading for
-    longer than that; that it has left is noticed behind requests that it has sent ahead, too. What is not
-    HTTP is answered as all errors are, and offers of other protocols are passed over."""
+    """Limits each connection. The head of a request must arrive within `seconds` and MOST_HEAD bytes, and the
+    client may stop reading for at most `seconds`. A disconnect is noticed behind requests that were sent
+    ahead, too. Malformed HTTP gets an error body as all errors have, and offers of other protocols are
+    ignored."""
 
     def __init__(self, *given: Any, seconds: float, **others: Any):
         super().__init__(*given, **others)
@@ -39,25 +40,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             timer.cancel()
 
     def _close_idle(self) -> None:
-        """Unless an answer is under way."""
+        """Close the connection, unless an answer is being sent."""
         if self.cycle is None or self.cycle.response_complete:
             self._close()
         else:
             self._within("head", self._close_idle)
 
     def _close(self) -> None:
-        """Also where the client does not read what is left to send."""
+        """Close the connection, and abort it if the client does not read the rest of what was written."""
         self.transport.close()
         self._within("reading", self.transport.abort)
 
     @property
     def _awaited(self) -> list[RequestResponseCycle]:
-        """Requests whose answers have not been sent to their end."""
+        """Requests whose answers have not been sent completely."""
         cycles = self._earlier if self.cycle is None else [*self._earlier, self.cycle]
         return [cycle for cycle in cycles if not cycle.response_complete]
 
     def _refuse(self, error: HttpError) -> None:
-        """Close the connection, with an answer to what is arriving unless other answers go first."""
+        """Close the connection, after an error answer to the arriving request unless other answers go
+        first."""
         if all(cycle.more_body and not cycle.response_started for cycle in self._awaited):
             answer = error.response()
             head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
@@ -67,16 +69,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _forget(self) -> None:
-        """Nobody waits for answers here any more."""
+        """Report a disconnect to all requests that are being answered."""
         for cycle in self._awaited:
             cycle.disconnected = True
             cycle.message_event.set()
 
     def _feed(self, data: bytes) -> None:
-        """Raises HttpParserError for what is not HTTP, also around HttpError for a head that is too long.
-
-        The bytes of a head that begins behind a body in the same data are only known when it ends.
-        """
+        """Parse data. Raises HttpParserError for malformed HTTP, also around HttpError for a head that is too
+        long. The bytes of a head behind a body in the same data are known only when that head ends."""
         size, before = len(data), self._pieces + self._between
         while data:
             try:
@@ -87,7 +87,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = self._head_bytes + size if self._pieces <= before else 0
 
     def _head_without_offer(self) -> bytes:
-        """The head that was read, to be read again, but for its offer of another protocol."""
+        """Return the parsed head without its offer of another protocol, to be parsed again."""
         if self.scope["method"] == "CONNECT":
             raise httptools.HttpParserError("this is no proxy")
         method, version = (self.scope[name].encode() for name in ("method", "http_version"))
@@ -98,9 +98,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([line, *kept, b"", b""])
 
     def _should_upgrade(self) -> bool:
-        return True  # the base class is to leave alone a head that will be read again
+        return True  # the base class must not act on a head that will be parsed again
 
-    # ------------------------------------------------------------ what the transport and the parser say
+    # ------------------------------------------------------------ callbacks of the transport and the parser
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -135,7 +135,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.cycle is not before:
             self._earlier = [cycle for cycle in (*self._earlier, before) if not cycle.response_complete]
             if len(self.pipeline) <= AHEAD:
-                self.flow.resume_reading()  # who does not read does not hear that the client has left
+                self.flow.resume_reading()  # a disconnect is only noticed while the transport reads
 
     def on_body(self, body: bytes) -> None:
         self._pieces += 1
@@ -171,7 +171,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def head_size(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Bytes of a request's head, spaces around values left out."""
+    """Return the bytes of a request's head, without spaces around values."""
     lines = sum(len(name) + len(value) + len(b":\r\n") for name, value in headers)
     return len(method) + len(url) + len(b"  HTTP/1.1\r\n") + lines + len(b"\r\n")
 
@@ -181,5 +181,5 @@ def too_long() -> HttpError:
 
 
 def protocol(seconds: float) -> Any:
-    """What uvicorn makes a connection's protocol with."""
+    """Return the protocol factory for uvicorn."""
     return partial(LimitedHttpProtocol, seconds=seconds)

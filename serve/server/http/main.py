@@ -1,39 +1,40 @@
-"""A server's life: from an address and certificates that are looked at before a model is read, to the end of
-the last stream."""
+"""A server process: its resources before a model is read, its routes, and its end."""
 
-import asyncio
 import socket
-import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from ...host.heap import freeze_what_lasts
 from ...host.streams import tell
 from ...kv.events import EventsConfig, Publisher, events_of
 from ...llm.llm import LLM
 from ...options.server import ServerOptions
+from ..routes import completions
+from ..routes.adapters import Adapters
+from ..routes.embeddings import Embeddings
+from ..routes.openapi import ApiPage
+from ..routes.profile import Profile
+from ..routes.state import ServerState
+from ..routes.tokens import TokenRoutes
+from ..routes.weights import Weights
 from ..service.service import Service
-from .address import Server, check_certificates, is_of_this_machine, reserved, reuse, url
-from .app import app
-from .auth import keys_in
-from .http_limits import protocol
-from .tracing import Tracing, tracing_to
-
-if sys.platform == "win32":  # uvloop is not there
-    from asyncio import run
-else:
-    from uvloop import run
-
-CLOSING = 3  # seconds that connections have after the last request
+from .guards import keys_in
+from .lifecycle import check_certificates, guarded_app, reserved, run, serve_app, url
+from .tracing import Traced, Tracing, tracing_to
 
 
 @dataclass(frozen=True)
 class ServerResources:
-    """What a server has before its model is read: an address, the keys of its clients, where spans go, and
-    events of the cache."""
+    """Resources that a server takes before its model is read.
+
+    own: bound socket
+    keys: API keys of its clients; empty: no key is needed
+    tracing: exporter of spans, if any
+    events: where KV cache events are published
+    """
 
     own: socket.socket
     keys: list[str]
@@ -42,7 +43,7 @@ class ServerResources:
 
 
 def front(options: ServerOptions) -> ServerResources:
-    """Raises OSError and ValueError for what cannot be had."""
+    """Take the resources. Raises OSError and ValueError for those that cannot be had."""
     keys = keys_in(options.api_key_file) if options.api_key_file else []
     check_certificates(options)
     tracing = tracing_to(options.otlp_traces_endpoint) if options.otlp_traces_endpoint else None
@@ -50,7 +51,7 @@ def front(options: ServerOptions) -> ServerResources:
 
 
 def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
-    """Serve until a signal, or until the engine fails; the exit code."""
+    """Serve until a signal or a failure of the engine. Returns the exit code."""
     freeze_what_lasts()
     return run(serve(llm, options, defaults, front))
 
@@ -58,21 +59,9 @@ def served(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: Se
 async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], front: ServerResources) -> int:
     publisher = published(llm, front.events)
     service = Service(llm, options, defaults)
-    config = uvicorn.Config(
-        app(service, front.keys, front.tracing), http=protocol(options.receive_timeout), ws="none",
-        loop="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=CLOSING, ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-    )  # fmt: skip
-    loop, own_url = asyncio.get_running_loop(), url(options, front.own)
-    place = f"{', '.join(service.names)} at {own_url}/v1, to try on {own_url}/docs"
-    server = Server(config, partial(loop.call_soon_threadsafe, service.drain), place)
-    ending = asyncio.create_task(end(service, server))
-    if not front.keys and not is_of_this_machine(front.own):
-        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
-    reuse(front.own, True)  # connections that outlive the server have this of it, and do not bar the next one
-    await server.serve(sockets=[front.own])
-    ending.cancel()
+    own_app, address = app(service, front.keys, front.tracing), url(options, front.own)
+    place = f"{', '.join(service.names)} at {address}/v1, to try on {address}/docs"
+    await serve_app(own_app, options, front.own, bool(front.keys), place, service.drain, service.ended)
     await service.close()
     if publisher is not None:
         publisher.close()
@@ -84,7 +73,7 @@ async def serve(llm: LLM, options: ServerOptions, defaults: dict[str, Any], fron
 
 
 def published(llm: LLM, config: EventsConfig) -> Publisher | None:
-    """Whoever tells of the cache's pages, where they are found by name and somebody is to be told."""
+    """Return the publisher of KV cache events; None without prefix caching or without events."""
     root = llm.engine.scheduler.root
     if not config.is_on or root is None:
         return None
@@ -93,6 +82,17 @@ def published(llm: LLM, config: EventsConfig) -> Publisher | None:
     return publisher
 
 
-async def end(service: Service, server: uvicorn.Server) -> None:
-    await service.ended.wait()
-    server.should_exit = True
+def app(service: Service, keys: list[str], tracing: Tracing | None) -> Starlette:
+    """Return the app of a service; with `keys`, clients need one."""
+    paths = [*completions.paths(service), *Embeddings(service).paths, *TokenRoutes(service).paths]
+    paths += ServerState(service).paths
+    if service.options.runtime_lora_updating:
+        paths += Adapters(service).paths
+    if service.options.profile_dir is not None:
+        paths += Profile(service, service.options.profile_dir).paths
+    if service.options.weights_dir is not None:
+        paths += Weights(service, service.options.weights_dir).paths
+    paths += ApiPage(paths, has_keys=bool(keys)).paths
+    open = [path.path for path in paths if path.is_open]
+    inner = [] if tracing is None else [Middleware(Traced, tracing=tracing)]
+    return guarded_app([path.route for path in paths], service.options, keys, open, inner)

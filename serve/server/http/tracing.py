@@ -1,7 +1,5 @@
-"""Spans of requests for OpenTelemetry, under its names for generative models and, where it has none, vLLM's.
-
-Its packages are an extra of duetto's: they are imported when a `Tracing` is made.
-"""
+"""OpenTelemetry spans of requests, named as its conventions for generative models and, where these name
+nothing, as vLLM does. Its packages are an extra of duetto: they are imported when a `Tracing` is made."""
 
 import asyncio
 import os
@@ -21,8 +19,8 @@ OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "emb
 
 
 def tracing_to(endpoint: str) -> "Tracing":
-    """Spans that go to a collector, by OTLP over HTTP. Raises ValueError, saying what to install, without
-    OpenTelemetry's packages."""
+    """Return an exporter to a collector (OTLP over HTTP). Raises ValueError without OpenTelemetry's
+    packages."""
     try:
         otlp = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
         return Tracing(otlp.OTLPSpanExporter(endpoint, timeout=CLOSING))
@@ -33,7 +31,7 @@ def tracing_to(endpoint: str) -> "Tracing":
 
 
 class Tracing:
-    """Where spans go: one of each request."""
+    """Exports one span a request."""
 
     def __init__(self, exporter: Any):
         api, sdk = import_module("opentelemetry.trace"), import_module("opentelemetry.sdk.trace")
@@ -48,12 +46,12 @@ class Tracing:
         self._parent = context.TraceContextTextMapPropagator().extract
 
     def begin(self, scope: Scope) -> Any:
-        """The span of a request that arrives now, under the one that its client names."""
+        """Start the span of an arriving request, below the parent that its headers name."""
         name = f"{scope['method']} {scope['path']}"
         return self._tracer.start_span(name, self._parent(Headers(scope=scope)), self._kind)
 
     def end(self, span: Any, scope: Scope, status: int | None) -> None:
-        """`status` is that of the answer; none where its client has left."""
+        """End a span. `status` is that of the answer; None if the client disconnected."""
         span.set_attributes({"http.request.method": scope["method"], "url.path": scope["path"]})
         if status is not None:
             span.set_attribute("http.response.status_code", status)
@@ -68,14 +66,14 @@ class Tracing:
         span.end()
 
     async def close(self) -> None:
-        """Send what is left; a collector that does not answer is not waited for."""
+        """Export pending spans; waits at most CLOSING seconds for the collector."""
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, CLOSING)
 
 
 class Traced:
-    """Spans of all requests that ask something of the model."""
+    """Middleware that makes spans of POST requests below /v1/."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing):
         self.app, self.tracing = app, tracing
@@ -93,7 +91,7 @@ class Traced:
         span = self.tracing.begin(scope)
         try:
             await self.app(scope, receive, noted)
-        except Exception:  # told as 500 further out
+        except Exception:  # the error handler answers 500
             status = 500
             raise
         finally:
@@ -101,7 +99,7 @@ class Traced:
 
 
 def attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
-    """What a call was, and what came of it."""
+    """Yield the attributes of a call and of its results."""
     task, requests = call.tasks[0], [one for flow in call.flows for one in flow.ticket.requests]
     yield "gen_ai.operation.name", OPERATIONS.get(task.form, task.form)
     yield "gen_ai.provider.name", "duetto"

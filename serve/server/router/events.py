@@ -1,4 +1,4 @@
-"""What replicas tell of their pages: they publish, and a thread here listens."""
+"""KV cache events of replicas, received in a thread."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,12 +15,9 @@ PERIOD = 200  # milliseconds between looks at the end
 
 
 class ReplicaPages:
-    """The pages of one replica: its events say what its own names are names of, and the memory has them under
-    the router's.
-
-    A page whose parent is not known, since its event was lost, is left out, and so is one with keys beside
-    its tokens: prompts do not find it.
-    """
+    """Translates the page names in one replica's events to the router's own, for its prefix index. Pages
+    whose parent is unknown, since its event was lost, are left out, and so are pages with keys in addition to
+    their tokens: no prompt finds them."""
 
     def __init__(self, memory: EventPrefixIndex, page_size: int):
         self._memory, self._page_size = memory, page_size
@@ -28,7 +25,7 @@ class ReplicaPages:
         self._next = 0  # number of the batch that is expected
 
     def take(self, number: int, events: KVEventBatch) -> None:
-        """A batch of events; where one before it is missing, what was known is forgotten."""
+        """Apply a batch of events; a gap in the numbers clears the index."""
         if number != self._next:
             self._clear()
         self._next = number + 1
@@ -62,10 +59,11 @@ class ReplicaPages:
 
 
 class Listener:
-    """Hears the events of all replicas in a thread of its own; `heard` is called there."""
+    """Receives the events of all replicas in a thread of its own, which calls `on_events` with the replica's
+    index, the number of the batch, and the batch."""
 
-    def __init__(self, places: Sequence[str], heard: Callable[[int, int, KVEventBatch], None]):
-        self._zmq, self._heard, self._is_over = zmq("kv_events"), heard, False
+    def __init__(self, places: Sequence[str], on_events: Callable[[int, int, KVEventBatch], None]):
+        self._zmq, self._on_events, self._is_over = zmq("kv_events"), on_events, False
         self._context = self._zmq.Context()
         self._thread = threading.Thread(
             target=self._listen, args=(places,), name="duetto-events", daemon=True
@@ -83,9 +81,9 @@ class Listener:
             sockets[socket] = i
         while not self._is_over:
             for socket, _ in poller.poll(PERIOD):
-                _, number, told = socket.recv_multipart()
+                _, number, payload = socket.recv_multipart()
                 try:
-                    self._heard(sockets[socket], int.from_bytes(number), read(told))
+                    self._on_events(sockets[socket], int.from_bytes(number), read(payload))
                 except msgspec.DecodeError as error:
                     tell(f"duetto: events from {places[sockets[socket]]} cannot be read: {error}")
         for socket in sockets:

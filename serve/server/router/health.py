@@ -1,4 +1,4 @@
-"""Whether replicas are there, and take requests."""
+"""Health checks of the replicas."""
 
 import asyncio
 import time
@@ -10,30 +10,30 @@ from ...kv.routing.placement import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM
 from ..service.errors import HttpError
-from .http import HttpConnection, Lacking, Lost, ServerAddress
+from .http import ConnectionLost, HttpConnection, OutOfResources, ServerAddress
 from .queue import RequestQueue
 
-MISSES = 2  # looks without an answer, after which a replica is lost
+MISSES = 2  # failed checks after which a replica is lost
 SHOWN = 12  # characters of a realm in the log
 
 
 class Health:
-    """Looks at each replica again and again. One that does not answer is lost: what it has goes on elsewhere.
-    One that answers but is not ready, as it ends, keeps what it has."""
+    """Polls each replica. One that does not answer MISSES times is lost: its requests are resumed on other
+    replicas. One that answers but is not ready, since it drains, keeps its requests."""
 
     def __init__(self, replicas: Sequence[Replica], line: RequestQueue, options: RouterOptions):
         self._line, self._options = line, options
         self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
-        self._since = time.monotonic()  # when a replica was last there
+        self._since = time.monotonic()  # when a replica last was up
 
     async def _watch(self, replica: Replica) -> None:
         missed = 0
         while True:
             try:
-                status, realm = await self._ask(replica, "/ready")
+                status, realm = await self._probe(replica, "/ready")
                 if status == 503:
-                    status = 500 if (await self._ask(replica, "/health"))[0] != 200 else 503
-            except Lacking as lacking:  # nothing is known of the replica
+                    status = 500 if (await self._probe(replica, "/health"))[0] != 200 else 503
+            except OutOfResources as lacking:  # says nothing of the replica
                 warn(f"no replica can be asked for its health now: {lacking}")
             else:
                 missed = 0 if status in (200, 503) else missed + 1
@@ -59,15 +59,15 @@ class Health:
         elif now - self._since > self._options.max_absence:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))
 
-    async def _ask(self, replica: Replica, path: str) -> tuple[int, str]:
-        """The status of an open path, 0 where none came in time, and the realm that its answer names. Raises
-        Lacking."""
+    async def _probe(self, replica: Replica, path: str) -> tuple[int, str]:
+        """Return the status of an open path, 0 after a timeout, and the realm that the answer names. Raises
+        OutOfResources."""
         try:
             async with asyncio.timeout(self._options.health_timeout):
                 return await status_of(replica, path)
-        except Lacking:
+        except OutOfResources:
             raise
-        except (Lost, TimeoutError):
+        except (ConnectionLost, TimeoutError):
             return 0, ""
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Health:
 async def status_of(replica: Replica, path: str) -> tuple[int, str]:
     connection = await HttpConnection.to(ServerAddress.of(replica.address))
     try:
-        connection.ask("GET", path, ())
+        connection.send("GET", path, ())
         status = await connection.status()
         return status, dict(connection.headers).get(REALM.encode(), b"").decode("latin-1")
     finally:

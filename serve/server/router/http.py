@@ -1,8 +1,5 @@
-"""HTTP/1.1 as a router needs it: a connection a request, whose answer is read as it comes.
-
-A connection is not used twice: one that its server closes at that moment would leave open whether the request
-had begun.
-"""
+"""HTTP/1.1 client of a router: one connection a request, whose answer is read as it arrives. No connection is
+used twice: if its server closed it at that moment, it would be unknown whether the request had begun."""
 
 import asyncio
 import contextlib
@@ -20,21 +17,19 @@ CONNECT = 5.0  # seconds
 Headers = list[tuple[bytes, bytes]]
 
 
-OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # what this process lacks, no server does
+OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # errors of this process, not of a server
 
 
-class Lost(Exception):
-    """A server is not there, or went away before its answer was whole."""
+class ConnectionLost(Exception):
+    """A server cannot be reached, or disconnected before its answer was complete."""
 
 
-class Lacking(Lost):
-    """This process has no descriptor or memory for a connection, whatever the server does."""
+class OutOfResources(ConnectionLost):
+    """This process has no descriptor or memory for a connection, whatever the server's state."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is."""
-
     host: str
     port: int
     is_secret: bool = False
@@ -47,7 +42,7 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        """Host and port, as a request's `Host` has them."""
+        """Host and port, as in a `Host` header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
@@ -55,7 +50,8 @@ class ServerAddress:
 
 
 class HttpConnection:
-    """One request to a server, and its answer. Every method raises Lost where the server is gone."""
+    """Sends one request to a server and reads its answer. Methods raise ConnectionLost if the server is
+    gone."""
 
     def __init__(self, target: ServerAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._target, self._reader, self._writer = target, reader, writer
@@ -73,13 +69,13 @@ class HttpConnection:
                     target.host, target.port, ssl=secret, limit=PIECE
                 )
         except (OSError, TimeoutError) as error:
-            kind = Lacking if isinstance(error, OSError) and error.errno in OWN else Lost
+            kind = OutOfResources if isinstance(error, OSError) and error.errno in OWN else ConnectionLost
             raise kind(f"{target}: {error}") from None
         own = writer.get_extra_info("socket")
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return cls(target, reader, writer)
 
-    def ask(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
+    def send(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
         lines = [b"%s %s HTTP/1.1" % (method.encode(), path.encode())]
         lines += [b"host: " + self._target.authority.encode(), b"connection: close"]
         lines += [b"%s: %s" % header for header in headers]
@@ -87,13 +83,13 @@ class HttpConnection:
         self._writer.write(b"\r\n".join([*lines, b"", body]))
 
     async def status(self) -> int:
-        """Of the answer, once its head is here."""
+        """Wait for the head of the answer, and return its status."""
         while not self._has_head:
             await self._read()
         return self._parser.get_status_code()
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body, as it comes."""
+        """Yield the body as it arrives."""
         while True:
             if self._body:
                 found, self._body = b"".join(self._body), []
@@ -111,10 +107,10 @@ class HttpConnection:
             await self._writer.drain()
             data = await self._reader.read(PIECE)
             if not data:
-                raise Lost("the answer has no end")
+                raise ConnectionLost("the answer has no end")
             self._parser.feed_data(data)
         except (OSError, httptools.HttpParserError) as error:
-            raise Lost(str(error)) from None
+            raise ConnectionLost(str(error)) from None
 
     def abort(self) -> None:
         self._writer.transport.abort()
@@ -124,7 +120,7 @@ class HttpConnection:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    # ------------------------------------------------------------ what the parser says
+    # ------------------------------------------------------------ callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))

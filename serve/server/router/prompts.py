@@ -1,32 +1,27 @@
-"""What the pages of a prompt are called here, before any replica has read it."""
+"""Names of the pages of a prompt in a router, and how many tokens a request counts for."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from ....kvcache.names import extend, root
 from ...kv.routing.placement import Prompt
-from ...text.openai.toolboxes import of_response
+from ...text.openai.fields import of_response
 from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 
 LETTERS = 4  # bytes of text that are about a token
 MOST = 1 << 17  # tokens of a prompt that are looked at
 MOST_ID = 1 << 31  # ids are below it in names of pages; a replica refuses others
+Naming = Callable[[str, Mapping[str, Any]], Prompt]  # names the pages of the first prompt of a path's body
 TEXT, TOKENS = root("text"), root("tokens")
 
 
-class Naming(Protocol):
-    """How prompts are named."""
-
-    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt: ...
-
-
 class TextNaming:
-    """Names of pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model,
-    and takes microseconds where a tokenizer takes milliseconds; what a replica says of its pages cannot be
-    read this way."""
+    """Names pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model and
+    takes microseconds where a tokenizer takes milliseconds, but KV cache events cannot be matched with these
+    names."""
 
     def __init__(self, page_size: int):
         self.page_size = page_size
@@ -43,7 +38,7 @@ class TextNaming:
 
 
 class TokenNaming:
-    """Names of pages of tokens, as the replicas' caches have them."""
+    """Names pages of tokens, as the prefix caches of the replicas do."""
 
     def __init__(self, tokenizer: Tokenizer, page_size: int):
         self.tokenizer, self.page_size = tokenizer, page_size
@@ -64,12 +59,12 @@ class TokenNaming:
 
 
 def first_prompt(path: str, body: Mapping[str, Any]) -> Any:
-    """The text, token ids or messages that a body asks about; of several prompts the first."""
+    """Return the first prompt of a body: text, token ids or messages."""
     return prompts_in(path, body)[0]
 
 
 def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
-    """All that a body asks about; at least one."""
+    """Return all prompts of a body, at least one."""
     if path.endswith("/chat/completions"):
         return [body.get("messages") or []]
     if path.endswith("/responses"):
@@ -81,14 +76,14 @@ def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def tools_of(path: str, body: Mapping[str, Any]) -> Any:
-    """The tools that a chat's template is given; None where there are none."""
+    """Return the tools that the chat template gets; None without tools."""
     return (of_response(body) if path.endswith("/responses") else body).get("tools") or None
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """About what a response's template is given."""
-    given, told = body.get("input"), body.get("instructions")
-    before = [{"role": "system", "content": told}] if told else []
+    """Return approximately the messages that the template of a response gets."""
+    given, instructions = body.get("input"), body.get("instructions")
+    before = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*before, {"role": "user", "content": given}]
     return [*before, *(given if isinstance(given, list) else ())]
@@ -102,3 +97,41 @@ def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:
     names: list[bytes] = []
     extend(names, tokens, min(len(tokens), MOST) // page_size, page_size, start)
     return Prompt(names, page_size, len(tokens))
+
+
+# ---------------------------------------------------------------- tokens of a request
+
+# Fields that bound an answer, the first one that is given counts.
+BOUNDS = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/responses": ("max_output_tokens", "max_tokens"),
+}
+UNBOUNDED = {"/v1/completions": 16}  # tokens of an answer whose body names no bound
+ROOM = 1 << 12  # the same for answers that end where the model's length does, which a router does not know
+CHOICES = 128  # completions of a request at most
+
+
+def charge(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
+    """Return the tokens that a request counts for in its client's share, at least 1: those of all prompts, of
+    which the first is known as `prompt`, and those that all answers may have."""
+    prompts = prompts_in(path, fields)
+    read = prompt.tokens + sum(map(size, prompts[1:]))
+    names = BOUNDS.get(path, ())
+    if not names:
+        return max(1, read)
+    given = next((fields[name] for name in names if fields.get(name) is not None), None)
+    choices = len(prompts) * allowed(fields.get("n"), 1, CHOICES)
+    return max(1, read + choices * allowed(given, UNBOUNDED.get(path, ROOM), MOST))
+
+
+def allowed(value: Any, default: int, most: int) -> int:
+    """Return a number of a body, at most `most`; `default` for one that replicas reject."""
+    return min(value, most) if type(value) is int and value > 0 else default
+
+
+def size(prompt: Any) -> int:
+    """Return about how many tokens a text has, or how many ids a list has."""
+    if isinstance(prompt, str):
+        return len(prompt) // LETTERS
+    return len(prompt) if isinstance(prompt, list) else 0

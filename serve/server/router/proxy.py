@@ -1,4 +1,4 @@
-"""A request through the router: to a replica, and on to another where the first is lost."""
+"""A request through the router: to a replica, and to another one if that is lost."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,21 +14,18 @@ from ...host.streams import tell
 from ...kv.routing.placement import Prompt, Replica, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError
+from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
-from .charges import charge
-from .http import Headers, HttpConnection, Lost, ServerAddress
-from .prefills import PrefillPool
-from .prompts import Naming
-from .queue import RequestQueue
-from .resumable import Plain, Resumable, said_in
+from .http import ConnectionLost, Headers, HttpConnection, ServerAddress
+from .prompts import Naming, charge
+from .queue import PrefillPool, RequestQueue
+from .resumable import PassThroughStream, ResumableStream, first_data
 
-LONG = 1 << 12  # bytes of a body whose prompt is named in another thread
+LONG = 1 << 12  # bytes; prompts of longer bodies are named in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-OTHER = 409  # of an answer that has begun: the replica's would not be the same
+OTHER = 409  # status of a replica that would continue an answer with other tokens
 BUSY = (429, 502, 503)  # another replica may answer otherwise
 OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
 ANEW = {
@@ -48,20 +45,25 @@ OTHER_REALM = HttpError(
 )
 
 
-class Unfit(Exception):
-    """A replica cannot go on with an answer that has begun: its tokens would follow from something else."""
+class RealmMismatch(Exception):
+    """A replica cannot continue an answer: its tokens would follow from other weights."""
 
 
 @dataclass
 class ProxyRequest:
-    """What a client asks for, and what it has got of it."""
+    """A client's request, and the progress of its answer.
+
+    generates: whether it is for tokens, so that a prefill engine may help
+    stream: the state from which another replica can continue; None if it cannot
+    has_head: whether the head of the answer has been sent
+    """
 
     method: str
     path: str
     headers: Headers
     body: bytes
     generates: bool = False
-    stream: Resumable | None = None
+    stream: ResumableStream | None = None
     has_head: bool = False  # that of the answer has been sent
 
     @property
@@ -70,16 +72,17 @@ class ProxyRequest:
 
     @property
     def realm(self) -> str:
-        """What a replica has to have that goes on with it, beside adapters; empty before it has begun."""
+        """The realm of the weights that a replica needs to continue, without adapters; empty before the first
+        token."""
         return self.stream.realm.partition(" ")[0] if self.stream and self.stream.has_begun else ""
 
     @property
     def is_lost(self) -> bool:
-        """Whether its tokens cannot be continued, since their realm was never named."""
+        """True if the tokens cannot be continued, since their realm was never named."""
         return self.stream is not None and self.stream.has_begun and not self.stream.realm
 
-    def begin_anew(self) -> bool:
-        """Whether the client has nothing of it, so that all that is known can be forgotten, as it is."""
+    def restart(self) -> bool:
+        """Forget all tokens, if the client has received nothing. Returns whether it could."""
         if self.has_head or self.stream is None:
             return False
         self.stream.forget()
@@ -91,8 +94,8 @@ class ProxyRequest:
 
 
 class Proxy:
-    """Answers what replicas answer. A stream goes on elsewhere from its tokens where a replica is lost; what
-    has not begun is asked for again."""
+    """Forwards requests to replicas. If a replica is lost, a stream is resumed on another one from its
+    tokens; an answer that has not begun is requested again."""
 
     def __init__(
         self,
@@ -113,13 +116,13 @@ class Proxy:
             raise HttpError(503, "the router is ending", "unavailable")
         with self._under_way():
             try:
-                request = Request(scope, receive)
-                body = await read_body(request, self.server) if scope["method"] == "POST" else b""
-                asked, fields = self._read_request(scope, body)
-                job = RoutedRequest(await self._named(asked.path, fields, len(body)))
+                is_post = scope["method"] == "POST"
+                body = await read_body(Request(scope, receive), self.server) if is_post else b""
+                request, fields = self._read_request(scope, body)
+                job = RoutedRequest(await self._named(request.path, fields, len(body)))
                 tokens = charge(scope["path"], fields, job.prompt)
                 place = self.line.place(scope.get("client_name", ""), tokens)
-                await while_read(receive, self._answer(asked, job, place, send))
+                await while_read(receive, self._answer(request, job, place, send))
             except ClientLeft:
                 pass
 
@@ -134,7 +137,7 @@ class Proxy:
                 self.idle.set()
 
     def drain(self) -> None:
-        """Take no more requests; `idle` is set when those under way are done."""
+        """Take no more requests; `idle` is set once those under way are done."""
         self.is_draining = True
         if not self.under_way:
             self.idle.set()
@@ -142,13 +145,11 @@ class Proxy:
     def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Mapping[str, Any]]:
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        asked, fields = (
-            ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE),
-            read(body),
-        )
-        if self.options.resume and asked.generates and fields and fields.get("resume") is None:
-            asked.stream = Resumable(fields)
-        return asked, fields
+        request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE)
+        fields = read(body)
+        if self.options.resume and request.generates and fields and fields.get("resume") is None:
+            request.stream = ResumableStream(fields)
+        return request, fields
 
     async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
         if not fields:
@@ -159,87 +160,88 @@ class Proxy:
 
     # ------------------------------------------------------------ replicas, one after the other
 
-    async def _answer(self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
+    async def _answer(self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
         attempt = 1
         while attempt <= self.options.attempts:
             last = attempt == self.options.attempts
-            replica = await self._replica(asked, job, place, send)
+            replica = await self._replica(request, job, place, send)
             if replica is None:
                 return
             try:
-                if await self._asked_of(replica, asked, job, send, last):
+                if await self._forward(replica, request, job, send, last):
                     return
                 job.left.add(replica)
-            except Unfit as unfit:  # costs no attempt: each replica is asked once
+            except RealmMismatch as unfit:  # costs no attempt: each replica is tried once
                 tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
                 job.refused_by(replica)
                 continue
-            except Lost as lost:
+            except ConnectionLost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
-                replica.is_ready = False  # until the next look at its health
-                if await self._is_over(asked, send, last):
+                replica.is_ready = False  # until its next health check
+                if await self._give_up(request, send, last):
                     return
             finally:
                 self.line.leave(replica, job)
             attempt += 1
-            self.resumed += asked.has_begun
-            self.retried += not asked.has_begun
+            self.resumed += request.has_begun
+            self.retried += not request.has_begun
 
     async def _replica(
-        self, asked: ProxyRequest, job: RoutedRequest, place: int, send: Send
+        self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send
     ) -> Replica | None:
-        """The replica that has the request next; None where the client was sent an error. A whole answer that
-        no replica can go on with begins anew."""
-        job.realm = asked.realm
+        """Return the next replica for the request; None if the client was sent an error. A whole answer that
+        no replica can continue begins anew."""
+        job.realm = request.realm
         try:
             return await self.line.replica(job, place)
         except HttpError as error:
             found = error
             if job.others and error.code == "unavailable":
-                if asked.begin_anew():
+                if request.restart():
                     tell("duetto: no replica has the weights that an answer began with: it begins anew")
                     job.begin_anew()
-                    return await self._replica(asked, job, place, send)
+                    return await self._replica(request, job, place, send)
                 found = OTHER_REALM
                 tell(f"duetto: a stream ends with an error: {found}")
-            if not asked.has_head:
+            if not request.has_head:
                 raise
             await fail(found, send)
             return None
 
-    async def _is_over(self, asked: ProxyRequest, send: Send, last: bool) -> bool:
-        """Whether what a lost replica has begun cannot go on; then the client is told. Raises HttpError where
-        nothing has been sent."""
+    async def _give_up(self, request: ProxyRequest, send: Send, last: bool) -> bool:
+        """After a lost replica: return whether the request ends, in which case the client has got an error.
+        Raises HttpError if nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
-        if asked.is_lost:
-            asked.begin_anew()
-        if asked.has_head and (last or asked.stream is None or asked.is_lost):
+        if request.is_lost:
+            request.restart()
+        if request.has_head and (last or request.stream is None or request.is_lost):
             await fail(error, send)
             return True
         if last:
             raise error
         return False
 
-    async def _asked_of(
-        self, replica: Replica, asked: ProxyRequest, job: RoutedRequest, send: Send, last: bool
+    async def _forward(
+        self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
-        """Whether a replica has answered. Raises Lost."""
+        """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
+        ConnectionLost and RealmMismatch."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections.add(connection)
         try:
-            with self.prefills.beside(job) if asked.generates else nullcontext([]) as more:
-                connection.ask(asked.method, asked.path, asked.headers + more, asked.sent)
+            with self.prefills.beside(job) if request.generates else nullcontext([]) as more:
+                connection.send(request.method, request.path, request.headers + more, request.sent)
                 status = await connection.status()
-            if status == OTHER and asked.realm:
-                raise Unfit(told_in(await connection.body()))
+            if status == OTHER and request.realm:
+                raise RealmMismatch(error_message(await connection.body()))
             if status in BUSY and not last and self._others(job, replica):
                 return False
             replica.begun(job)
             kind = dict(connection.headers).get(b"content-type", b"")
             if status == 200 and kind.startswith(b"text/event-stream"):
-                await self._stream(connection, asked, send, last)
+                await self._pass_stream(connection, request, send, last)
             else:
-                await self._whole(connection, status, asked, send)
+                await self._pass_whole(connection, request, send)
             return True
         finally:
             replica.connections.discard(connection)
@@ -248,72 +250,76 @@ class Proxy:
     def _others(self, job: RoutedRequest, replica: Replica) -> bool:
         return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
 
-    async def _whole(self, connection: HttpConnection, status: int, asked: ProxyRequest, send: Send) -> None:
-        body = await connection.body()
-        if asked.has_head:  # a stream that cannot go on there
-            return await fail(HttpError(502, told_in(body), "replica_lost"), send)
-        await answer(asked, status, headers_of(connection), body, send)
+    async def _pass_whole(self, connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
+        status, body = await connection.status(), await connection.body()
+        if request.has_head:  # the stream cannot be resumed there
+            return await fail(HttpError(502, error_message(body), "replica_lost"), send)
+        await answer(request, status, headers_of(connection), body, send)
 
-    async def _gathered(
-        self, connection: HttpConnection, stream: Resumable, asked: ProxyRequest, send: Send, last: bool
+    async def _send_whole(
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
     ) -> None:
-        """A whole answer, of whose tokens the replica has told before."""
+        """Send a whole answer that arrives as the last event of a stream of its tokens."""
+        stream = request.stream
+        assert stream is not None
         async with aclosing(connection.pieces()) as pieces:
             events = b"".join([stream.take(piece) async for piece in pieces])
-        body = said_in(events + stream.held)
+        body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
-            raise Lost("the answer has ended before it was whole")
+            raise ConnectionLost("the answer has ended before it was whole")
         headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
         headers.append((b"content-type", b"application/json"))
-        await answer(asked, 200 if stream.is_whole else 502, headers, body, send)
+        await answer(request, 200 if stream.is_whole else 502, headers, body, send)
 
-    async def _stream(self, connection: HttpConnection, asked: ProxyRequest, send: Send, last: bool) -> None:
-        stream = asked.stream
+    async def _pass_stream(
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
+    ) -> None:
+        stream = request.stream
         if stream is not None:
             stream.begin()
             if not stream.is_stream:
-                return await self._gathered(connection, stream, asked, send, last)
-        if not asked.has_head:
-            await begin(asked, 200, headers_of(connection), send)
-        own = stream or Plain()
+                return await self._send_whole(connection, request, send, last)
+        if not request.has_head:
+            await begin(request, 200, headers_of(connection), send)
+        own = stream or PassThroughStream()
         async with aclosing(connection.pieces()) as pieces:
             async for piece in pieces:
                 if passed := own.take(piece):
                     await send({"type": "http.response.body", "body": passed, "more_body": True})
         if stream is not None and not stream.is_whole and not last:
-            raise Lost("the stream has ended before its last event")
+            raise ConnectionLost("the stream has ended before its last event")
         await send({"type": "http.response.body", "body": own.held})
 
 
-async def begin(asked: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
+async def begin(request: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    asked.has_head = True
+    request.has_head = True
 
 
-async def answer(asked: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
-    await begin(asked, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+async def answer(request: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
+    await begin(request, status, [*headers, (b"content-length", b"%d" % len(body))], send)
     await send({"type": "http.response.body", "body": body})
 
 
 def headers_of(connection: HttpConnection) -> Headers:
-    """Those of an answer that are passed on."""
+    """Return the headers of an answer that are passed on."""
     return [header for header in connection.headers if header[0] not in OWN]
 
 
 async def fail(error: HttpError, send: Send) -> None:
-    """Ends a stream that has begun with an error."""
+    """End a stream with an error."""
     body = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
     await send({"type": "http.response.body", "body": body})
 
 
 def read(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body; none of what is no JSON object, which a replica refuses."""
+    """Return the fields of a body; none if it is no JSON object, which replicas reject."""
     try:
         return object_of(body, "body")
     except RequestError:
         return {}
 
 
-def told_in(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     error = read(body).get("error")
     return str(error.get("message")) if isinstance(error, dict) else "the replica cannot go on"

@@ -1,20 +1,28 @@
-"""The line of requests that wait for a replica: whose turn it is, and where it goes."""
+"""Requests that wait for a replica: their order, the choice of the replica, and of a prefill engine."""
 
 import asyncio
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...kv.routing.placement import Replica, RoutedRequest, best
 from ...options.server import ServerOptions
+from ..routes.body import SOURCE
 from ..service.errors import HttpError
 from ..service.fair_queue import FairQueue
+from .http import Headers
 
 
 @dataclass(order=True)
 class QueuedRequest:
-    """In the line; `line` is by its client's share, `number` by arrival."""
+    """A request that waits.
+
+    line: position by its client's share; smaller ones go first
+    number: order of arrival
+    seat: future of its replica
+    """
 
     line: int
     number: int
@@ -23,8 +31,8 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Deals requests to replicas, each of which has at most so many at a time; those that wait do so in the
-    order of their clients' shares, as in `serve/server/service/fair_queue.py`."""
+    """Assigns requests to replicas, each with at most `most` at a time. Waiting requests go in the order of
+    their clients' shares, as in `serve/server/service/fair_queue.py`."""
 
     def __init__(self, replicas: Sequence[Replica], most: int, options: ServerOptions, choose=best):
         self.replicas, self._most, self._options, self._choose = replicas, most, options, choose
@@ -36,13 +44,13 @@ class RequestQueue:
         return sum(not place.seat.done() for place in self._places)
 
     def place(self, client: str, tokens: int) -> int:
-        """In the line, of a request that may cost so many tokens; without a client it is of one with all
-        others."""
+        """Return the position of a request that may cost up to `tokens`. All requests without a client share
+        one."""
         return self._shares.place(client, tokens) if client else 0
 
     async def replica(self, job: RoutedRequest, line: int) -> Replica:
-        """The replica that a job has from now on, when it is its turn. Raises HttpError where too many wait,
-        or for too long, and where all replicas have refused it."""
+        """Wait for the replica of a job. Raises HttpError if too many requests wait, after the timeout, and
+        if all replicas have rejected the job."""
         ready = [one for one in self.replicas if one.is_ready]
         if ready and job.left.issuperset(ready):
             raise HttpError(503, "no replica could serve the request", "unavailable")
@@ -54,15 +62,15 @@ class RequestQueue:
         try:
             return await asyncio.wait_for(place.seat, self._options.max_wait)
         except TimeoutError:
-            told = f"no replica was free within {self._options.max_wait:g} s"
-            raise HttpError(503, told, "max_wait") from None
+            reason = f"no replica was free within {self._options.max_wait:g} s"
+            raise HttpError(503, reason, "max_wait") from None
         except asyncio.CancelledError:
             if place.seat.done() and not place.seat.cancelled() and place.seat.exception() is None:
-                self.leave(place.seat.result(), job)  # it had got one at the same moment
+                self.leave(place.seat.result(), job)  # assigned at the same moment
             raise
 
     def advance(self) -> None:
-        """Seat those whose turn it is, as far as there is room."""
+        """Assign waiting requests in order, as far as replicas have room."""
         waiting: list[QueuedRequest] = []
         while self._places:
             place = heapq.heappop(self._places)
@@ -72,7 +80,7 @@ class RequestQueue:
             if found is None:
                 waiting.append(place)
                 if not (place.job.left or place.job.realm):
-                    break  # nobody behind it has more to choose from
+                    break  # no request behind it has more to choose from
                 continue
             found.take(place.job)
             self._shares.served(place.line)
@@ -81,21 +89,46 @@ class RequestQueue:
             heapq.heappush(self._places, place)
 
     def _fitting(self, job: RoutedRequest) -> Sequence[Replica]:
-        """Replicas that are known to go on with an answer that has begun; all where there are none, since
-        what is known may be old."""
+        """Return the replicas that can continue an answer, by their last known realm; all replicas if none is
+        known to fit."""
         if not job.realm:
             return self.replicas
         open = [one for one in self.replicas if one.is_ready and one not in job.left]
         return [one for one in open if one.realm == job.realm] or self.replicas
 
     def leave(self, replica: Replica, job: RoutedRequest) -> None:
-        """A replica is done with a job."""
+        """Release the replica of a job."""
         replica.leave(job)
         self.advance()
 
     def fail(self, error: HttpError) -> None:
-        """Nobody who waits will get a replica."""
+        """Fail all waiting requests."""
         for place in self._places:
             if not place.seat.done():
                 place.seat.set_exception(error)
         self._places.clear()
+
+
+class PrefillPool:
+    """Prefill engines of a service, by the addresses at which decode engines reach them. The replica that
+    answers is told the best engine for the prompt, chosen as replicas are."""
+
+    def __init__(self, addresses: Mapping[Replica, str], most: int):
+        self.replicas, self._most = list(addresses), most
+        self._headers = {one: [(SOURCE.encode(), place.encode())] for one, place in addresses.items()}
+
+    @contextmanager
+    def beside(self, job: RoutedRequest) -> Iterator[Headers]:
+        """Yield the headers that name the prefill engine of a job, and hold it until the block ends. Empty if
+        the replica caches all full pages of the prompt or no engine is free: then the replica chooses an
+        engine itself, or prefills locally."""
+        chosen = best(self.replicas, job.prompt, self._most, ()) if job.work >= job.prompt.page else None
+        if chosen is None:
+            yield []
+            return
+        own = RoutedRequest(job.prompt)
+        chosen.take(own)
+        try:
+            yield self._headers[chosen]
+        finally:
+            chosen.leave(own)

@@ -1,4 +1,4 @@
-"""Answers that can go on in another replica: what of them has been passed on, and from which tokens."""
+"""State of an answer that another replica can resume: the tokens, and the events that were passed on."""
 
 import time
 import uuid
@@ -10,8 +10,8 @@ import msgspec
 TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
 
 
-class Plain:
-    """A stream that ends where its replica does: whole events are passed on."""
+class PassThroughStream:
+    """Passes whole events on; the stream ends where its replica's does."""
 
     def __init__(self):
         self.held = b""  # of an event that is not whole
@@ -21,11 +21,10 @@ class Plain:
         return whole + end
 
 
-class Resumable:
-    """What a client has of a stream, or will have of a whole answer, which is the last event of one. Events
-    are passed on once the tokens that they came from are known; so whatever a lost replica has told without
-    them is told again by the next. `realm` names what its tokens follow from: another replica may go on with
-    them only under the same name."""
+class ResumableStream:
+    """Follows a stream, or a whole answer that arrives as the last event of one. Events are passed on once
+    the tokens behind them are known; the next replica writes the other events of a lost one again. `realm`
+    names the weights that the tokens follow from: only a replica of this realm may continue."""
 
     def __init__(self, body: Mapping[str, Any]):
         self.is_stream = body.get("stream") is True  # or a whole answer, which is told as the last event
@@ -44,29 +43,29 @@ class Resumable:
 
     @property
     def body(self) -> bytes:
-        """What a replica is asked for: the stream, from where the client has it."""
+        """The body for the next replica: continue after the tokens and events so far."""
         known: dict[str, Any] = {"outputs": self._outputs, "events": self._events}
         if self.has_begun:
             known["realm"] = self.realm
         return msgspec.json.encode(self._body | {"resume": {"id": self.id, "created": self._created} | known})
 
     def forget(self) -> None:
-        """Nothing of it is kept: the next replica begins it."""
+        """Drop the tokens: the next replica begins the answer anew."""
         assert not self._events, "the client has events of it"
         self._outputs, self.realm = [], ""
 
     def begin(self) -> None:
-        """A replica's answer begins."""
+        """Begin the answer of a replica."""
         self._rest, self._held = b"", []
 
     def take(self, data: bytes) -> bytes:
-        """A piece of an answer; gives what can be passed on."""
+        """Take a piece of an answer, and return what can be passed on."""
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
         return b"".join(self._passed(block) for block in blocks)
 
     @property
     def held(self) -> bytes:
-        """What an answer that has ended too early has left: an error, perhaps."""
+        """The events of an answer that ended too early and were not passed on: an error, perhaps."""
         return b"".join(self._held)
 
     def _passed(self, block: bytes) -> bytes:
@@ -92,7 +91,7 @@ class Resumable:
             self._outputs[choice] += ids
 
 
-def said_in(events: bytes) -> bytes:
-    """What the first of some events says; nothing where all are comments."""
-    said = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
-    return next(said, b"")
+def first_data(events: bytes) -> bytes:
+    """Return the data of the first event that is no comment; empty if all are."""
+    data = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
+    return next(data, b"")

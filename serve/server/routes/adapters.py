@@ -8,8 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
 from ....refusals import shown
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, flag, object_of
 from ...text.openai.schemas import Body
 from ...text.openai.tasks import refuse_unknown
 from ..service.errors import HttpError
@@ -31,13 +30,13 @@ class LoadFields:
 
 @dataclass(frozen=True)
 class UnloadFields:
-    """An adapter to serve no longer."""
+    """An adapter to remove."""
 
     lora_name: str = field(metadata={"help": "its name"})
 
 
 class Adapters:
-    """Loads and unloads adapters while requests run; those keep the adapter that they began with."""
+    """Loads and unloads adapters while requests run; these keep the adapter that they began with."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -57,14 +56,14 @@ class Adapters:
 
     async def load(self, request: Request) -> Response:
         body = await self._body(request, LoadFields)
-        name, path, again = text(body, "lora_name"), text(body, "lora_path"), body.get("load_inplace", False)
-        require(isinstance(again, bool), "load_inplace", again, "true or false")
+        name, path = text(body, "lora_name"), text(body, "lora_path")
+        again = flag(body, "load_inplace", default=False)
         self.service.require_adapters()
         if name in self.service.names:
             raise RequestError("invalid_request", f"{name!r} is the model's own name", "lora_name")
         if name in self.service.adapters and not again:
-            told = f"the adapter {name!r} has been loaded already: set load_inplace to load it again"
-            raise RequestError("invalid_request", told, "lora_name")
+            reason = f"the adapter {name!r} has been loaded already: set load_inplace to load it again"
+            raise RequestError("invalid_request", reason, "lora_name")
         try:
             await asyncio.to_thread(self.service.load_adapter, name, path)
         except ValueError as error:

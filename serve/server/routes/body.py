@@ -1,4 +1,4 @@
-"""Bodies of requests, within their limits."""
+"""Bodies of requests, within their limits, and the headers between routers and servers."""
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -6,15 +6,14 @@ from ...options.server import ServerOptions
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, within
 
-REALM = "x-duetto-realm"  # header: what the answers of a server that is ready follow from
+REALM = "x-duetto-realm"  # header: the realm of a ready server's answers
 SOURCE = (
     "x-duetto-prefill"  # header: the address of the engine that computes a prompt, of those that are asked
 )
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """A whole body. Raises HttpError where it is too long or takes too long, ClientLeft where it ends
-    early."""
+    """Return a whole body. Raises HttpError if it is too long or too slow, ClientLeft if it ends early."""
     late = f"the body has not come within {options.receive_timeout:g} s"
     return await within(options.receive_timeout, pieces(request, options.max_body), 408, late)
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from ...llm.driver import StreamHandle
 from ...text.openai.bodies import EmbeddingFields
 from ...text.openai.embeddings import EmbeddingInputs, inputs_of, reply
-from ...text.openai.reading import object_of
+from ...text.openai.errors import object_of
 from ...text.openai.reply_types import EmbeddingReply
 from ...text.openai.schemas import Body, without_effect
 from ...text.openai.tasks import Task
@@ -21,11 +21,11 @@ from ..service.streams import ClientLeft, while_read
 from .body import read_body
 from .openapi import READ_ERRORS, Path
 
-AT_ONCE = 64  # inputs of a request that are in the engine
+AT_ONCE = 64  # inputs of a request that are in the engine at a time
 
 
 class Embeddings:
-    """Answers requests for embeddings; a client that leaves ends its request."""
+    """Answers requests for embeddings. A client that disconnects ends its request."""
 
     def __init__(self, service: Service):
         self.service = service
@@ -46,14 +46,14 @@ class Embeddings:
                 self.service.known(inputs.tasks[0].model)
             with self.service.under_way():
                 flows = await self._embedded(inputs.tasks, scope, receive)
-                scope["response_id"] = id  # for whoever traces
+                scope["response_id"] = id  # for tracing
                 answer = await asyncio.to_thread(self._answer, inputs, flows, id)
             await answer(scope, receive, send)
         except ClientLeft:
             pass
 
     async def _embedded(self, tasks: list[Task], scope: Scope, receive: Receive) -> list[StreamHandle]:
-        """The flows of all inputs, at their end; the request waits in line once."""
+        """Return the finished flows of all inputs; the request waits in the queue once."""
         flows: list[StreamHandle] = []
         size, client = min(AT_ONCE, self.service.options.max_queued), scope.get("client_name", "")
         for i in range(0, len(tasks), size):

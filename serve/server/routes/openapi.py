@@ -1,17 +1,25 @@
-"""Paths of a server: who answers each, and what the OpenAPI document says of it."""
+"""Routes of a server, their OpenAPI document, and the page on which they can be tried."""
 
+import base64
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ...text.openai.reply_types import ErrorReply
 from ...text.openai.schemas import Body, Schemas
 
+PAGE = pathlib.Path(__file__).with_name("docs.html")
 JSON, EVENTS = "application/json", "text/event-stream"
-READ_ERRORS = (400, 403, 408, 413, 500)  # errors of whoever reads a body
+READ_ERRORS = (400, 403, 408, 413, 500)  # errors of routes that read a body
 ERRORS = {
     400: "the request is not allowed; the message says why",
     401: "the API key is missing or unknown",
@@ -29,11 +37,19 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Path:
-    """A path, and who answers it: an ASGI application, or a function from a request to a response.
+    """A route.
 
-    `reply` is the type of its JSON where `media` is JSON, `event` that of a stream's events. With a `body` it
-    is a POST, and where it `changes` something. `query` are words that may stand behind it, and their values.
-    No key is asked for where it `is_open`.
+    path: as Starlette writes it
+    answer: an ASGI application, or a function from a request to a response
+    about: summary for the document
+    reply: type of the JSON, if `media` is JSON
+    event: type of a stream's events
+    body: body of a POST
+    errors: status codes
+    media: type of the reply; None: it is empty
+    is_open: whether it needs no key
+    changes: whether it is a POST without a body
+    query: allowed query parameters, and their values
     """
 
     path: str
@@ -62,15 +78,15 @@ class Path:
         return re.sub(r"{(\w+):\w+}", r"{\1}", self.path)
 
 
-def document(paths: Sequence[Path], version: str, has_keys: bool) -> dict[str, Any]:
-    """The OpenAPI document of paths."""
+def document(paths: Sequence[Path], release: str, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document of routes."""
     schemas, operations = Schemas(), {}
     for path in paths:
         operations.setdefault(path.template, {})[path.method.lower()] = operation(path, schemas, has_keys)
     keys = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "duetto", "version": version},
+        "info": {"title": "duetto", "version": release},
         "paths": operations,
         "components": {"schemas": schemas.found} | keys,
     } | ({"security": [{"key": []}]} if has_keys else {})
@@ -104,7 +120,7 @@ def operation(path: Path, schemas: Schemas, has_keys: bool) -> dict[str, Any]:
 
 
 def replies(path: Path, schemas: Schemas) -> dict[str, Any]:
-    """What is answered where nothing is wrong."""
+    """Return the successful answer of a route."""
     kind = {"type": "string"} if path.reply is None else schemas.of(path.reply)
     found = {"description": "the answer"} | content(path.media, kind)
     if path.event is not None:
@@ -113,12 +129,52 @@ def replies(path: Path, schemas: Schemas) -> dict[str, Any]:
 
 
 def event(kind: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    """The schema of each event of a stream; a stream that fails on its way ends with an error."""
+    """Return the schema of a stream's events; a stream that fails ends with an error."""
     held = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [kind, error]}}
     data = {"anyOf": [{"const": "[DONE]"}, held]}
-    told = "with stream true: server-sent events, each of these fields"
-    return {"type": "object", "description": told, "properties": {"data": data}, "required": ["data"]}
+    about = "with stream true: server-sent events, each of these fields"
+    return {"type": "object", "description": about, "properties": {"data": data}, "required": ["data"]}
 
 
 def content(media: str | None, schema: dict[str, Any]) -> dict[str, Any]:
     return {} if media is None else {"content": {media: {"schema": schema}}}
+
+
+class ApiPage:
+    """Serves the OpenAPI document of all routes, its own included, and a page for people."""
+
+    def __init__(self, others: Sequence[Path], has_keys: bool):
+        self.paths = [
+            Path("/openapi.json", self.openapi, "this document", reply=dict[str, Any], is_open=True),
+            Path("/docs", self.docs, "a page to try all of this", media="text/html", is_open=True),
+        ]
+        self._document = msgspec.json.encode(document([*others, *self.paths], version("duetto"), has_keys))
+        self._page = PAGE.read_bytes()
+        self._headers = {
+            "content-security-policy": policy(self._page),
+            "cache-control": "no-cache",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._page, headers=self._headers, media_type="text/html")
+
+
+def policy(page: bytes) -> str:
+    """Return a policy by which a browser runs the page's own script and style and connects to its own server,
+    nothing else."""
+    script, style = (f"'sha256-{digest(page, name)}'" for name in (b"script", b"style"))
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def digest(page: bytes, name: bytes) -> str:
+    """Return the digest of the content of the page's only element of this name."""
+    (held,) = re.findall(b"<%b>(.*?)</%b>" % (name, name), page, re.DOTALL)
+    return base64.b64encode(sha256(held).digest()).decode()

@@ -1,7 +1,8 @@
-"""/start_profile and /stop_profile: what host and device do in between, for XProf."""
+"""/start_profile and /stop_profile: a profile of host and device, for XProf."""
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path as Folder
 
 from starlette.requests import Request
@@ -17,24 +18,18 @@ class Profile:
 
     def __init__(self, service: Service, folder: str):
         self._llm, self._folder = service.llm, str(Folder(folder).absolute())
+        changes = {
+            "/start_profile": ("record a profile", lambda: self._llm.start_profile(self._folder)),
+            "/stop_profile": ("write the profile", self._llm.stop_profile),
+        }
         self.paths = [
-            Path(
-                "/start_profile", self.start, "record a profile", media=None, errors=[403, 409], changes=True
-            ),
-            Path(
-                "/stop_profile", self.stop, "write the profile", media=None, errors=[403, 409], changes=True
-            ),
+            Path(path, partial(self._change, do), about, media=None, errors=[403, 409], changes=True)
+            for path, (about, do) in changes.items()
         ]
 
-    async def start(self, request: Request) -> Response:
-        return await self._done(lambda: self._llm.start_profile(self._folder))
-
-    async def stop(self, request: Request) -> Response:
-        return await self._done(self._llm.stop_profile)
-
-    async def _done(self, change: Callable[[], object]) -> Response:
-        """An empty answer after a change, which takes a while. Raises HttpError where another profile is
-        recorded, or none."""
+    async def _change(self, change: Callable[[], object], request: Request) -> Response:
+        """Run a change in another thread, and answer empty. Raises HttpError if a profile is already, or not,
+        recorded."""
         try:
             await asyncio.to_thread(change)
         except RuntimeError as error:

@@ -1,23 +1,29 @@
-"""What a server says of itself: its models, its health, its version."""
+"""Models, health, version and metrics of a server."""
 
 import asyncio
 import time
+from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib.metadata import version
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
+from prometheus_client import CONTENT_TYPE_LATEST, core
+from prometheus_client.metrics_core import Metric as Family
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...llm.llm import LLM
+from ...llm.metrics import Counter, Gauge, Histogram, Metric, Vector, snapshot
 from ..service.errors import json_response
-from ..service.metrics import CONTENT_TYPE, EngineMetrics
+from ..service.metrics import Exposition
 from ..service.service import Service
 from .body import REALM
 from .openapi import Path
 
 
 class Model(TypedDict):
-    """A name that the model is served under, and how many tokens a request may have; an adapter's `parent` is
-    the model that it belongs to, and `root` its folder."""
+    """A name that the model is served under, and the number of tokens that a request may have. An adapter has
+    the model as its `parent` and its folder as `root`."""
 
     id: str
     object: Literal["model"]
@@ -40,11 +46,12 @@ class Version(TypedDict):
 
 
 class ServerState:
-    """What a server says of itself."""
+    """Routes for the state of a server."""
 
     def __init__(self, service: Service):
         self.service, self._since = service, int(time.time())
-        self._metrics = EngineMetrics(service.llm, service.names[0], service.delay.histogram)
+        read = partial(engine_families, service.llm, service.names[0])
+        self._metrics = Exposition(read, service.lag.histogram)
         self.paths = [
             Path("/v1/models", self.models, "the served names", reply=Models),
             Path("/v1/models/{name:path}", self.model, "one of them", reply=Model, errors=[404]),
@@ -70,11 +77,10 @@ class ServerState:
         return about | {"root": root, "parent": parent, "max_model_len": self.service.max_model_len}
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine lives."""
         return Response(status_code=200 if self.service.error is None else 503)
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests are taken, and in a header what answers follow from."""
+        """Answer 200 if requests are taken; a header names the realm of the answers."""
         status = 503 if self.service.error or self.service.is_draining else 200
         return Response(status_code=status, headers={REALM: self.service.realms.name})
 
@@ -82,4 +88,49 @@ class ServerState:
         return json_response({"version": version("duetto")})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(self._metrics.text), media_type=CONTENT_TYPE_LATEST)
+
+
+# ---------------------------------------------------------------- metrics, under vLLM's names
+
+
+KINDS = {
+    Gauge: core.GaugeMetricFamily,
+    Counter: core.CounterMetricFamily,
+    Vector: core.CounterMetricFamily,
+    Histogram: core.HistogramMetricFamily,
+}
+
+
+def engine_families(llm: LLM, model_name: str) -> Iterator[Family]:
+    """Read an engine's metrics; the label `model_name` is the served name."""
+    labels = {"model_name": model_name}
+    yield from families(snapshot(llm.engine), labels)
+    sizes, info = llm.engine.sizes, core.InfoMetricFamily("vllm:cache_config", "Of the KV cache.")
+    pages = {"block_size": str(sizes.page_size), "num_gpu_blocks": str(sizes.pages[0])}
+    info.add_metric([], labels | {"engine": "0"} | pages)
+    yield info
+
+
+def families(metrics: Iterable[Metric], labels: dict[str, str]) -> Iterable[Family]:
+    """Group metrics by their names, with `labels` in addition to their own."""
+    found: dict[str, Family] = {}
+    for metric in metrics:
+        name, about = metric.name, metric.name.removeprefix("vllm:").replace("_", " ")
+        for own, values in samples(metric):
+            own = labels | own
+            family = found.setdefault(name, KINDS[type(metric)](name, about, labels=[*own]))
+            family.add_metric([*own.values()], *values)
+    return found.values()
+
+
+def samples(metric: Metric) -> Iterator[tuple[dict[str, str], tuple[Any, ...]]]:
+    """Yield labels and the arguments of `add_metric` for each sample."""
+    match metric:
+        case Gauge(value=value) | Counter(value=value):
+            yield metric.labels, (value,)
+        case Vector(values=values):
+            for position, value in enumerate(values):
+                yield metric.labels | {"position": str(position)}, (value,)
+        case Histogram(sum=total, buckets=buckets):
+            yield metric.labels, (list(buckets.items()), total)

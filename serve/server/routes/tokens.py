@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 from starlette.requests import Request
@@ -10,10 +11,9 @@ from starlette.responses import Response
 
 from ....fields import knob
 from ...text.openai.bodies import Message
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, flag, object_of, require
+from ...text.openai.fields import toolbox_of
 from ...text.openai.schemas import Body
-from ...text.openai.toolboxes import toolbox_of
 from ...text.tokenizer.chat import apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..service.errors import HttpError, json_response
@@ -59,7 +59,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """What a tokenizer marks texts with."""
+    """Special tokens and chat template."""
 
     bos_token: str | None
     eos_token: str | None
@@ -68,7 +68,7 @@ class TokenizerInfo(TypedDict):
 
 
 class TokenRoutes:
-    """Endpoints around a service's tokenizer."""
+    """Routes around the tokenizer of a service."""
 
     def __init__(self, service: Service):
         self.service, errors = service, (*READ_ERRORS, 501)
@@ -76,24 +76,18 @@ class TokenRoutes:
         ids = Body("DetokenizeBody", (DetokenizeFields,), {"tokens": [72, 105]})
         self.paths = [
             Path(
-                "/tokenize", self.tokenize, "text or messages as token ids",
+                "/tokenize", partial(self._answer, self._tokenized), "text or messages as token ids",
                 reply=Tokenized, body=text, errors=errors,
             ),
             Path(
-                "/detokenize", self.detokenize, "token ids as text",
+                "/detokenize", partial(self._answer, self._detokenized), "token ids as text",
                 reply=Detokenized, body=ids, errors=errors,
             ),
             Path("/tokenizer_info", self.info, "the tokenizer", reply=TokenizerInfo, errors=[501]),
         ]  # fmt: skip
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._answer(self._tokenized, request)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._answer(self._detokenized, request)
-
     async def _answer(self, reply: Callable[[dict[str, Any]], dict[str, Any]], request: Request) -> Response:
-        """Bodies and replies may be long: another thread reads and writes them."""
+        """Read and write in another thread: bodies and replies may be long."""
         body = await read_body(request, self.service.options)
         return await asyncio.to_thread(lambda: json_response(reply(object_of(body, "body"))))
 
@@ -147,9 +141,3 @@ class TokenRoutes:
         require(isinstance(text, str), "prompt", text, "a string")
         special = flag(body, "add_special_tokens", default=True)
         return self._tokenizer.encode(text, add_special_tokens=special, most=MOST)
-
-
-def flag(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = default if body.get(name) is None else body[name]
-    require(isinstance(value, bool), name, value, "true or false")
-    return value

@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....fields import knob
-from ...text.openai.reading import object_of
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, object_of, require
 from ...text.openai.schemas import Body
 from ..service.errors import HttpError, json_response
 from ..service.service import Service
@@ -25,7 +24,7 @@ MODES, TRUTH = ("abort", "wait", "keep"), ("true", "false")
 
 @dataclass(frozen=True)
 class UpdateFields:
-    """Where weights are, and what becomes of requests under way."""
+    """A folder of weights, and how requests under way are treated."""
 
     path: str = field(metadata={"help": "a folder of the same model, in the server's folder for weights"})
     mode: Literal["abort", "wait", "keep"] | None = knob(
@@ -42,23 +41,23 @@ class IsPaused(TypedDict):
 
 
 class Updated(TypedDict):
-    """How often other weights came."""
+    """The number of updates so far."""
 
     version: int
 
 
 class Weights:
-    """Serves others from folders of the server's machine, one after the other."""
+    """Replaces the weights by those of folders on the server's machine, one update at a time."""
 
     def __init__(self, service: Service, folder: str):
         self.service, self._llm, self._folder = service, service.llm, Folder(folder).resolve()
         self._one = asyncio.Lock()
         body = Body("UpdateBody", (UpdateFields,), {"path": "step-100", "mode": "keep"}, closed=True)
-        asked = {"mode": MODES, "clear_cache": TRUTH}
+        query = {"mode": MODES, "clear_cache": TRUTH}
         self.paths = [
             Path(
                 "/pause", self.pause, "take no more steps: mode abort (the default), wait or keep",
-                reply=Paused, errors=[400, 403, 409], changes=True, query=asked,
+                reply=Paused, errors=[400, 403, 409], changes=True, query=query,
             ),
             Path("/resume", self.resume, "go on", reply=Paused, errors=[403, 409], changes=True),
             Path("/is_paused", self.is_paused, "whether steps are taken", reply=IsPaused),
@@ -72,12 +71,12 @@ class Weights:
         given = request.query_params.multi_items()
         repeated = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
         require(not repeated, "query", ", ".join(repeated), "each name once")
-        asked: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(given)
-        others = sorted(asked.keys() - {"mode", "clear_cache"})
+        query: dict[str, Any] = {"mode": "abort", "clear_cache": "true"} | dict(given)
+        others = sorted(query.keys() - {"mode", "clear_cache"})
         require(not others, "query", ", ".join(others), "mode and clear_cache")
         for name, allowed in {"mode": MODES, "clear_cache": TRUTH}.items():
-            require(asked[name] in allowed, name, asked[name], ", ".join(allowed))
-        pause = partial(self._llm.pause_generation, asked["mode"], asked["clear_cache"] == "true")
+            require(query[name] in allowed, name, query[name], ", ".join(allowed))
+        pause = partial(self._llm.pause_generation, query["mode"], query["clear_cache"] == "true")
         await self._done(pause)
         return json_response({"status": "paused"})
 
@@ -98,7 +97,8 @@ class Weights:
         return json_response({"version": await self._done(load)})
 
     def _place(self, path: Any) -> Folder:
-        """The folder that a client names. Raises RequestError for one that is not in the server's own."""
+        """Return the folder that a client names. Raises RequestError unless it is in the server's folder for
+        weights."""
         require(isinstance(path, str) and bool(path), "path", path, "a folder's name")
         try:
             found = (self._folder / path).resolve()
@@ -109,7 +109,8 @@ class Weights:
         return found
 
     async def _done(self, change: Callable[[], Any]) -> Any:
-        """What a change gives, after those before it. Raises RequestError or HttpError where it cannot be."""
+        """Run a change after those before it, and return its result. Raises RequestError or HttpError if it
+        fails."""
         try:
             async with self._one:
                 return await self.service.change(change)

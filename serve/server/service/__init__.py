@@ -1,1 +1,2 @@
-"""What all requests of a server share: the engine's thread, fair queueing, limits, metrics and errors."""
+"""State shared by all requests of a server: the engine's thread, fair queueing, limits, metrics and
+errors."""

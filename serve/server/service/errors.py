@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them."""
+"""Errors in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...text.openai.refusing import RequestError, encodable
+from ...text.openai.errors import RequestError, encodable
 
 TYPES = {
     401: "authentication_error",
@@ -16,17 +16,17 @@ TYPES = {
     429: "rate_limit_error",
 }
 LONGEST = 1000  # characters of a message
-UNREAD = (401, 403, 408, 413)  # answered before the body was read: the connection has no use any more
-LEFT = 499  # is never sent: nobody is there
+UNREAD = (401, 403, 408, 413)  # answered before the body was read: the connection is closed
+LEFT = 499  # never sent: the client has disconnected
 RETRY = "1"  # seconds after which a client may try again
 
 
 class ClientLeft(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected."""
 
 
 class HttpError(Exception):
-    """A request that ends with an error: a status, a sentence, the field, and a code for programs."""
+    """An error that ends a request: status, message, the code for programs, and the field."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -35,13 +35,13 @@ class HttpError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
-        told = {
+        error_body = {
             "message": encodable(str(self))[:LONGEST],
             "type": kind,
             "param": self.param,
             "code": self.code,
         }
-        return {"error": told}
+        return {"error": error_body}
 
     def response(self) -> Response:
         headers = {"retry-after": RETRY} if self.status in (429, 503) else {}
@@ -53,7 +53,7 @@ class HttpError(Exception):
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """What a client is told of an error: what is wrong with its request, and of all others nothing."""
+    """Return the answer to an error. The client learns the reason only of errors in its request."""
     match error:
         case HttpError():
             return error.response()
@@ -62,8 +62,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
         case ClientLeft():
             return Response(status_code=LEFT)
         case HTTPException():  # Starlette's own: no such path, another method
-            told = f"{request.method} {request.url.path}: {error.detail}"
-            response = HttpError(error.status_code, told).response()
+            error_body = f"{request.method} {request.url.path}: {error.detail}"
+            response = HttpError(error.status_code, error_body).response()
             response.headers.update(error.headers or {})
             return response
     return HttpError(500, "the server has failed; its log says how", "internal_error").response()

@@ -1,71 +1,50 @@
-"""/metrics: what an engine counts, as Prometheus reads it, under vLLM's names."""
+"""Metrics for Prometheus: the text of /metrics, and the lag of the event loop. Nothing here imports jax."""
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-)
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric as Family
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...llm.llm import LLM
-from ...llm.metrics import Counter, Gauge, Histogram, Metric, Vector, snapshot
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+PERIOD = 0.1  # seconds between looks
+LIMITS = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
 
 
-class EngineMetrics(Collector):
-    """Reads an engine's counts whenever somebody asks; the label `model_name` is the served name."""
+class Exposition(Collector):
+    """Writes the families that `read` returns, anew at each request, and those of the `others`."""
 
-    def __init__(self, llm: LLM, model_name: str, *others: Collector):
-        self._llm, self._labels = llm, {"model_name": model_name}
-        self._registry = CollectorRegistry()
+    def __init__(self, read: Callable[[], Iterable[Metric]], *others: Collector):
+        self._read, self._registry = read, CollectorRegistry()
         for collector in (self, *others):
             self._registry.register(collector)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def describe(self) -> Iterable[Family]:
-        return ()  # asked at the registration: names follow from the engine
+    def describe(self) -> Iterable[Metric]:
+        return ()  # the registry asks at the registration, when nothing has been counted
 
-    def collect(self) -> Iterator[Family]:
-        families: dict[str, Family] = {}
-        for metric in snapshot(self._llm.engine):
-            family = families.setdefault(metric.name, family_of(metric))
-            add(family, metric, self._labels | metric.labels)
-        yield from families.values()
-        yield self._cache()
-
-    def _cache(self) -> Family:
-        sizes, info = self._llm.engine.sizes, InfoMetricFamily("vllm:cache_config", "Of the KV cache.")
-        pages = {"block_size": str(sizes.page_size), "num_gpu_blocks": str(sizes.pages[0])}
-        info.add_metric([], self._labels | {"engine": "0"} | pages)
-        return info
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
-def family_of(metric: Metric) -> Family:
-    kinds = {Gauge: GaugeMetricFamily, Counter: CounterMetricFamily, Histogram: HistogramMetricFamily}
-    kind = kinds.get(type(metric), CounterMetricFamily)
-    return kind(metric.name, metric.name.removeprefix("vllm:").replace("_", " "))
+class EventLoopLag:
+    """Measures by how many seconds the event loop misses a time that is due: all other work waits as long."""
 
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        name, about = "duetto:event_loop_delay_seconds", "how late the event loop is"
+        self.histogram = Histogram(name, about, registry=None, buckets=LIMITS)
+        self._loop = loop
+        self._await_next()
 
-def add(family: Family, metric: Metric, labels: dict[str, str]) -> None:
-    match metric:
-        case Gauge(value=value):
-            family.add_sample(family.name, labels, value)
-        case Counter(value=value):
-            family.add_sample(f"{family.name}_total", labels, value)
-        case Vector(values=values):
-            for position, value in enumerate(values):
-                family.add_sample(f"{family.name}_total", labels | {"position": str(position)}, value)
-        case Histogram(count=count, sum=total, buckets=buckets):
-            for limit, within in buckets.items():
-                family.add_sample(f"{family.name}_bucket", labels | {"le": limit}, within)
-            family.add_sample(f"{family.name}_count", labels, count)
-            family.add_sample(f"{family.name}_sum", labels, total)
+    def _await_next(self) -> None:
+        self._due = self._loop.time() + PERIOD
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        self.histogram.observe(max(self._loop.time() - self._due, 0.0))
+        self._await_next()
+
+    def close(self) -> None:
+        self._timer.cancel()

@@ -1,9 +1,10 @@
-"""From tasks to flows: prompts are tokenized, and grammars compiled, while nothing else waits for them."""
+"""From tasks to flows: prompts are tokenized and grammars compiled without blocking other requests."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.types import Receive
 
@@ -14,7 +15,7 @@ from ...host.threads import finished
 from ...llm.driver import Driver, StreamHandle
 from ...llm.llm import LLM
 from ...text.grammar.grammars import Wanted
-from ...text.openai.refusing import RequestError
+from ...text.openai.errors import RequestError
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, params_for, prompt_ids, refusal
 from ...text.tokenizer.chat import ChatTemplateError
@@ -23,7 +24,7 @@ from .streams import while_read
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A task whose prompt is tokenized, and the grammar that it waits for, if it has one."""
+    """A task with its tokenized prompt, and the grammar that it waits for, if any."""
 
     task: Task
     prompt: list[int]
@@ -35,12 +36,12 @@ class PreparedPrompt:
         return self.wanted is None or self.wanted.future.done()
 
 
+T = TypeVar("T")
 Begun = tuple[list[PreparedPrompt], list[StreamHandle] | None]
 
 
 class TaskPreparer:
-    """Makes flows of tasks for an engine's driver; `adapters` are those that tasks may name as their
-    model."""
+    """Makes flows of tasks for an engine's driver. Tasks may name one of the `adapters` as their model."""
 
     def __init__(self, llm: LLM, driver: Driver, replies: Replies):
         self._llm, self._driver, self._replies = llm, driver, replies
@@ -48,8 +49,8 @@ class TaskPreparer:
     async def flows(
         self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], receive: Receive | None
     ) -> list[StreamHandle]:
-        """Raises RequestError for what is not allowed; ClientLeft where the client leaves, as `receive` says,
-        before its grammars are compiled."""
+        """Return the flows of tasks. Raises RequestError for what is not allowed; ClientLeft if `receive`
+        reports a disconnect before the grammars are compiled."""
         reads, flows = await finished(lambda: self._begun(tasks, adapters), self._undo)
         try:
             if flows is not None:
@@ -60,13 +61,13 @@ class TaskPreparer:
             leave_all(reads)
 
     def leave(self, flows: Sequence[StreamHandle]) -> None:
-        """Drop flows that have not begun: their ids are free again."""
+        """Drop flows that have not begun, so that their ids are free again."""
         for flow in flows:
             self._driver.leave(flow)
 
     def _begun(self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]) -> Begun:
-        """What is read of tasks, and their flows where no grammar is still to be compiled."""
-        reads = self._reads(tasks)
+        """Tokenize tasks, and make their flows unless a grammar is still being compiled."""
+        reads = all_of(map(self._read, tasks), leave_all)
         return reads, self._flows(reads, adapters) if all(read.is_ready for read in reads) else None
 
     def _undo(self, begun: Begun) -> None:
@@ -79,46 +80,40 @@ class TaskPreparer:
             if read.wanted is None:
                 continue
             with refusals(read.task):
-                coming = compiled(read.wanted)
-                await (coming if receive is None else while_read(receive, coming))
-
-    def _reads(self, tasks: Sequence[Task]) -> list[PreparedPrompt]:
-        reads: list[PreparedPrompt] = []
-        with ExitStack() as stack:
-            stack.callback(leave_all, reads)
-            for task in tasks:
-                with refusals(task):
-                    reads.append(self._read(task))
-            stack.pop_all()
-        return reads
+                grammar = asyncio.wrap_future(read.wanted.future)
+                await (grammar if receive is None else while_read(receive, grammar))
 
     def _read(self, task: Task) -> PreparedPrompt:
-        prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
-        params = task.pooling or params_for(task, self._replies.dialect, prompt)
-        asked = None if isinstance(params, PoolingParams) else params.structured_outputs
-        return PreparedPrompt(task, prompt, params, None if asked is None else self._driver.wanted(asked))
+        with refusals(task):
+            prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
+            params = task.pooling or params_for(task, self._replies.dialect, prompt)
+            shape = None if isinstance(params, PoolingParams) else params.structured_outputs
+            return PreparedPrompt(task, prompt, params, None if shape is None else self._driver.wanted(shape))
 
     def _flows(
         self, reads: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]
     ) -> list[StreamHandle]:
-        flows: list[StreamHandle] = []
-        with ExitStack() as stack:
-            stack.callback(self.leave, flows)
-            for read in reads:
-                task = read.task
-                with refusals(task):
-                    adapter = adapters.get(task.model or "")
-                    flows.append(self._driver.flow(read.prompt, read.params, task.known, adapter))
-            stack.pop_all()
-        return flows
+        return all_of((self._flow(read, adapters) for read in reads), self.leave)
+
+    def _flow(self, read: PreparedPrompt, adapters: Mapping[str, LoRARequest]) -> StreamHandle:
+        with refusals(read.task):
+            adapter = adapters.get(read.task.model or "")
+            return self._driver.flow(read.prompt, read.params, read.task.known, adapter)
 
 
-async def compiled(wanted: Wanted) -> None:
-    await asyncio.wrap_future(wanted.future)
+def all_of(values: Iterable[T], undo: Callable[[list[T]], None]) -> list[T]:
+    """Return all values of an iterator; if it raises, `undo` those before."""
+    found: list[T] = []
+    try:
+        found.extend(values)
+    except BaseException:
+        undo(found)
+        raise
+    return found
 
 
 def leave_all(reads: Sequence[PreparedPrompt]) -> None:
-    """Wait for no grammar any more."""
+    """Stop waiting for the grammars of prompts."""
     for read in reads:
         if read.wanted is not None:
             read.wanted.leave()
@@ -126,7 +121,7 @@ def leave_all(reads: Sequence[PreparedPrompt]) -> None:
 
 @contextmanager
 def refusals(task: Task) -> Iterator[None]:
-    """Errors of a task become a RequestError, by the field of its body."""
+    """Turn errors of a task into RequestError, by the field of its body."""
     try:
         yield
     except RequestError:

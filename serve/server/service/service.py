@@ -1,4 +1,4 @@
-"""What all requests of a server share: the engine's driver, limits, and the way to the end."""
+"""State shared by all requests of a server: the engine's driver, limits, and the shutdown."""
 
 import asyncio
 import traceback
@@ -17,31 +17,31 @@ from ...options.server import ServerOptions
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
-from .delay import EventLoopLag
 from .errors import HttpError
 from .fair_queue import FairQueue
+from .metrics import EventLoopLag
 from .preparing import TaskPreparer
-from .streams import Stream
+from .streams import OutputStream
 
 
 @dataclass(frozen=True)
 class ApiCall:
-    """A request of a client to a model: its flows, one for each task, and the stream that all of them go
-    into."""
+    """A client's request to a model. Each of its `tasks` has a flow; `stream` gets the pieces of all
+    flows."""
 
     model: str
     tasks: Sequence[Task]
     flows: list[StreamHandle]
-    stream: Stream
+    stream: OutputStream
 
     @property
     def known(self) -> list[CompletionOutput]:
-        """What its completions had before they came here."""
+        """Outputs that its completions had on another server."""
         return [output for flow in self.flows for output in flow.known]
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of the prompts, and how many of them were found in the cache."""
+        """Tokens of the prompts, and those of them that were found in the cache."""
         return {
             "prompt_tokens": sum(len(flow.prompt) for flow in self.flows),
             "cached_tokens": sum(flow.cached_tokens for flow in self.flows),
@@ -50,10 +50,16 @@ class ApiCall:
 
 @dataclass
 class ActiveStream:
-    """Where a flow's pieces go: its stream, and the first of its choices there; its place in line, and its
-    deadline until the first piece."""
+    """A running flow.
 
-    stream: Stream
+    stream: gets its pieces
+    base: index of its first choice in the stream
+    choices: number of its completions
+    line: position in the fair queue
+    late: timer until its first piece
+    """
+
+    stream: OutputStream
     base: int
     choices: int
     line: int
@@ -61,11 +67,9 @@ class ActiveStream:
 
 
 class Service:
-    """Serves an LLM; made in the event loop, and used there alone.
-
-    `defaults` are sampling parameters for requests that do not give them. `ended` is set once the engine has
-    failed, or `drain` was called and all requests are done.
-    """
+    """Serves an LLM. Made in the event loop, and used only there. `defaults` are sampling parameters for
+    requests that give none. `ended` is set once the engine has failed, or once `drain` was called and all
+    requests are done."""
 
     def __init__(self, llm: LLM, options: ServerOptions, defaults: Mapping[str, Any]):
         self.llm, self.options = llm, options
@@ -81,26 +85,26 @@ class Service:
         self._coming = self._calls = 0  # completions being tokenized, calls under way
         self._shares = FairQueue()
         self.max_model_len = llm.engine.sizes.max_model_len
-        self.delay = EventLoopLag(self._loop)
+        self.lag = EventLoopLag(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
         self._driver = Driver(llm, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
     def known(self, name: str) -> str:
-        """A name that the model, or an adapter of it, is served under. Raises HttpError for others."""
+        """Return a name that the model or an adapter is served under. Raises HttpError for others."""
         if name not in self.names and name not in self.adapters:
             raise HttpError(404, f"model {name!r} is not served here", "model_not_found", "model")
         return name
 
     @property
     def adapters(self) -> dict[str, LoRARequest]:
-        """Those that requests may name, by their names; the model's own come before them."""
+        """Adapters by the names that requests may give; the names of the model itself take precedence."""
         registry = self._driver.adapters
         found = [] if registry is None else registry.requests
         return {own.lora_name: own for own in found if own.lora_name not in self.names}
 
     def require_adapters(self) -> None:
-        """Raise HttpError where no adapters are served."""
+        """Raise HttpError if no adapters are served."""
         if self._driver.adapters is None:
             raise HttpError(400, "no adapters are served: set enable_lora")
 
@@ -109,7 +113,7 @@ class Service:
         self._driver.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Raises ValueError for a name that is not served, HttpError where no adapters are served."""
+        """Remove an adapter. Raises ValueError for an unknown name, HttpError if no adapters are served."""
         self.require_adapters()
         self._driver.unload_adapter(name)
 
@@ -117,18 +121,14 @@ class Service:
 
     @asynccontextmanager
     async def call(
-        self,
-        tasks: Sequence[Task],
-        client: str,
-        is_admitted: bool = False,
-        receive: Receive | None = None,
+        self, tasks: Sequence[Task], client: str, is_admitted: bool = False, receive: Receive | None = None
     ) -> AsyncIterator[ApiCall]:
-        """Tasks under way, until the block ends. Raises HttpError where there is no room, unless the tasks
-        belong to a request that is admitted; RequestError for what is not allowed; ClientLeft where the
-        client leaves, as `receive` says, while its grammars are compiled."""
+        """Run tasks until the block ends. Raises HttpError if there is no room, unless the tasks belong to an
+        admitted request; RequestError for what is not allowed; ClientLeft if `receive` reports a disconnect
+        while grammars are compiled."""
         flows: list[StreamHandle] = []
         end = self._loop.time() + self.options.max_wait
-        stream = Stream(lambda: self._leave(flows), self.options.max_unread)
+        stream = OutputStream(lambda: self._leave(flows), self.options.max_unread)
         try:
             with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
                 prepared = await self._prepared(tasks, is_admitted, end, receive)
@@ -142,7 +142,7 @@ class Service:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """A request that the server's end waits for."""
+        """Count a request that the shutdown waits for."""
         self._calls += 1
         try:
             yield
@@ -151,21 +151,21 @@ class Service:
             self._end_if_done()
 
     def realm(self, call: ApiCall) -> str:
-        """What the tokens of a call follow from, as long as the weights are these."""
+        """Return the realm of a call: its tokens follow from these weights and settings."""
         return self.realms.of(call.flows[0].adapter)
 
     async def outputs(self, call: ApiCall) -> list[RequestOutput]:
-        """The whole results of a call."""
+        """Wait for the results of a call."""
         await call.stream.ended()
         return await asyncio.to_thread(self.results, call)
 
     def results(self, call: ApiCall) -> list[RequestOutput]:
-        """Those of a call that is at its end."""
+        """Return the results of a finished call."""
         return [self._driver.output(flow) for flow in call.flows]
 
     @contextmanager
     def _room(self, count: int, is_admitted: bool) -> Iterator[None]:
-        """Room for so many completions while they are tokenized."""
+        """Reserve room for `count` completions while they are tokenized."""
         self._check(is_admitted)
         waiting = self._coming + sum(place.choices for place in self._places.values() if place.late)
         if count > self.options.max_queued:
@@ -187,7 +187,7 @@ class Service:
     async def _prepared(
         self, tasks: Sequence[Task], is_admitted: bool, end: float, receive: Receive | None
     ) -> list[StreamHandle]:
-        """The tasks' flows, all of them by the time `end`."""
+        """Return the flows of tasks, or raise HttpError at the time `end`."""
         try:
             async with asyncio.timeout_at(end):
                 flows = await self._preparing.flows(tasks, self.adapters, receive)
@@ -200,7 +200,7 @@ class Service:
             raise
         return flows
 
-    def _begin(self, flow: StreamHandle, task: Task, client: str, stream: Stream, end: float) -> None:
+    def _begin(self, flow: StreamHandle, task: Task, client: str, stream: OutputStream, end: float) -> None:
         place, n = self._line(client, task, len(flow.prompt)), task.params.n
         flow.rank(place, task.source)
         late = self._loop.call_at(end, self._late, flow)
@@ -215,8 +215,8 @@ class Service:
         self._driver.begin(flow)
 
     def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
-        """A place in line by what may be generated; all clients without a key are one, who come first come,
-        first served."""
+        """Return the position in the fair queue, by the tokens that may be generated. All clients without a
+        key are one, first come, first served."""
         if not client:
             return 0
         room = self.max_model_len - prompt_tokens
@@ -224,7 +224,7 @@ class Service:
         return self._shares.place(client, prompt_tokens + most)
 
     async def change(self, work: Callable[[], Any]) -> Any:
-        """Something done to the engine in another thread, after which its own looks at it again."""
+        """Change the engine in another thread, and wake its own thread."""
         try:
             return await asyncio.to_thread(work)
         finally:
@@ -248,7 +248,7 @@ class Service:
                 self._places.pop(flow, None)
 
     def _ping(self) -> None:
-        """Wake the readers of streams that have been silent since the last time."""
+        """Wake the readers of streams without pieces since the last ping."""
         for place in self._places.values():
             if place.stream.is_silent:
                 place.stream.wake()
@@ -281,8 +281,8 @@ class Service:
     # ------------------------------------------------------------ the end
 
     def drain(self) -> None:
-        """Take no more requests; `ended` is set when those under way are done. Those of a paused engine,
-        which takes no steps for them, end with an error: behind a router they go on elsewhere."""
+        """Take no more requests; `ended` is set when those under way are done. Requests of a paused engine,
+        which takes no steps, end with an error: a router resumes them on another replica."""
         self.is_draining = True
         self._end_paused()
         self._end_if_done()
@@ -311,7 +311,7 @@ class Service:
         self.ended.set()
 
     def _fail_all(self, error: HttpError) -> list[StreamHandle]:
-        """End what all flows under way are awaited for; these flows."""
+        """Fail all running flows, and return them."""
         failed, self._places = self._places, {}
         for place in failed.values():
             if place.late is not None:
@@ -321,5 +321,5 @@ class Service:
 
     async def close(self) -> None:
         self._pinging.cancel()
-        self.delay.close()
+        self.lag.close()
         await asyncio.to_thread(self._driver.stop)

@@ -1,7 +1,7 @@
-"""Between the engine's thread and the event loop: what a request has brought, for whoever reads it."""
+"""Pieces of completions on their way from the engine's thread to a reader in the event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -13,16 +13,16 @@ T = TypeVar("T")
 Outputs = list[CompletionOutput]
 
 
-class Stream:
-    """The pieces of a request's completions, in the event loop. `leave` ends the request in the engine; more
-    than `most` pieces that wait for their reader end it too."""
+class OutputStream:
+    """Buffers the pieces of a request's completions. `leave` ends the request in the engine; it is called
+    also when more than `most` pieces are unread."""
 
     def __init__(self, leave: Callable[[], None], most: int):
         self._leave, self._most = leave, most
         self._pieces: Outputs = []
-        self._waiter: asyncio.Future[None] | None = None  # of the reader, who waits for more
+        self._waiter: asyncio.Future[None] | None = None  # of a reader that waits for more
         self.count = self.choices = 0  # flows that have not ended; completions in all
-        self.is_silent = False  # nothing has come since this was set
+        self.is_silent = False  # no piece has arrived since this was set
         self._error: Exception | None = None
 
     def put(self, outputs: Outputs, at_end: bool) -> None:
@@ -43,8 +43,8 @@ class Stream:
             self._waiter.set_result(None)
 
     async def pieces(self) -> AsyncGenerator[Outputs]:
-        """What has come since the last time; nothing where somebody has called `wake` for no reason. Raises
-        HttpError where the request failed; whoever stops reading before the end ends it."""
+        """Yield the pieces since the last time; an empty list after `wake` without new ones. Raises HttpError
+        if the request failed. A reader that stops before the end ends the request."""
         try:
             while self.count or self._pieces:
                 if not self._pieces and self._error is None:
@@ -59,13 +59,13 @@ class Stream:
                 self._leave()
 
     async def ended(self) -> None:
-        """Wait for the end. Raises HttpError where the request failed."""
+        """Wait for the end. Raises HttpError if the request failed."""
         async for _ in self.pieces():
             pass
 
 
-async def while_read(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What some work gives, which is cancelled when the client leaves. Raises ClientLeft then."""
+async def while_read(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of work, which is cancelled if the client disconnects. Raises ClientLeft then."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -83,14 +83,14 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def cancelled(work: "asyncio.Future[Any]") -> None:
-    """Wait until work that is cancelled has cleaned up after itself."""
+    """Cancel work, and wait until it has cleaned up."""
     if not work.done():
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
 
 async def within(seconds: float, work: Awaitable[T], status: int, message: str) -> T:
-    """What some work gives in so many seconds. Raises HttpError after these."""
+    """Return the result of work. Raises HttpError after `seconds`."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:

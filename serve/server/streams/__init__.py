@@ -1,1 +1,1 @@
-"""From a parsed body to its answer, whole or as server-sent events."""
+"""Parsed bodies, and their answers: whole or as server-sent events."""

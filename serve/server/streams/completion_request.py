@@ -1,61 +1,67 @@
-"""What the body of a completion or of a chat asks a server for: tasks, one for each prompt, and how the
-answer is to come."""
+"""Parsed bodies of completions, chats and responses: a task for each prompt, and the form of the answer."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...text.openai.refusing import RequestError, require
+from ...text.openai.errors import RequestError, flag, require
 from ...text.openai.responses import task_of_response
-from ...text.openai.resume import Resume, resume_of
+from ...text.openai.resume import ResumeState, resume_of
 from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
-TOLD = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
+REPEATED = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`usage` wants a chunk with the tokens' numbers at the end of a stream, `echo` the prompts in front of
-    their continuations, of which `silent` wants none. The answer repeats what was `told`, and can `resume`
-    one that has been begun elsewhere."""
+    """A parsed body.
+
+    tasks: one for each prompt
+    usage: whether a stream ends with a chunk that counts tokens
+    echo: whether prompts stand in front of their continuations
+    silent: whether there is no continuation, only the echo
+    repeated: fields of the body that the answer repeats
+    resume: an answer that another server has begun
+    created: seconds since 1970
+    """
 
     tasks: list[Task]
     stream: bool = False
     usage: bool = False
     echo: bool = False
     silent: bool = False
-    told: Mapping[str, Any] = field(default_factory=dict)
-    resume: Resume | None = None
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    resume: ResumeState | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):
         if self.resume is not None:
             object.__setattr__(self, "tasks", self.resume.tasks(self.tasks))
             object.__setattr__(self, "created", self.resume.created)
-            unscored = self.goes_on or not self.resume.has_begun
+            unscored = self.is_resumable or not self.resume.has_begun
             require(
                 unscored, "resume", list(self.resume.outputs), "no tokens beside logprobs and stream false"
             )
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the answer tells its tokens, since it can go on elsewhere. A whole one with scores cannot:
-        those of tokens from elsewhere are not known."""
+    def is_resumable(self) -> bool:
+        """True if the answer reports its tokens, so that another server can resume it. A whole answer with
+        log-probabilities cannot: those of tokens from another server are unknown."""
         scores = [x for task in self.tasks for x in (task.params.logprobs, task.params.prompt_logprobs)]
         return self.resume is not None and (self.stream or all(x is None for x in scores))
 
 
-def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
-    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+    """Parse a body. Raises RequestError naming the field, its value and what is allowed."""
     fields, stream, resume = streaming(body)
-    usage = usage_wanted(fields.pop("stream_options", {}), stream)
+    usage = wants_usage(fields.pop("stream_options", {}), stream)
     if form == "chat":
         return CompletionRequest(
             [task_of_body(form, None, fields, defaults, None)], stream, usage, resume=resume
         )
-    echo = fields.pop("echo", False)
-    require(isinstance(echo, bool), "echo", echo, "true or false")
+    echo = flag(fields, "echo", default=False)
+    fields.pop("echo", None)
     silent = echo and fields.get("max_tokens") == 0
     if silent:
         fields["max_tokens"] = 1
@@ -70,22 +76,22 @@ def asked_of(form: Form, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     return CompletionRequest(tasks, stream, usage, echo, silent, resume=resume)
 
 
-def asked_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
-    """What the body of a response asks for. Raises RequestError likewise."""
+def parse_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+    """Parse the body of a response. Raises RequestError likewise."""
     fields, stream, resume = streaming(body)
-    told = {name: fields[name] for name in TOLD if fields.get(name)}
-    return CompletionRequest([task_of_response(fields, defaults)], stream, told=told, resume=resume)
+    repeated = {name: fields[name] for name in REPEATED if fields.get(name)}
+    return CompletionRequest([task_of_response(fields, defaults)], stream, repeated=repeated, resume=resume)
 
 
-def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, Resume | None]:
-    """The fields of a body that have a value, whether the answer is to come as a stream, and as which."""
+def streaming(body: Mapping[str, Any]) -> tuple[dict[str, Any], bool, ResumeState | None]:
+    """Return the fields of a body that have a value, whether the answer is a stream, and what it resumes."""
     fields = {name: value for name, value in body.items() if value is not None}
-    stream = fields.pop("stream", False)
-    require(isinstance(stream, bool), "stream", stream, "true or false")
+    stream = flag(fields, "stream", default=False)
+    fields.pop("stream", None)
     return fields, stream, resume_of(fields.pop("resume", None))
 
 
-def usage_wanted(options: Any, stream: bool) -> bool:
+def wants_usage(options: Any, stream: bool) -> bool:
     require(isinstance(options, dict), "stream_options", options, "an object")
     require(stream or not options, "stream_options", options, "only with stream true")
     others = sorted(options.keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"})
@@ -98,7 +104,7 @@ def usage_wanted(options: Any, stream: bool) -> bool:
 
 
 def prompts_of(prompt: Any) -> list[Any]:
-    """The prompts of a completion: text or token ids, or a list of them."""
+    """Return the prompts of a completion: text or token ids, or a list of them."""
     if prompt is None:
         raise RequestError(
             "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
@@ -107,5 +113,5 @@ def prompts_of(prompt: Any) -> list[Any]:
 
 
 def scored(task: Task) -> Task:
-    """With the log-probabilities of its prompt too."""
+    """Return a task with log-probabilities of its prompt."""
     return replace(task, params=replace(task.params, prompt_logprobs=task.params.logprobs))

@@ -1,6 +1,7 @@
-"""Answers to completions and chats: whole, and as events of a stream."""
+"""Answers to completions and chats: whole, and as server-sent events."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 import msgspec
 
 from ...text.openai.replies import PREFIXES, Replies, usage
+from ...text.openai.resume import realm_comment, tokens_comment
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
-from ...text.tools.parting import ReplyParser
+from ...text.tools.reply_parser import ReplyParser
 from .completion_request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+SELDOM = 0.5  # seconds between comments on the tokens of a whole answer
 ENCODER = msgspec.json.Encoder()
 
 
@@ -24,23 +27,23 @@ def event(record: dict[str, Any]) -> bytes:
 
 
 def whole(
-    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+    replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
-    """The answer to a request, of the results of its prompts."""
-    task, n = asked.tasks[0], asked.tasks[0].params.n
-    if asked.silent:
+    """Return the answer to a request, from the results of its prompts."""
+    task, n = request.tasks[0], request.tasks[0].params.n
+    if request.silent:
         outputs = [replace(out, outputs=[silenced(one) for one in out.outputs]) for out in outputs]
     counted = replace(
         outputs[0],
         prompt_token_ids=[i for out in outputs for i in out.prompt_token_ids],
         outputs=[one for out in outputs for one in out.outputs],
     )
-    if asked.echo:
-        both = zip(outputs, asked.tasks, strict=True)
+    if request.echo:
+        both = zip(outputs, request.tasks, strict=True)
         outputs = [echoed(out, prompt_text(task, replies.tokenizer)) for out, task in both]
     choices = [replace(one, index=i * n + one.index) for i, out in enumerate(outputs) for one in out.outputs]
     cached = sum(out.num_cached_tokens for out in outputs)
-    reply = replies.body(id, task, replace(counted, outputs=choices), asked.created, cached)
+    reply = replies.body(id, task, replace(counted, outputs=choices), request.created, cached)
     if task.ids and task.form == "completion":  # of each choice those of its own prompt
         own = [out.prompt_token_ids for out in outputs for _ in range(n)]
         for choice, ids in zip(reply["choices"], own, strict=True):
@@ -49,13 +52,13 @@ def whole(
 
 
 def silenced(output: CompletionOutput) -> CompletionOutput:
-    """Without the token that only the scores of the prompt were asked for with."""
+    """Return an output without its token, which was generated only for the scores of the prompt."""
     logprobs = None if output.logprobs is None else []
     return replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason="length", stop_reason=None)
 
 
 def echoed(output: RequestOutput, text: str) -> RequestOutput:
-    """With the prompt, which has this text, in front of each continuation."""
+    """Return a result with the prompt, which has this text, in front of each continuation."""
     ids, scores = output.prompt_token_ids, output.prompt_logprobs
     with_prompt = [
         replace(
@@ -77,21 +80,21 @@ def prompt_text(task: Task, tokenizer: Tokenizer | None) -> str:
 
 @dataclass
 class CompletionEvents:
-    """Writes the events of a stream."""
+    """Writes the events of a stream; `tokens` counts those generated so far."""
 
     replies: Replies
     id: str
-    asked: CompletionRequest
+    request: CompletionRequest
     prompt_ids: Sequence[int] = ()
     tokens: int = 0  # generated so far
     _begun: dict[int, ReplyParser] = field(default_factory=dict)  # choices
-    _told: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
+    _offsets: dict[int, int] = field(default_factory=dict)  # characters of each choice's tokens so far
 
     def begin(self) -> bytes:
-        """What comes before all that is generated: the prompts, where they are wanted."""
-        if not self.asked.echo:
+        """Return the first events: the prompts, if they are echoed."""
+        if not self.request.echo:
             return b""
-        n, tasks = self.task.params.n, self.asked.tasks
+        n, tasks = self.task.params.n, self.request.tasks
         echoes = [
             CompletionOutput(i * n + j, prompt_text(task, self.replies.tokenizer), [])
             for i, task in enumerate(tasks)
@@ -101,35 +104,33 @@ class CompletionEvents:
 
     @property
     def task(self) -> Task:
-        return self.asked.tasks[0]
+        return self.request.tasks[0]
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Events for what a step has brought."""
+        """Return the events of a step."""
         before, after = self._frame
         pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
         return b"".join(pieces)
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """The last events."""
-        if not self.asked.usage:
+        if not self.request.usage:
             return DONE
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
         counts |= {"total_tokens": prompt_tokens + self.tokens}
         details = {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
         return event(self._record | {"choices": [], "usage": counts | details}) + DONE
 
-    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
-        """Take note of what another server has written, in so many events."""
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Take outputs that another server has written as `count` events."""
         self.chunks(outputs)
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        """What a client is told of an error."""
         return event({"error": error})
 
     @cached_property
     def _frame(self) -> tuple[bytes, bytes]:
-        """What stands before and after a choice in each event."""
-        usage = b',"usage":null' if self.asked.usage else b""
+        """The bytes before and after a choice in each event."""
+        usage = b',"usage":null' if self.request.usage else b""
         before = ENCODER.encode(self._record).removesuffix(b"}")
         return b"data: " + before + b',"choices":[', b"]" + usage + b"}\n\n"
 
@@ -139,12 +140,12 @@ class CompletionEvents:
         return {
             "id": PREFIXES[self.task.form] + self.id,
             "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": self.asked.created,
+            "created": self.request.created,
             "model": self.replies.named(self.task),
         }
 
     def _choices(self, out: CompletionOutput) -> Iterator[dict[str, Any]]:
-        if self.asked.silent:
+        if self.request.silent:
             out = silenced(out)
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
@@ -156,8 +157,51 @@ class CompletionEvents:
             if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
                 yield choice
         else:
-            offset = self._told.get(out.index, 0)
+            offset = self._offsets.get(out.index, 0)
             choice = self.replies.completion_choice(out, self.task, offset)
             if choice["logprobs"] is not None:
-                self._told[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
+                self._offsets[out.index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
             yield choice
+
+
+class WholeEvent:
+    """Writes the whole answer as the only event of a stream."""
+
+    def __init__(self, answer: Callable[[], dict[str, Any]]):
+        self._answer = answer
+
+    def begin(self) -> bytes:
+        return b""
+
+    def chunks(self, outputs: list[CompletionOutput]) -> bytes:
+        return b""
+
+    def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        return event(self._answer())
+
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Ignore them: the answer has all outputs."""
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        return event({"error": error})
+
+
+class TokenReporter:
+    """Writes comments with the token ids of an answer that may be resumed, at most one every `seconds`; None
+    writes none. The `realm` of the tokens is sent before the first ones, and again after a change."""
+
+    def __init__(self, seconds: float | None, realm: Callable[[], str]):
+        self._seconds, self._last = seconds, time.monotonic()
+        self._realm, self._named = realm, ""
+        self._held: list[CompletionOutput] = []
+
+    def __call__(self, outputs: list[CompletionOutput]) -> bytes:
+        if self._seconds is None:
+            return b""
+        self._held += outputs
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return b""
+        found, self._held, self._last = tokens_comment(self._held), [], now
+        before, self._named = self._named, self._realm()
+        return found if self._named == before else realm_comment(self._named) + found

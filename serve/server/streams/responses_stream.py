@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: whole, and as events of a stream."""
+"""Answers of /v1/responses: whole, and as server-sent events."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from ...text.openai import responses
 from ...text.openai.replies import Replies
 from ...text.openai.responses import Response
 from ...text.outputs import CompletionOutput, RequestOutput
-from ...text.tools.incoming import TextDelta, ToolCallArguments, ToolCallStart
-from ...text.tools.parting import Part, ReasoningDelta
+from ...text.tools.reply_parser import Part, ReasoningDelta
+from ...text.tools.stream_reader import TextDelta, ToolCallArguments, ToolCallStart
 from .completion_request import CompletionRequest
 from .completion_stream import ENCODER
 
@@ -18,20 +18,20 @@ PREFIXES = {THOUGHT: "rs", ANSWER: "msg", ARGUMENTS: "fc"}  # of items' ids
 
 
 def whole(
-    replies: Replies, id: str, asked: CompletionRequest, outputs: list[RequestOutput]
+    replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
-    """The answer to a request."""
+    """Return the answer to a request."""
     (result,) = outputs
     (output,) = result.outputs
-    events = ResponseEvents(replies, id, asked, result.prompt_token_ids)
+    events = ResponseEvents(replies, id, request, result.prompt_token_ids)
     events.chunks([output])
     return events.ended(len(result.prompt_token_ids), result.num_cached_tokens)
 
 
 @dataclass
-class Item:
-    """An item of a response's output, as its text comes; `kind` is what that is: parts of reasoning or of an
-    answer, or the arguments of a call that has `begun`."""
+class OutputItem:
+    """An item of a response's output, with its text so far. `kind`: reasoning, answer, or the arguments of a
+    call that has `begun`."""
 
     index: int
     id: str
@@ -45,7 +45,7 @@ class Item:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where its events are: in the item or, other than a call's, in its only part."""
+        """The fields that locate its events: the item and, except for calls, its only part."""
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.begun is not None else place | {"content_index": 0}
 
@@ -54,7 +54,7 @@ class Item:
         return {"logprobs": []} if self.is_answer else {}
 
     def record(self, status: str = "completed") -> dict[str, Any]:
-        """What is said of it; in progress it has no text yet."""
+        """Return its JSON; in progress it has no text yet."""
         if self.begun is not None:
             return responses.call(self.id, self.begun, self.text, status)
         text = None if status == "in_progress" else self.text
@@ -64,13 +64,13 @@ class Item:
 
 
 class ResponseEvents:
-    """Writes the events of a response; its reasoning is an item before its answer, and each call is one."""
+    """Writes the events of a response. Reasoning is an item before the answer, and each call is one."""
 
-    def __init__(self, replies: Replies, id: str, asked: CompletionRequest, prompt_ids: Sequence[int]):
-        (task,) = asked.tasks
-        self._response = Response(id, asked.created, replies.named(task), task, asked.told)
+    def __init__(self, replies: Replies, id: str, request: CompletionRequest, prompt_ids: Sequence[int]):
+        (task,) = request.tasks
+        self._response = Response(id, request.created, replies.named(task), task, request.repeated)
         self._parting = replies.parting(task, prompt_ids, id)
-        self._items: list[Item] = []
+        self._items: list[OutputItem] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0
 
@@ -79,30 +79,28 @@ class ResponseEvents:
         return b"".join(self._event(name, response=record) for name in ("created", "in_progress"))
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Events for what a step has brought."""
+        """Return the events of a step."""
         return b"".join(event for output in outputs for event in self._taken(output))
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """The last events."""
         closed = b"".join(self._closed())
         record = self.ended(prompt_tokens, cached_tokens)
         return closed + self._event(record["status"], response=record)
 
     def ended(self, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """The whole response."""
+        """Return the whole response."""
         assert self._last is not None
         usage = responses.usage(prompt_tokens, cached_tokens, self._tokens, self._thoughts)
         return self._response.ended(self._last, [item.record() for item in self._items], usage)
 
-    def went_before(self, outputs: list[CompletionOutput], count: int) -> None:
-        """Take note of what another server has written, in so many events."""
+    def skip(self, outputs: list[CompletionOutput], count: int) -> None:
+        """Take outputs that another server has written as `count` events."""
         self.chunks(outputs)
         self._count = count
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        """What a client is told of an error."""
-        told = {name: error[name] for name in ("code", "message", "param")}
-        return self._written("error", told)
+        repeated = {name: error[name] for name in ("code", "message", "param")}
+        return self._written("error", repeated)
 
     # ------------------------------------------------------------ items
 
@@ -128,17 +126,17 @@ class ResponseEvents:
             yield from self._added(THOUGHT, part.text)
 
     def _opened(self, kind: str, begun: ToolCallStart | None = None) -> Iterator[bytes]:
-        """Another item."""
+        """Begin an item."""
         yield from self._closed()
         same = sum(item.kind == kind for item in self._items)
-        item = Item(len(self._items), self._response.item_id(PREFIXES[kind], same), kind, begun=begun)
+        item = OutputItem(len(self._items), self._response.item_id(PREFIXES[kind], same), kind, begun=begun)
         self._items.append(item)
         yield self._event("output_item.added", output_index=item.index, item=item.record("in_progress"))
         if item.is_answer:
             yield self._event("content_part.added", **item.place, part=responses.text_part(""))
 
     def _added(self, kind: str, text: str) -> Iterator[bytes]:
-        """More text of an item, which begins where it is the first."""
+        """Add text to an item of a kind, which begins with its first text."""
         if not self._items or self._items[-1].kind != kind:
             yield from self._opened(kind)
         item = self._items[-1]
@@ -147,7 +145,7 @@ class ResponseEvents:
             yield self._event(f"{kind}.delta", **item.place, delta=text, **item.scores)
 
     def _closed(self) -> Iterator[bytes]:
-        """The end of the last item."""
+        """End the last item."""
         if not self._items:
             return
         item = self._items[-1]

@@ -29,7 +29,8 @@ class ChildVocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that a grammar forces, the longest first: which ones it has costs the same."""
+        """Return tokens of a text that a grammar forces, the longest first: the choice does not change the
+        cost."""
         left, found = text.encode(), list[int]()
         while left:
             ends = range(min(len(left), self._longest), 0, -1)
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def serve_one(vocabulary: Any) -> NoReturn:
-    """Wait for an order, compile its grammar in this process, report it, and end; 1 at the end of the
+    """Read an order, compile its grammar in this process, report it, and exit; with code 1 at the end of the
     input."""
     code = 1
     try:
@@ -75,13 +76,13 @@ def serve_one(vocabulary: Any) -> NoReturn:
 
 
 def report(error: str = "", bytes: int = 0, signal: int = 0) -> None:
-    """Write what a grammar has cost."""
+    """Write the cost of a grammar."""
     pickle.dump({"error": error, "bytes": bytes, "signal": signal}, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 
 
 def bound(order: dict[str, Any]) -> None:
-    """Let the kernel end this process beyond its processor time, its memory or its stack."""
+    """Let the kernel end this process beyond its processor time, memory or stack."""
     os.nice(order["nice"])
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_STACK, STACK)
@@ -98,7 +99,7 @@ def limit(kind: int, most: int) -> None:
 
 
 def compiled(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:
-    """The error of a grammar and of its first mask; empty where there is none, and after a panic."""
+    """Return the error of a grammar or of its first mask; empty without one, and after a panic."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -111,7 +112,7 @@ def compiled(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:
 
 
 def memory() -> int:
-    """Bytes that this process has of its own; where the system does not count them, the most that it had."""
+    """Return the bytes of this process alone; where the system does not count them, its peak."""
     if not SIZE.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
     _, resident, shared, *_ = map(int, SIZE.read_text().split())

@@ -1,5 +1,6 @@
-"""Compiled grammars, and those of them that are kept."""
+"""Grammars: from what requests ask for to compiled ones, and the cache of these."""
 
+import json
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ....sampling.structured import StructuredOutputsParams
 from .constraint import mask_of
 
 if TYPE_CHECKING:
@@ -19,7 +21,11 @@ LARGE = 8 << 20  # bytes of a grammar that is worth giving back to the system at
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A grammar that has read nothing, what it allows first, and the bytes that it takes, copies included."""
+    """A compiled grammar before its first token.
+
+    first: mask of the tokens that it allows first
+    bytes: memory that it takes, copies included
+    """
 
     matcher: "llguidance.LLMatcher"
     first: np.ndarray  # uint32 [words]
@@ -27,7 +33,7 @@ class Compiled:
 
 
 def compiled(vocabulary: "llguidance.LLTokenizer", text: str, bytes: int) -> Compiled:
-    """Raises ValueError where a grammar cannot be compiled, or allows nothing."""
+    """Compile a grammar. Raises ValueError for one that llguidance rejects or that allows nothing."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -38,8 +44,8 @@ def compiled(vocabulary: "llguidance.LLTokenizer", text: str, bytes: int) -> Com
 
 
 class GrammarCache:
-    """Compiled grammars by their sources: those of the latest requests, as many as `most` bytes hold, and all
-    that requests still have."""
+    """Compiled grammars by their sources: the latest ones, as many as `most` bytes hold, and all that
+    requests still use."""
 
     def __init__(self, most: int):
         self._most = most
@@ -48,12 +54,12 @@ class GrammarCache:
 
     @property
     def alive(self) -> int:
-        """Bytes of all that are in memory."""
+        """Bytes of all grammars in memory."""
         return sum(one.bytes for one in self._alive.values())
 
     @property
     def bytes(self) -> int:
-        """Those of the ones that are kept."""
+        """Bytes of the latest grammars, which are kept."""
         return sum(one.bytes for one in self._latest.values())
 
     def get(self, text: str) -> Compiled | None:
@@ -67,7 +73,51 @@ class GrammarCache:
         self.leave_room(0)
 
     def leave_room(self, bytes: int) -> None:
-        """Drop the oldest until there is room for another one of this size."""
+        """Drop the oldest grammars until another one of this size fits."""
         taken = self.bytes + bytes
         while self._latest and taken > self._most:
             taken -= self._latest.popitem(last=False)[1].bytes
+
+
+def source(params: StructuredOutputsParams) -> str:
+    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text."""
+    try:
+        return written(params)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"structured_outputs is not allowed: {error}") from None
+
+
+def written(params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    if params.schema is not None:
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides=whitespace(params))
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        # One terminal, which costs less to follow than many rules.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, params.choice))}")
+    assert params.grammar is not None
+    return LLMatcher.grammar_from_lark(as_lark(params.grammar))
+
+
+def as_lark(text: str) -> str:
+    """Translate a grammar in GBNF, llama.cpp's notation, to Lark. Raises ValueError for a wrong one."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text) if "::=" in text else text
+    except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
+        raise ValueError(str(error)) from None
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of Lark."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def whitespace(params: StructuredOutputsParams) -> Any:
+    """Return llguidance's white space options for a JSON Schema."""
+    if params.whitespace_pattern is not None:
+        return {"whitespace_pattern": params.whitespace_pattern}
+    return {"whitespace_flexible": not params.disable_any_whitespace}

@@ -1,4 +1,4 @@
-"""How far a request is in its grammar, and what may come next."""
+"""State of a request in its grammar: the tokens that may come next."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,12 +18,10 @@ NOTHING = "no token of the vocabulary may follow"
 
 
 class Constraint:
-    """Follows the tokens of one request, which begins at position `start`.
-
-    End tokens are allowed exactly where the grammar accepts what there is, and nothing else once it can take
-    no more, nor behind one. `failure` says why it cannot go on: it became too complex, or the vocabulary
-    lacks what it wants. `origin` is kept while this is: the matcher shares its memory.
-    """
+    """Follows the tokens of one request, whose output begins at position `start`. End tokens are allowed
+    exactly where the grammar accepts the output so far; once it can take no more, or behind an end token,
+    nothing else is. `failure` says why the request cannot continue: the grammar became too complex, or the
+    vocabulary lacks what it needs. `origin` is kept alive, since the matcher shares its memory."""
 
     def __init__(
         self,
@@ -38,7 +36,7 @@ class Constraint:
         self.failure: str | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take note of a request's tokens, prompt included."""
+        """Advance by a request's tokens, of which all are given, prompt included."""
         new, self._seen = tokens[self._seen :], len(tokens)
         try:
             for token in new:
@@ -50,7 +48,7 @@ class Constraint:
 
     @property
     def _ending(self) -> UInt32[np.ndarray, " words"]:
-        """The mask behind an end token: end tokens alone."""
+        """Mask behind an end token: end tokens alone."""
         bits = np.zeros(self._next.size * 32, np.uint8)
         bits[[*self._ends]] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -62,8 +60,8 @@ class Constraint:
                 raise ValueError(readable(self._matcher.get_error()) or f"token {token} is not allowed")
 
     def masks(self, guesses: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
-        """A bit for each token that may follow, and may follow each of the guesses; behind one that is not
-        allowed there are no more rows."""
+        """Return the mask of the next token, and those behind each of the `guesses` (draft tokens) up to the
+        first that is not allowed."""
         found = [self._next]
         with suppress(ValueError):
             for guess in () if self._is_over or self.failure else guesses:
@@ -75,8 +73,9 @@ class Constraint:
         return np.stack(found)
 
     def ahead(self, guesses: Sequence[int], most: int) -> Sequence[int]:
-        """The guesses up to the first that is not allowed, or what the grammar forces where that is longer;
-        nothing of guesses that only the device knows, whose masks nobody could make."""
+        """Return the draft tokens up to the first that is not allowed, or the tokens that the grammar forces
+        if these are more. Draft tokens that only the device knows have no masks: nothing is returned for
+        them."""
         if self._is_over or self.failure:
             return ()
         known = list(itertools.takewhile(lambda token: token >= 0 and token not in self._ends, guesses))
@@ -86,7 +85,8 @@ class Constraint:
 
 
 def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
-    """What a grammar allows next. Raises ValueError with the reason where it cannot go on."""
+    """Return the mask of the tokens that a grammar allows next. Raises ValueError with the reason if it
+    cannot continue."""
     with panics_as_errors():
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if bits and (matcher.is_accepting() or not matcher.is_stopped()):
@@ -95,6 +95,6 @@ def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
 
 
 def readable(error: str) -> str:
-    """llguidance's reason, without the state that it names too; empty where it has a name alone."""
-    told = error.partition("\n<state>")[0].strip()
-    return "" if told.isidentifier() else told
+    """Return llguidance's reason without its parser state; empty for a bare error name."""
+    reason = error.partition("\n<state>")[0].strip()
+    return "" if reason.isidentifier() else reason

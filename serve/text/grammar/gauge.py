@@ -1,4 +1,4 @@
-"""What compiling a grammar costs, found by a child process that can be killed."""
+"""Cost of compiling a grammar, measured in a child process that can be killed."""
 
 import importlib.util
 import os
@@ -21,13 +21,12 @@ CHILD = Path(__file__).with_name("child.py")
 
 
 class ProbeStopped(Exception):
-    """The process has ended before it reported."""
+    """The child process ended before it reported."""
 
 
 @dataclass(frozen=True)
 class CompileLimits:
-    """What compiling one grammar may take: seconds of a processor, and bytes; by a process of this
-    niceness."""
+    """Limits for compiling one grammar: processor seconds, bytes, and the niceness of the process."""
 
     seconds: float
     bytes: int
@@ -36,8 +35,8 @@ class CompileLimits:
 
 @dataclass(frozen=True)
 class CompileCost:
-    """What compiling a grammar took: bytes at the peak, and llguidance's error, or the signal that ended its
-    process."""
+    """Cost of compiling a grammar: bytes at the peak, llguidance's error, and the signal that ended the
+    process, if one did."""
 
     bytes: int
     error: str
@@ -49,12 +48,12 @@ class CompileCost:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether an allocation failed, or the system ran out of memory."""
+        """True if an allocation failed, or the system ran out of memory."""
         return self.signal in (signal.SIGABRT, signal.SIGKILL)
 
 
 class CompileProbe:
-    """Compiles a grammar after the other, in a process that starts with the first and ends with this one."""
+    """Compiles one grammar at a time in a child process, which starts with the first grammar."""
 
     def __init__(self, limits: Mapping[str, int]):
         self._limits = dict(limits)
@@ -62,16 +61,17 @@ class CompileProbe:
         self._running: tuple[Process, weakref.finalize] | None = None
 
     def cost(self, words: TokenBytes, text: str, bounds: CompileLimits) -> CompileCost:
-        """Raises ProbeStopped where the process was stopped meanwhile, or cannot run."""
+        """Compile a grammar, and return its cost. Raises ProbeStopped if the process was stopped meanwhile,
+        or cannot run."""
         try:
             process = self._started(words)
-            return ask(process, {"text": text, "limits": self._limits} | vars(bounds))
+            return exchange(process, {"text": text, "limits": self._limits} | vars(bounds))
         except (OSError, EOFError, ValueError, pickle.UnpicklingError):
             self.stop()
             raise ProbeStopped from None
 
     def stop(self) -> None:
-        """Kill the process, with what it compiles; the next grammar starts another one."""
+        """Kill the process; the next grammar starts another one."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -83,12 +83,12 @@ class CompileProbe:
                 return self._running[0]
             process = started()
             self._running = process, weakref.finalize(self, kill, process)
-        ask(process, {"tokens": words.tokens, "special": words.special_token_ids, "ends": words.ends})
+        exchange(process, {"tokens": words.tokens, "special": words.special_token_ids, "ends": words.ends})
         return process
 
 
 def started() -> Process:
-    """A child process in a group of its own, which no signal of a terminal reaches."""
+    """Start a child process in a group of its own, which gets no signal of a terminal."""
     found = importlib.util.find_spec("llguidance")
     assert found is not None and found.origin is not None
     return subprocess.Popen(
@@ -100,8 +100,8 @@ def started() -> Process:
     )
 
 
-def ask(process: Process, given: Mapping[str, Any]) -> CompileCost:
-    """The report of what is given to a process."""
+def exchange(process: Process, given: Mapping[str, Any]) -> CompileCost:
+    """Send an order to a process, and return its report."""
     assert process.stdin is not None and process.stdout is not None
     pickle.dump(given, process.stdin)
     process.stdin.flush()

@@ -1,4 +1,4 @@
-"""Grammars from what requests ask for, each compiled once, beside all else that a process does."""
+"""Grammars that requests ask for, each compiled once, in threads and processes of their own."""
 
 import threading
 import time
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.tokenizer import Tokenizer
-from .compiled import LARGE, LIMITS, Compiled, GrammarCache, compiled
+from .compiled import LARGE, LIMITS, Compiled, GrammarCache, compiled, source
 from .constraint import NOTHING, Constraint, readable
 from .gauge import CompileCost, CompileLimits, CompileProbe, ProbeStopped
-from .source import source
 from .vocabulary import TokenBytes, panics_as_errors, vocabulary
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ POLL = 0.05  # seconds between two looks whether there is memory for a large gra
 
 @dataclass(eq=False)
 class CompileJob:
-    """A grammar that is compiled for the requests that wait for it; one that is `urgent` waits for no memory
-    of others."""
+    """A grammar that requests wait for. An `urgent` one does not wait for memory of others."""
 
     text: str
     future: Future[Compiled] = field(default_factory=Future)
@@ -39,16 +37,16 @@ class CompileJob:
     tries: int = 0
 
     def __post_init__(self):
-        self.future.set_running_or_notify_cancel()  # one request that leaves cancels nothing of others
+        self.future.set_running_or_notify_cancel()  # a request that leaves does not cancel it for others
 
     def fail(self) -> None:
-        """No lane takes it any more."""
+        """Fail: no lane compiles it any more."""
         with suppress(InvalidStateError):
             self.future.set_exception(RuntimeError("the engine is closed"))
 
 
 class Lane:
-    """A thread that compiles grammars, and the process that compiles them first; the job that is there."""
+    """A thread that compiles grammars, each after a trial in a child process; and its current job."""
 
     def __init__(self, bounds: CompileLimits):
         self.bounds, self.gauge = bounds, CompileProbe(LIMITS)
@@ -67,25 +65,23 @@ class Lane:
 
 
 class Wanted:
-    """What a request waits for: the future of its grammar, until it leaves."""
+    """The grammar that a request waits for, until it leaves."""
 
     def __init__(self, grammars: "Grammars", job: CompileJob):
         self._grammars, self._job, self.future = grammars, job, job.future
 
     def leave(self) -> None:
-        """Wait no more; nothing is compiled for no request."""
+        """Stop waiting. A grammar that no request waits for is not compiled."""
         self._grammars.leave(self._job)
 
 
 class Grammars:
-    """Compiles grammars over a model's V tokens. May be called from any thread; the first request takes the
-    time that the vocabulary takes, a tenth of a second for 50,000 tokens.
-
-    A process of its own compiles each grammar first, and is killed at its `bounds`. What passes is compiled
-    again here, in at most as much time and memory. Grammars that take longer than a `SLICE` wait in a line of
-    their own, behind which quick ones do not stand, and after each of them `give_back` returns memory to the
-    system. In the place of the tokenizer may be why there is none.
-    """
+    """Compiles grammars over a model's V tokens. May be called from any thread; the first request also builds
+    the vocabulary, which takes a tenth of a second for 50,000 tokens. A child process compiles each grammar
+    first, and is killed at its `bounds`. A grammar that passes is compiled again here, in at most as much
+    time and memory. Grammars that take longer than a `SLICE` go to a slow lane, so that quick ones do not
+    wait behind them; after each of them `give_back` returns memory to the system. `tokenizer` may be the
+    reason why there is none."""
 
     def __init__(
         self,
@@ -103,10 +99,10 @@ class Grammars:
         self._quick = Lane(replace(self._bounds, seconds=min(SLICE, self._bounds.seconds)))
         self._slow = Lane(replace(self._bounds, nice=NICE))
 
-    def constraint(self, asked: StructuredOutputsParams, start: int) -> Constraint:
-        """What rules an output that begins at position `start`. Raises ValueError with llguidance's reason
-        where it cannot be compiled, or without llguidance."""
-        wanted = self.wanted(asked, urgent=True)
+    def constraint(self, params: StructuredOutputsParams, start: int) -> Constraint:
+        """Return the constraint of an output that begins at position `start`. Raises ValueError with
+        llguidance's reason if its grammar cannot be compiled, or without llguidance."""
+        wanted = self.wanted(params, urgent=True)
         try:
             found = wanted.future.result()
         finally:
@@ -114,20 +110,20 @@ class Grammars:
         with panics_as_errors():
             return Constraint(found.matcher.deep_copy(), frozenset(self._ends), found.first, start, found)
 
-    def wanted(self, asked: StructuredOutputsParams, urgent: bool = False) -> Wanted:
-        """A grammar's future, which is dropped when all requests that wait for it have left. Raises
-        ValueError for what is no JSON or no text, and where the model lacks what grammars need."""
+    def wanted(self, params: StructuredOutputsParams, urgent: bool = False) -> Wanted:
+        """Begin to compile a grammar; the job is dropped when all its requests have left. Raises ValueError
+        for invalid JSON or text, and for a model without what grammars need."""
         self._check()
         with panics_as_errors(), self._lock:
-            _ = self._vocabulary  # before anything else is asked of the library
-            text = source(asked)
+            _ = self._vocabulary  # before the library is used otherwise
+            text = source(params)
             job = self._jobs.get(text) or self._begin(text)
             job.waiting += 1
             job.urgent |= urgent
         return Wanted(self, job)
 
     def leave(self, job: CompileJob) -> None:
-        """One request waits no more for a job."""
+        """Drop one request from a job; the last one stops it."""
         with self._lock:
             job.waiting -= 1
             lanes = () if job.waiting else (self._quick, self._slow)
@@ -136,7 +132,7 @@ class Grammars:
             gauge.stop()
 
     def close(self) -> None:
-        """End both processes; what still waits for a grammar fails."""
+        """End both processes, and fail all waiting jobs."""
         for lane in (self._quick, self._slow):
             lane.close()
         with self._lock:
@@ -192,8 +188,8 @@ class Grammars:
                 self._kept.add(job.text, found)
 
     def _made(self, lane: Lane, job: CompileJob) -> Compiled:
-        """Raises ValueError for a grammar that is refused, ProbeStopped for one that has to try the slow
-        lane."""
+        """Compile a grammar in a lane. Raises ValueError if it is rejected, ProbeStopped if it belongs in the
+        slow lane."""
         cost = self._cost(lane, job)
         if lane is self._quick and (cost.is_too_long or cost.bytes > LARGE):
             raise ProbeStopped
@@ -220,7 +216,7 @@ class Grammars:
                 lane.job = None
 
     def _await_room(self, job: CompileJob, bytes: int) -> None:
-        """Wait until those of other requests leave memory for a large one."""
+        """Wait until other grammars leave memory for a large one."""
         while True:
             with self._lock:
                 self._kept.leave_room(bytes)
@@ -230,13 +226,13 @@ class Grammars:
 
 
 def check(cost: CompileCost, bounds: CompileLimits) -> None:
-    """Raise ValueError for a grammar that takes too much, or that llguidance refuses."""
-    told = readable(cost.error) if cost.error else ""
+    """Raise ValueError for a grammar beyond its bounds, or that llguidance rejects."""
+    reason = readable(cost.error) if cost.error else ""
     if cost.is_too_long:
-        told = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
+        reason = f"compiling it takes more than the {bounds.seconds:g} s that max_grammar_seconds allows"
     elif cost.is_too_large or cost.bytes > bounds.bytes:
-        told = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
+        reason = f"compiling it takes more than the {bounds.bytes >> 20} MiB that max_grammar_mib allows"
     elif cost.signal:
-        told = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
-    if told or cost.error:
-        raise ValueError(f"structured_outputs is not allowed: {told or NOTHING}")
+        reason = f"llguidance crashes on it (signal {cost.signal}): it is nested too deeply"
+    if reason or cost.error:
+        raise ValueError(f"structured_outputs is not allowed: {reason or NOTHING}")

@@ -13,9 +13,8 @@ LONGEST = 255  # bytes of a token that a grammar may use: llguidance panics on v
 
 
 class TokenBytes:
-    """The attributes that llguidance's TokenizerWrapper reads. A token has the bytes that our streams of text
-    give it; padding of the model's vocabulary, and tokens that are too long, have none and are never allowed.
-    """
+    """The attributes that llguidance's TokenizerWrapper reads. A token has the bytes that detokenized text
+    has. Padding of the model's vocabulary and tokens longer than LONGEST have none, and are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, V: int, ends: Sequence[int]):
         known = min(len(tokenizer), V)
@@ -27,7 +26,7 @@ class TokenBytes:
         self._texts = {i for i, token in enumerate(self.tokens) if token} - {*self.special_token_ids}
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that a grammar forces, in parts where one of them is no text."""
+        """Return the tokens of a text that a grammar forces, in parts if one of them is no text."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         if len(text) < 2 or self._texts.issuperset(found):
             return found
@@ -39,7 +38,7 @@ def within(token: bytes) -> bytes:
 
 
 def vocabulary(words: TokenBytes) -> "llguidance.LLTokenizer":
-    """The words as llguidance has them. Raises ValueError without llguidance."""
+    """Return llguidance's tokenizer. Raises ValueError without llguidance."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
@@ -52,7 +51,7 @@ def vocabulary(words: TokenBytes) -> "llguidance.LLTokenizer":
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """A panic inside the library, which Python has as no Exception, is a ValueError."""
+    """Turn a panic inside llguidance, which is no Exception in Python, into a ValueError."""
     try:
         yield
     except BaseException as error:

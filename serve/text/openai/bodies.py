@@ -1,5 +1,4 @@
-"""Fields of OpenAI's bodies that are no sampling parameters: the names that are read, their types, and what
-they are for."""
+"""Fields of OpenAI's bodies that are no sampling parameters: names, types and help."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ RESUME = (
 
 @dataclass(frozen=True)
 class TextPart:
-    """A line of a message's text, or several."""
+    """A part of a message's text."""
 
     type: Literal["text"]
     text: str
@@ -25,7 +24,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody said; a chat template may read more fields."""
+    """A message; a chat template may read more fields."""
 
     role: str
     content: str | Sequence[TextPart] | None = None
@@ -47,7 +46,7 @@ class ChatFields:
 
 @dataclass(frozen=True)
 class FormatFields:
-    """What the output must be, where `structured_outputs` does not say it."""
+    """Constraints on the output, as an alternative to `structured_outputs`."""
 
     response_format: Mapping[str, Any] | None = knob(
         None, 'its type is "text", "json_object", or "json_schema" with json_schema.schema'
@@ -60,7 +59,7 @@ class FormatFields:
 
 @dataclass(frozen=True)
 class ToolFields:
-    """What a reply may call."""
+    """Tools that a reply may call."""
 
     tools: Sequence[Mapping[str, Any]] | None = knob(None, "functions that the model may call")
     tool_choice: str | Mapping[str, Any] | None = knob(
@@ -122,7 +121,7 @@ class EmbeddingFields:
 
 @dataclass(frozen=True)
 class StreamFields:
-    """How the answer of a server comes."""
+    """Delivery of a server's answer."""
 
     stream: bool | None = knob(False, "send tokens as they come, as server-sent events")
     stream_options: Mapping[str, Any] | None = knob(
@@ -133,7 +132,7 @@ class StreamFields:
 
 @dataclass(frozen=True)
 class EchoFields:
-    """What the answer to a completion holds beside the continuation."""
+    """Fields of completions alone."""
 
     echo: bool | None = knob(False, "put the prompt in front; with max_tokens 0 there is nothing else")
 

@@ -1,4 +1,5 @@
-"""How a model writes its replies to chats: what its template says of reasoning and of calls of tools."""
+"""The dialect in which a model writes replies to chats: its marks of reasoning and its format of tool
+calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,73 +10,72 @@ from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.reasoning import Reasoning, are_special, marks_of
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.lark import Lark
-from ..tools.notation import Notation
-from ..tools.notations import named, notation_of
-from ..tools.toolbox import Toolbox
-from .refusing import RequestError
+from ..tools.tool import Toolbox
+from ..tools.tool_format import ToolFormat
+from ..tools.tool_parsers import format_named, template_format
+from .errors import RequestError
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Of a tokenizer's chat template; `parser` names the notation of calls in its place."""
+    """The dialect of a tokenizer's chat template; `parser` names another format of calls."""
 
     tokenizer: Tokenizer | None = None
     parser: str | None = None
 
     @cached_property
     def marks(self) -> Marks | None:
-        """Those of the reasoning, where the model may reason."""
+        """Marks of the reasoning, if the model reasons."""
         return marks_of(self.tokenizer)
 
     @cached_property
     def keeps_special(self) -> bool:
-        """Whether marks of the reasoning are special tokens."""
+        """True if marks of the reasoning are special tokens."""
         return (
             self.tokenizer is not None and self.marks is not None and are_special(self.tokenizer, self.marks)
         )
 
     @cached_property
-    def notation(self) -> Notation | None:
-        """That of calls, where there is one that can be read."""
+    def tool_format(self) -> ToolFormat | None:
+        """The format of calls, if there is one that can be read."""
         if self.parser is not None:
-            return named(self.parser)
+            return format_named(self.parser)
         template = None if self.tokenizer is None else self.tokenizer.template_for(None, True)
-        return None if template is None else notation_of(template)
+        return None if template is None else template_format(template)
 
     def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """What tells the reasoning of a reply to a prompt from the rest."""
+        """Return the parser that separates the reasoning in a reply to this prompt."""
         if self.tokenizer is None or self.marks is None:
             return None
         return Reasoning.after(self.tokenizer, self.marks, prompt_ids)
 
-    def known(self) -> Notation:
-        """The notation of calls. Raises RequestError where there is none."""
-        if self.notation is None:
+    def require_tool_format(self) -> ToolFormat:
+        """Return the format of calls. Raises RequestError if there is none."""
+        if self.tool_format is None:
             raise RequestError(
                 "invalid_request",
                 "tools is not allowed: this model's chat template has no notation of calls that can be read, "
                 "and --tool-call-parser names none",
                 "tools",
             )
-        return self.notation
+        return self.tool_format
 
     @cached_property
     def calls_special(self) -> bool:
-        """Whether marks of calls are special tokens. Raises RequestError where there is no notation."""
-        notation = self.known()
-        return "<[" in Lark(self._special).text(notation.begin + notation.end)
+        """True if marks of calls are special tokens. Raises RequestError without a format of calls."""
+        found = self.require_tool_format()
+        return "<[" in Lark(self._special).text(found.begin + found.end)
 
     def constraints(self, toolbox: Toolbox, prompt_ids: Sequence[int]) -> StructuredOutputsParams:
-        """What a reply is like that must call tools: before the calls there may be reasoning.
-
-        Raises RequestError where there is no notation.
-        """
+        """Return the grammar of a reply that must call tools; reasoning may precede the calls. Raises
+        RequestError without a format of calls."""
         lark = Lark(self._special)
-        calls = toolbox.terms(self.known(), lark)
+        several = toolbox.is_several and toolbox.only is None
+        calls = self.require_tool_format().grammar(toolbox.tools, several, lark)
         return StructuredOutputsParams(grammar=lark.grammar(self._thought(prompt_ids, lark) + calls))
 
     def _thought(self, prompt_ids: Sequence[int], lark: Lark) -> str:
-        """Terms for reasoning, which must come to its end where the prompt has begun it."""
+        """Return terms for reasoning, which must end if the prompt has begun it."""
         reasoning = self.reasoning(prompt_ids)
         if reasoning is None or reasoning.is_open is False:
             return ""
@@ -88,6 +88,6 @@ class Dialect:
         return thought if reasoning.is_open else f"({lark.text(marks.begin)} {thought})? "
 
     def _special(self, token: str) -> int | None:
-        """The id of a special token of this name."""
+        """Return the id of a special token of this name."""
         id = None if self.tokenizer is None else self.tokenizer.token_id(token)
         return id if self.tokenizer is not None and id in self.tokenizer.special_ids else None

@@ -10,8 +10,8 @@ import numpy as np
 from ....model.pooling import PoolingParams
 from ....sampling.params import SamplingParams
 from .bodies import EmbeddingFields, names
-from .refusing import RequestError, require
-from .tasks import Task, asking, listed, prompt_of, refuse_unknown
+from .errors import RequestError, require
+from .tasks import Task, listed, prompt_of, refuse_unknown, with_effect
 
 MOST_INPUTS = 2048  # OpenAI's limit
 POOLING = frozenset({"dimensions", "normalize", "pooling"})
@@ -21,16 +21,16 @@ READING = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True)
 class EmbeddingInputs:
-    """Texts to embed, and whether the numbers are written as base64 of little-endian float32."""
+    """Texts to embed; `base64` asks for little-endian float32 in base64."""
 
     tasks: list[Task]
     base64: bool
 
 
 def inputs_of(body: Mapping[str, Any]) -> EmbeddingInputs:
-    """What a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    """Parse a body. Raises RequestError naming the field, its value and what is allowed."""
     body = {name: value for name, value in body.items() if value is not None}
-    fields = asking(body, POOLING, FIELDS)
+    fields = with_effect(body, POOLING, FIELDS)
     refuse_unknown(fields, POOLING, FIELDS)
     model, encoding = body.get("model"), body.get("encoding_format", "float")
     require(model is None or isinstance(model, str), "model", model, "a string")
@@ -47,7 +47,7 @@ def inputs_of(body: Mapping[str, Any]) -> EmbeddingInputs:
 
 
 def inputs_in(given: Any) -> list[Any]:
-    """One text or its token ids, or several, in a list."""
+    """Return the inputs of a body as a list of texts or lists of token ids."""
     require(given is not None, "input", given, "a string or token ids, or a list of them")
     found = listed(given)
     require(len(found) <= MOST_INPUTS, "input", given, f"at most {MOST_INPUTS}")
@@ -57,7 +57,7 @@ def inputs_in(given: Any) -> list[Any]:
 def reply(
     model: str, inputs: EmbeddingInputs, embeddings: Sequence[np.ndarray], prompt_tokens: int
 ) -> dict[str, Any]:
-    """The embeddings of inputs, in their order."""
+    """Return the reply with embeddings in the order of their inputs."""
     written = encoded if inputs.base64 else np.ndarray.tolist
     data = [
         {"object": "embedding", "index": i, "embedding": written(one)} for i, one in enumerate(embeddings)

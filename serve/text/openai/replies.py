@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format: whole, and their choices and log-probabilities by themselves."""
+"""Replies in OpenAI's format: whole ones, and choices and log-probabilities for streams."""
 
 import itertools
 import math
@@ -10,9 +10,9 @@ from typing import Any
 from ....sampling.checks import ALL
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..tokenizer.tokenizer import Tokenizer
-from ..tools.incoming import TextDelta
-from ..tools.parting import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
-from ..tools.reader import CallReader
+from ..tools.reply_parser import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
+from ..tools.stream_reader import TextDelta
+from ..tools.tool_format import ToolParser
 from .dialect import Dialect
 from .tasks import Task
 
@@ -23,8 +23,8 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's choice
 
 @dataclass(frozen=True)
 class Replies:
-    """Makes replies of `model`, for requests that do not name it otherwise; `parser` names the notation of
-    calls where the chat template's is not meant."""
+    """Makes replies of `model`, unless a request names another; `parser` names a format of calls other than
+    the chat template's."""
 
     model: str
     tokenizer: Tokenizer | None = None
@@ -33,7 +33,8 @@ class Replies:
     def body(
         self, id: str, task: Task, output: RequestOutput, created: int = 0, cached: int = 0
     ) -> dict[str, Any]:
-        """A whole reply: of a time in seconds, with so many tokens of its prompt found in the cache."""
+        """Return a whole reply. `created`: seconds since 1970; `cached`: tokens of the prompt found in the
+        cache."""
         chat, ids = task.form == "chat", output.prompt_token_ids
         choices = [
             self.chat_choice(o, task, self.parting(task, ids, id, o.index))
@@ -41,23 +42,23 @@ class Replies:
             else self.completion_choice(o, task)
             for o in output.outputs
         ]
-        told = {"prompt_token_ids": ids} if task.ids else {}
+        prompt_fields = {"prompt_token_ids": ids} if task.ids else {}
         return {
             "id": PREFIXES[task.form] + id,
             "object": "chat.completion" if chat else "text_completion",
             "created": created,
             "model": self.named(task),
-            "choices": choices if chat else [choice | told for choice in choices],
+            "choices": choices if chat else [choice | prompt_fields for choice in choices],
             "usage": {**usage(output), "prompt_tokens_details": {"cached_tokens": cached}},
-            **(told if chat else {}),
+            **(prompt_fields if chat else {}),
         }
 
     def named(self, task: Task) -> str:
-        """The name of the model in the reply."""
+        """Return the name of the model in the reply."""
         return self.model if task.model is None else task.model
 
     def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
-        """Why the output ended; token ids where they are wanted, or there is no text."""
+        """Return the finish reason, and token ids if they are asked for or there is no text."""
         ending: dict[str, Any] = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         if task.ids and output.weights is not None:
             ending |= {"weights": output.weights}
@@ -65,29 +66,24 @@ class Replies:
         return {**ending, "token_ids": output.token_ids} if textless or task.ids else ending
 
     def completion_choice(self, output: CompletionOutput, task: Task, offset: int = 0) -> dict[str, Any]:
-        """A choice, or what a stream adds to one whose tokens so far have `offset` characters."""
+        """Return a choice, or a stream's addition to one whose tokens so far have `offset` characters."""
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.completion_logprobs(output, output.logprobs, alternatives_of(task), offset)
-        return {
-            "index": output.index,
-            "text": output.text,
-            "logprobs": logprobs,
-            **self.ending(output, task),
-        }
+        return {"index": output.index, "text": output.text, "logprobs": logprobs, **self.ending(output, task)}
 
     @cached_property
     def dialect(self) -> Dialect:
         return Dialect(self.tokenizer, self.parser)
 
     def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
-        """What tells the parts of a choice of the reply of this id, to a prompt."""
+        """Return the parser of a choice of the reply with this id, to a prompt."""
         reasoning = self.dialect.reasoning(prompt_ids)
-        notation, toolbox = self.dialect.notation, task.toolbox
-        if toolbox is None or not toolbox.tools or notation is None:
+        tool_format, toolbox = self.dialect.tool_format, task.toolbox
+        if toolbox is None or not toolbox.tools or tool_format is None:
             return ReplyParser("", reasoning)
-        reader = CallReader(notation, toolbox.tools, toolbox.is_several)
-        return ReplyParser(f"{id} {index}", reasoning, reader, notation.layout.has_short_ids)
+        parser = ToolParser(tool_format, toolbox.tools, toolbox.is_several)
+        return ReplyParser(f"{id} {index}", reasoning, parser, tool_format.has_short_ids)
 
     def chat_choice(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
         parts = parting.take(output.text, at_end=True)
@@ -97,7 +93,7 @@ class Replies:
         return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
 
     def chat_delta(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
-        """What a stream adds to a choice."""
+        """Return a stream's addition to a choice."""
         known = parting.count
         parts = parting.take(output.text, at_end=output.finished())
         calls, answer = call_deltas(parts, known), text_of(parts, TextDelta)
@@ -116,22 +112,19 @@ class Replies:
     def completion_logprobs(
         self, output: CompletionOutput, scores: Sequence[Scores | None], top: float, offset: int
     ) -> dict[str, Any]:
-        """Of the first token of a prompt nothing is known."""
+        """Return log-probabilities; those of a prompt's first token are None."""
         pairs = list(zip(output.token_ids, scores, strict=True))
-        tokens = [self._decoded(i) if found is None else self._token(i, found[i]) for i, found in pairs]
+        tokens = [self._token(i, None if found is None else found[i]) for i, found in pairs]
         offsets = list(itertools.accumulate(map(len, tokens), initial=offset))
         return {
             "tokens": tokens,
             "token_logprobs": [found and finite(found[i]) for i, found in pairs],
-            "top_logprobs": [found and self._top(found, top) for _, found in pairs],
+            "top_logprobs": [
+                found and {self._token(i, p): finite(p) for i, p in likeliest(found, top)}
+                for _, found in pairs
+            ],
             "text_offset": offsets[:-1],
         }
-
-    def _top(self, scores: Scores, top: float) -> dict[str, float]:
-        return {self._token(i, p): finite(p) for i, p in likeliest(scores, top)}
-
-    def _decoded(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.tokenizer is None else self.tokenizer.decode_token(token_id)
 
     def chat_logprobs(self, output: CompletionOutput, scores: Sequence[Scores], top: float) -> dict:
         entries = []
@@ -144,13 +137,16 @@ class Replies:
         data = list(self.tokenizer.token_bytes(token_id)) if self.tokenizer else None
         return {"token": self._token(token_id, score), "logprob": finite(score), "bytes": data}
 
-    def _token(self, token_id: int, score: Logprob) -> str:
-        """A token's text; without a tokenizer its id, as vLLM writes it."""
-        return f"token_id:{token_id}" if score.decoded_token is None else score.decoded_token
+    def _token(self, token_id: int, score: Logprob | None) -> str:
+        """Return a token's text; without a tokenizer its id, as vLLM writes it."""
+        if score is None and self.tokenizer is not None:
+            return self.tokenizer.decode_token(token_id)
+        text = None if score is None else score.decoded_token
+        return f"token_id:{token_id}" if text is None else text
 
 
 def reasoned(thought: str, task: Task) -> dict[str, Any]:
-    """A message's reasoning, where it is wanted, under vLLM's name and DeepSeek's."""
+    """Return the reasoning of a message, if it is asked for, under vLLM's name and DeepSeek's."""
     return {"reasoning": thought, "reasoning_content": thought} if thought and task.reasoning else {}
 
 
@@ -160,18 +156,19 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def alternatives_of(task: Task) -> float:
-    """How many of the likeliest tokens a task wants to see."""
-    asked = task.params.logprobs or 0
-    return math.inf if asked == ALL else asked
+    """Return the number of likeliest tokens that a task asks for."""
+    top = task.params.logprobs or 0
+    return math.inf if top == ALL else top
 
 
 def likeliest(scores: dict[int, Logprob], top: float) -> list[tuple[int, Logprob]]:
-    """The `top` likeliest tokens of a position, in order; the sampled one is only among them by its rank."""
+    """Return the `top` likeliest tokens of a position, in order; the sampled one only if its rank is among
+    these."""
     return sorted((e for e in scores.items() if e[1].rank <= top), key=lambda e: e[1].rank)
 
 
 def alternatives(scores: dict[int, Logprob]) -> dict[str, dict[str, Any]]:
-    """One position's log-probabilities by token id."""
+    """Return the log-probabilities of a position by token id."""
     return {
         str(i): {"logprob": finite(p), "rank": p.rank, "decoded_token": p.decoded_token}
         for i, p in scores.items()

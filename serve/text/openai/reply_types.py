@@ -1,4 +1,4 @@
-"""What replies hold, for those who read them: types of the JSON that `replies.py` writes."""
+"""Types of the JSON that `replies.py` writes, for the OpenAPI document."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -15,8 +15,8 @@ class Usage(TypedDict):
 
 
 class Ending(TypedDict):
-    """The end of a choice; token ids where they are wanted, or there is no text, and from which of them on
-    which version of the weights made them."""
+    """The end of a choice. Token ids are there if they are asked for, or without text; `weights` lists from
+    which token on which version of the weights was used."""
 
     finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: int | str | None
@@ -25,7 +25,7 @@ class Ending(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """Log-probabilities of a text's tokens, and of the likeliest at each place."""
+    """Log-probabilities of a text's tokens, and of the likeliest at each position."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -43,7 +43,7 @@ class TextChoice(Ending):
 
 
 class Completion(TypedDict):
-    """Continuations of one or more prompts; as an event of a stream, what is new of them."""
+    """Continuations of one or more prompts; in a stream, their new parts."""
 
     id: str
     object: Literal["text_completion"]
@@ -62,7 +62,7 @@ class TokenLogprob(TypedDict):
 
 
 class ChosenLogprob(TokenLogprob):
-    """That of a token of the reply, and those of the likeliest at its place."""
+    """Log-probability of a reply's token, and those of the likeliest at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -118,7 +118,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """What is new of a call; its first one has its id and name."""
+    """New part of a call; the first one has id and name."""
 
     index: int
     id: NotRequired[str]
@@ -135,7 +135,7 @@ class ReplyDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What is new of a reply."""
+    """New part of a reply."""
 
     index: int
     delta: ReplyDelta
@@ -146,7 +146,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunk(TypedDict):
-    """An event of a stream: what is new of replies; the last event is `[DONE]`."""
+    """An event of a stream, with new parts of replies; the last event is `[DONE]`."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -199,7 +199,7 @@ class EmbeddingReply(TypedDict):
 
 
 class Failure(TypedDict):
-    """A sentence for people, the field that is wrong, and a code for programs."""
+    """An error: a message, the field that is wrong, and a code for programs."""
 
     message: str
     type: str
@@ -208,6 +208,6 @@ class Failure(TypedDict):
 
 
 class ErrorReply(TypedDict):
-    """What is answered instead."""
+    """The answer to a request that failed."""
 
     error: Failure

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API, as far as nothing is kept between requests, and replies to them."""
+"""Bodies of OpenAI's Responses API, without state between requests, and replies to them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from typing import Any
 
 from ....refusals import Table, among
 from ..outputs import CompletionOutput
-from ..tools.incoming import ToolCallStart
-from .formats import of_text
-from .refusing import RequestError, require
+from ..tools.stream_reader import ToolCallStart
+from .errors import RequestError, require
+from .fields import of_response, of_text
 from .tasks import Task, task_of_body
-from .toolboxes import of_response
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
 # Fields that are understood only as far as they ask for nothing, beside those of a chat.
@@ -32,7 +31,8 @@ RENAMED = {"max_output_tokens": "max_completion_tokens"}
 
 
 def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Task:
-    """The chat that a body asks for. Raises RequestError naming the field, its value and what is allowed."""
+    """Translate a body to the task of a chat. Raises RequestError naming the field, its value and what is
+    allowed."""
     chat: dict[str, Any] = {}
     for name, value in body.items():
         if value is None or name in ("input", "instructions", "tools", "tool_choice"):
@@ -53,7 +53,7 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
 
 
 def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a chat, of instructions and input."""
+    """Return the messages of a chat, from instructions and input."""
     given, instructions = body.get("input"), body.get("instructions")
     require(instructions is None or isinstance(instructions, str), "instructions", instructions, "a string")
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -65,7 +65,7 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def together(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of which the calls that follow one of the assistant's are its own."""
+    """Merge calls that follow a message of the assistant into it."""
     found: list[dict[str, Any]] = []
     for message in messages:
         last = found[-1] if found else {}
@@ -78,7 +78,7 @@ def together(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def message_of(where: str, item: Any) -> dict[str, Any] | None:
-    """The message that an item of the input is; None for earlier reasoning, which templates leave out."""
+    """Return the message of an item of the input; None for earlier reasoning, which templates leave out."""
     require(isinstance(item, dict), where, item, "an object")
     kind = item.get("type", "message")
     if kind == "reasoning":
@@ -116,19 +116,19 @@ def text_of(where: str, part: Any) -> str:
 
 @dataclass(frozen=True)
 class Response:
-    """What all objects of a response say of it; `told` are fields of its body that they repeat."""
+    """The fields that all objects of a response share; `repeated` are fields of the body."""
 
     id: str
     created: int
     model: str
     task: Task
-    told: Mapping[str, Any]
+    repeated: Mapping[str, Any]
 
     def item_id(self, kind: str, number: int = 0) -> str:
         return f"{kind}_{self.id}{number or ''}"
 
     def record(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The response in a state, with what it has so far."""
+        """Return the response in a state, with its output so far."""
         params = self.task.params
         return {
             "id": self.item_id("resp"),
@@ -153,14 +153,14 @@ class Response:
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            **self.told,
+            **self.repeated,
             **more,
         }
 
     def ended(
         self, last: CompletionOutput, output: list[dict[str, Any]], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """The whole response, complete or cut off."""
+        """Return the whole response, complete or cut off."""
         if last.finish_reason == "length":
             cut = {"reason": "max_output_tokens"}
             return self.record("incomplete", output, usage=usage, incomplete_details=cut)
@@ -168,19 +168,19 @@ class Response:
 
 
 def message(id: str, text: str | None, status: str) -> dict[str, Any]:
-    """An item of the answer; without its parts where the text is None."""
+    """Return an item of the answer; without parts if the text is None."""
     content = [] if text is None else [text_part(text)]
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def thought(id: str, text: str | None) -> dict[str, Any]:
-    """The item that is the reasoning."""
+    """Return the item of the reasoning."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": id, "type": "reasoning", "summary": [], "content": content}
 
 
 def call(id: str, begun: ToolCallStart, text: str, status: str) -> dict[str, Any]:
-    """An item that is a call, with the arguments that there are."""
+    """Return the item of a call, with its arguments so far."""
     own = {"id": id, "type": "function_call", "call_id": begun.id, "name": begun.name}
     return own | {"arguments": text, "status": status}
 

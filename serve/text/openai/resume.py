@@ -1,8 +1,6 @@
-"""Answers that go on elsewhere: one that has ended too early is asked for again, from the tokens that came.
-
-The tokens of a request depend on its prompt, its parameters and its seed alone, and the text on its tokens.
-So another server that is told the first ones gives the rest, and writes what this one would have written.
-"""
+"""Resuming an answer on another server (failover), from the tokens so far. The tokens of a request depend on
+its prompt, parameters and seed alone, and the text on its tokens. So a server that gets the first tokens
+generates the rest, and writes what the first server would have written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ..outputs import CompletionOutput
-from .refusing import RequestError, require
+from .errors import RequestError, require
 from .tasks import Task
 
 END = b": end\n\n"  # behind a stream's last event
@@ -21,12 +19,14 @@ MOST = 1 << 32  # events of an answer, and seconds since 1970
 
 
 @dataclass(frozen=True)
-class Resume:
-    """Of an answer that can be resumed: its id (32 hexadecimal digits), its time in seconds, and the token
-    ids of each choice so far, which were told in so many events. `realm` names what they follow from; without
-    it the client answers for that.
+class ResumeState:
+    """A resumable answer.
 
-    The time is also what chat templates see; seeds that are not given are drawn from the id.
+    id: 32 hexadecimal digits; seeds that are not given are drawn from it
+    created: seconds since 1970, which chat templates see as the time
+    outputs: token ids of each choice so far
+    events: number of events that reported them
+    realm: name of the weights that they follow from; without it the client vouches for these
     """
 
     id: str
@@ -46,8 +46,8 @@ class Resume:
         return any(self.outputs)
 
     def tasks(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks of an answer with what was decided when it began. Raises RequestError for tokens of more
-        choices than they have."""
+        """Return the tasks with the decisions made when the answer began. Raises RequestError for tokens of
+        more choices than the tasks have."""
         n = tasks[0].params.n
         most = f"tokens of at most {len(tasks) * n} choices"
         require(len(self.outputs) <= len(tasks) * n, "resume", list(self.outputs), most)
@@ -61,24 +61,24 @@ class Resume:
         return replace(task, params=params, now=datetime.fromtimestamp(self.created), known=known)
 
 
-def resume_of(value: Any) -> Resume | None:
-    """What the field `resume` of a body says. Raises RequestError."""
+def resume_of(value: Any) -> ResumeState | None:
+    """Parse the field `resume` of a body. Raises RequestError."""
     if value is None:
         return None
     try:
-        return msgspec.convert(value, Resume)
+        return msgspec.convert(value, ResumeState)
     except msgspec.ValidationError as error:
         raise RequestError("invalid_request", f"resume is not allowed: {error}", "resume") from None
 
 
 def realm_comment(realm: str) -> bytes:
-    """A comment before tokens of a stream: what these and the next ones follow from."""
+    """Return a comment of a stream that names the realm of the next tokens."""
     return f": realm {realm}\n\n".encode()
 
 
-def taken(outputs: Sequence[CompletionOutput]) -> bytes:
-    """A comment behind events of a stream: the token ids of each choice that they came from."""
-    told: dict[str, list[int]] = {}
+def tokens_comment(outputs: Sequence[CompletionOutput]) -> bytes:
+    """Return a comment behind events of a stream, with the token ids of each choice that they came from."""
+    ids: dict[str, list[int]] = {}
     for output in outputs:
-        told.setdefault(str(output.index), []).extend(output.token_ids)
-    return b": tokens " + msgspec.json.encode(told) + b"\n\n"
+        ids.setdefault(str(output.index), []).extend(output.token_ids)
+    return b": tokens " + msgspec.json.encode(ids) + b"\n\n"

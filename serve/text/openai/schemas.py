@@ -1,4 +1,4 @@
-"""JSON Schemas of bodies and replies, from the tables that read them and the types of what is written."""
+"""JSON Schemas of bodies and replies, from the tables that parse them and the types that are written."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -9,16 +9,7 @@ import msgspec
 from ....refusals import Table
 from ....sampling.checks import LIMITS
 from ....sampling.params import SamplingParams
-from . import responses
-from .bodies import (
-    ChatFields,
-    CompletionFields,
-    EchoFields,
-    FormatFields,
-    ResponseFields,
-    StreamFields,
-    ToolFields,
-)
+from . import bodies, responses
 from .neutral import HARMLESS, NEUTRAL
 from .tasks import BODY, DEFAULTS
 
@@ -28,8 +19,13 @@ REF = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class Body:
-    """What a request may hold: the fields of `records`, and `others` by their schemas; a `closed` one holds
-    nothing else. Later records come before earlier ones, and all before `others`."""
+    """A request's body.
+
+    records: types of its fields; a later one wins
+    others: schemas of further fields; `records` win
+    defaults: sampling parameters
+    closed: whether it allows no other fields
+    """
 
     name: str
     records: tuple[type, ...]
@@ -42,24 +38,30 @@ class Body:
 FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, ChatFields, ToolFields, FormatFields, StreamFields),
+        (SamplingParams, bodies.ChatFields, bodies.ToolFields, bodies.FormatFields, bodies.StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
         "CompletionBody",
-        (SamplingParams, CompletionFields, FormatFields, StreamFields, EchoFields),
+        (
+            SamplingParams,
+            bodies.CompletionFields,
+            bodies.FormatFields,
+            bodies.StreamFields,
+            bodies.EchoFields,
+        ),
         {"prompt": "def add(a, b):", "max_tokens": 32, "stream": True},
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, ResponseFields, ToolFields),
+        (SamplingParams, bodies.ResponseFields, bodies.ToolFields),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }
 
 
 def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
-    """The body of a completion, a chat or a response, whose sampling parameters have these defaults."""
+    """Return the body of a completion, a chat or a response, with default sampling parameters."""
     name, records, example = FORMS[form]
     table = {**NEUTRAL, **(responses.NEUTRAL if form == "response" else {})}
     own = {**DEFAULTS["completion" if form == "completion" else "chat"], **defaults}
@@ -67,7 +69,7 @@ def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
 
 
 def without_effect(table: Table = NEUTRAL) -> dict[str, Schema]:
-    """Fields that are read only to be accepted, with the values that a table allows."""
+    """Return fields that are accepted without effect, with the values that a table allows."""
     neutral = {
         name: {"enum": [*values, None], "description": "accepted as far as it asks for nothing"}
         for name, values in sorted(table.items())
@@ -76,19 +78,19 @@ def without_effect(table: Table = NEUTRAL) -> dict[str, Schema]:
 
 
 class Schemas:
-    """Gathers the schemas of all named types that are referred to."""
+    """Collects the schemas of all named types that are referred to."""
 
     def __init__(self):
         self.found: dict[str, Schema] = {}
 
     def of(self, kind: Any) -> Schema:
-        """A type's, which may refer to others."""
+        """Return the schema of a type, which may refer to others."""
         (schema,), named = msgspec.json.schema_components([kind], ref_template=REF)
         self.found |= named
         return schema
 
     def body(self, body: Body) -> Schema:
-        """A reference to a body's."""
+        """Return a reference to the schema of a body."""
         found = [f for record in body.records for f in self._fields(record, body.defaults)]
         properties = {name: schema for name, schema, _ in found}
         self.found[body.name] = {
@@ -99,15 +101,17 @@ class Schemas:
         return {"$ref": REF.format(name=body.name)}
 
     def _fields(self, record: type, defaults: Mapping[str, Any]) -> Iterable[tuple[str, Schema, bool]]:
-        """Name, schema, and whether it must be given, of each field that a body may have."""
+        """Yield name, schema, and whether it is required, of each field of a body."""
         hints, is_sampling = get_type_hints(record), record is SamplingParams
         for f in fields(record):
             if is_sampling and f.name not in BODY:
                 continue
-            told = f.metadata["help"] + (f": {LIMITS[f.name][1]}" if is_sampling and f.name in LIMITS else "")
+            about = f.metadata["help"] + (
+                f": {LIMITS[f.name][1]}" if is_sampling and f.name in LIMITS else ""
+            )
             if f.default is MISSING:
-                yield f.name, self.of(hints[f.name]) | {"description": told}, True
+                yield f.name, self.of(hints[f.name]) | {"description": about}, True
             else:
                 default = defaults.get(f.name, f.default) if is_sampling else f.default
-                own = {"description": told, "default": default}
+                own = {"description": about, "default": default}
                 yield f.name, self.of(hints[f.name] | None) | own, False

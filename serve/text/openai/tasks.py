@@ -1,4 +1,4 @@
-"""What a request asks for, in OpenAI's API and under vLLM's names."""
+"""Tasks: parsed requests of OpenAI's API, with vLLM's further fields."""
 
 import dataclasses
 import json
@@ -13,13 +13,12 @@ from ....refusals import among, nearest
 from ....sampling.params import SamplingParams
 from ..tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ..tokenizer.tokenizer import Tokenizer
-from ..tools.toolbox import Toolbox
+from ..tools.tool import Toolbox
 from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
 from .dialect import Dialect
-from .formats import with_structured
+from .errors import RequestError, flag, require
+from .fields import toolbox_of, with_structured
 from .neutral import HARMLESS, NEUTRAL
-from .refusing import RequestError, require
-from .toolboxes import toolbox_of
 
 Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one line: OpenAI's limit
@@ -42,12 +41,15 @@ TEMPLATE_OWN = frozenset(
 
 @dataclass(frozen=True)
 class Task:
-    """What a request asks for: text or token ids to continue, messages to reply to, or a prompt to embed by
-    `pooling`.
+    """A request for a completion, a chat or an embedding.
 
-    `model` is the name that it gives the model, if it names one. Of one that goes on elsewhere, `now` is the
-    time that its chat template saw, and `known` are the token ids of its completions so far. Its prompt may
-    be computed by another engine, of several the one at the address `source`.
+    model: name that it gives the model, if any
+    pooling: how its prompt is embedded
+    reasoning: whether the reply has the model's reasoning
+    ids: whether the reply has token ids
+    now: time that the chat template sees, of a resumed answer
+    known: token ids of its completions so far, of a resumed answer
+    source: address of the engine that prefills its prompt, if a router has chosen one
     """
 
     form: Form
@@ -69,20 +71,15 @@ class Task:
 def task_of_body(
     form: Form, name: str | int | None, body: dict[str, Any], defaults: Mapping[str, Any], seed: int | None
 ) -> Task:
-    """What the body of a completion or of a chat asks for. `defaults` are sampling parameters that it need
-    not give, `seed` its seed likewise.
-
-    Raises RequestError naming the field, its value and what is allowed.
-    """
+    """Parse the body of a completion or of a chat. `defaults` are sampling parameters, and `seed` the seed,
+    of a body that does not have them. Raises RequestError naming the field, its value and what is allowed."""
     body = {k: v for k, v in body.items() if v is not None}
     model = body.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
-    ids = body.get("return_token_ids", False)
-    require(isinstance(ids, bool), "return_token_ids", ids, "true or false")
+    ids = flag(body, "return_token_ids", default=False)
     if form == "chat":
         params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
-        reasoning = body.get("include_reasoning", True)
-        require(isinstance(reasoning, bool), "include_reasoning", reasoning, "true or false")
+        reasoning = flag(body, "include_reasoning", default=True)
         toolbox, shape = toolbox_of(body), params.structured_outputs
         is_free = shape is None or toolbox is None or not toolbox.is_forced
         require(
@@ -96,10 +93,8 @@ def task_of_body(
 
 
 def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime | None = None) -> list[int]:
-    """A task's prompt as token ids, at most so many. `now` is the time that chat templates see.
-
-    Raises ChatTemplateError, and ValueError for a prompt that is too long, or for text without a tokenizer.
-    """
+    """Return a task's prompt as at most `most` token ids. `now` is the time that chat templates see. Raises
+    ChatTemplateError, and ValueError for a prompt that is too long, or for text without a tokenizer."""
     if isinstance(task.prompt, list):
         return task.prompt
     if tokenizer is None:
@@ -112,11 +107,9 @@ def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime
 
 
 def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
-    """A task's sampling parameters. The text of a chat keeps special tokens where marks are among them, so
-    that its parts can be told; calls that must come are asked for.
-
-    Raises RequestError for tools where the model's notation of calls is not known.
-    """
+    """Return a task's sampling parameters. A chat's text keeps special tokens if marks are among them, so
+    that its parts can be found; calls that must come are constrained. Raises RequestError for tools if the
+    model's format of calls is unknown."""
     params, toolbox = task.params, task.toolbox
     if task.form != "chat":
         return params
@@ -128,13 +121,9 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
     return replace(params, skip_special_tokens=False) if keeps else params
 
 
-def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
-    """The sampling parameters among the `known` names, and names that nobody knows; what asks for nothing is
-    left out.
-
-    Raises RequestError for a field that is understood only as far as it asks for nothing, but asks for
-    something.
-    """
+def with_effect(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
+    """Return the fields that ask for something: sampling parameters, and unknown names. Raises RequestError
+    for a field of the neutral table that asks for something."""
     fields = {}
     for name, value in given.items():
         if name in NEUTRAL and name not in known | others:
@@ -146,8 +135,9 @@ def asking(given: dict[str, Any], known: frozenset[str], others: frozenset[str])
 
 
 def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
-    """The sampling parameters of an OpenAI body; whatever else it holds asks for nothing, or is refused."""
-    fields = asking(with_structured(body), BODY, others)
+    """Return the sampling parameters of a body. Raises RequestError for other fields that ask for
+    something."""
+    fields = with_effect(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
     return fields
 
@@ -163,12 +153,11 @@ def refuse_unknown(
 
 
 def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters under the names and in the meaning that they have for chat."""
+    """Return the sampling parameters of a chat, which has names and meanings of its own for some."""
     fields = _body_fields(body, CHAT)
     if "max_completion_tokens" in body:
         fields["max_tokens"] = body["max_completion_tokens"]
-    wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
-    require(isinstance(wanted, bool), "logprobs", wanted, "true or false")
+    wanted, top = flag(body, "logprobs", default=False), body.get("top_logprobs", 0)
     require(wanted or among(top, (0,)), "top_logprobs", top, "only with logprobs true")
     return fields | ({"logprobs": top} if wanted else {})
 
@@ -190,13 +179,13 @@ def sampling_of(fields: dict[str, Any], defaults: Mapping[str, Any], seed: int |
 
 
 def blamed(error: Exception) -> str | None:
-    """The sampling parameter that the message of an error begins with."""
+    """Return the sampling parameter that an error's message begins with."""
     name = re.split(r"\W", str(error), maxsplit=1)[0]
     return name if name in SAMPLING else None
 
 
 def refusal(task: Task, error: Exception) -> RequestError:
-    """What is wrong with a task, by the field of its body: a grammar of calls is that of its tools."""
+    """Return the error of a task with the field of its body: a grammar of calls belongs to `tools`."""
     told, name = str(error), blamed(error)
     if name == "structured_outputs" and task.toolbox is not None and task.toolbox.is_forced:
         told, name = told.replace(name, "tools", 1), "tools"
@@ -216,13 +205,13 @@ def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: 
 
 
 def listed(value: Any) -> list[Any]:
-    """Prompts in a list: one, text or token ids, or several."""
+    """Return prompts as a list: one text or list of token ids, or several."""
     several = isinstance(value, list) and value and isinstance(value[0], (str, list))
     return value if several else [value]
 
 
 def prompt_of(name: str, value: Any) -> str | list[int]:
-    """A string or token ids; OpenAI's clients also send either in a list of one."""
+    """Return a text or token ids; OpenAI's clients also send either in a list of one."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         require(len(value) == 1, name, value, "one prompt a line; give each its own")
         value = value[0]

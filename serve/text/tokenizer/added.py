@@ -1,4 +1,4 @@
-"""A tokenizer as its files give it, and the tokens that files beside a vocabulary add to it and name."""
+"""A tokenizer as its files define it, and tokens that further files add to it and name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 
 class Described(msgspec.Struct):
-    """A special token with what else is known of it."""
+    """A special token with its attributes."""
 
     content: str
 
@@ -26,9 +26,12 @@ Token = str | Described
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as its files give it. `backend` has the tokens and decodes; it encodes too, unless `encode`
-    is there, which makes ids of a text, of whether special tokens are added, and of the mark that hides
-    special tokens. `config` is completed by what the files imply.
+    """A tokenizer as its files define it.
+
+    backend: has the tokens, and decodes
+    config: completed by what the files imply
+    encode: makes ids of a text, given whether special tokens are added and the mark that hides them; None:
+        the backend encodes
     """
 
     backend: "tokenizers.Tokenizer"
@@ -37,23 +40,23 @@ class Vocabulary:
 
 
 def named(config: Mapping[str, Any]) -> list[Any]:
-    """The special tokens that a configuration names, each as a string or as an object."""
+    """Return the special tokens that a configuration names, each a string or an object."""
     return [config[name] for name in NAMED if config.get(name)] + list(
         config.get("additional_special_tokens") or ()
     )
 
 
 def content(token: Any) -> str | None:
-    """A token's text; files give it alone, or in an object with what else is known of it."""
+    """Return a token's text; files give it alone, or in an object with its attributes."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 def added_beside(
     folder: Path, config: Mapping[str, Any], known: Mapping[int, str]
 ) -> dict[int, "tokenizers.AddedToken"]:
-    """Added tokens by id: those known from the model itself are special, those of `added_tokens.json` and of
-    `added_tokens_decoder` as these and the names of special tokens say. Raises ValueError for an id that is
-    no number."""
+    """Return added tokens by id. Tokens that the model itself has are special; those of `added_tokens.json`
+    and `added_tokens_decoder` are as these files and the names of special tokens say. Raises ValueError for
+    an id that is no number."""
     from tokenizers import AddedToken
 
     special = {content(token) for token in named(config)}
@@ -76,7 +79,7 @@ def added_beside(
 def add_tokens(
     backend: "tokenizers.Tokenizer", folder: Path, added: Mapping[int, "tokenizers.AddedToken"]
 ) -> None:
-    """Add tokens under their ids. Raises ValueError where one cannot have its id."""
+    """Add tokens under their ids. Raises ValueError if one cannot have its id."""
     backend.add_tokens(list(added.values()))
     for i, token in added.items():
         got = backend.token_to_id(token.content)
@@ -85,8 +88,7 @@ def add_tokens(
 
 
 def read_tokens(file: Path) -> dict[str, Any]:
-    """The JSON object of a file that names special tokens. Raises ValueError for a token or a list of them
-    that is none."""
+    """Read a file that names special tokens. Raises ValueError for an invalid token or list."""
     config = read_json(file) if file.exists() else {}
     expected = dict.fromkeys(NAMED, Token | None) | {"additional_special_tokens": list[Token] | None}
     for name, kind in expected.items():

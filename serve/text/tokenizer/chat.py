@@ -1,8 +1,7 @@
-"""Chat templates: a conversation becomes the prompt a model was trained on, through Jinja2's sandbox as in
+"""Chat templates: from a conversation to the prompt that a model was trained on, in Jinja2's sandbox as in
 Transformers."""
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,26 +18,24 @@ MARK = "\ue000end of the text to continue\ue000"  # of private-use characters, w
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that cannot be rendered: malformed messages, no template, or the template refused
-    them."""
+    """A conversation that cannot be rendered: malformed messages, no template, or an error of the
+    template."""
 
 
 def apply_chat(
     tokenizer: "Tokenizer", messages: list[Message], most: int | None = None, /, **options: Any
 ) -> list[int]:
-    """Token ids of a conversation; the template writes the special tokens, so none is added again.
-
-    Options are those of `render_for`. Raises ChatTemplateError, also if the model has no chat template, and
-    ValueError as `Tokenizer.encode` does for `most`.
-    """
+    """Return the token ids of a conversation; the template writes the special tokens, so none is added.
+    Options are those of `render_for`. Raises ChatTemplateError, and ValueError as `Tokenizer.encode` does for
+    `most`."""
     return rendered_ids(tokenizer, messages, most, **options)[1]
 
 
 def rendered_ids(
     tokenizer: "Tokenizer", messages: list[Message], most: int | None = None, /, **options: Any
 ) -> tuple[str, list[int]]:
-    """A conversation's text, and `apply_chat` of it. Special tokens in the text of messages, tools and
-    documents are special too, unless the tokenizer says `split_special_tokens`."""
+    """Return the text and the token ids of a conversation. Special tokens in messages, tools and documents
+    are special too, unless `tokenizer.split_special_tokens`."""
     mark = ""
     if tokenizer.split_special_tokens:
         others = {name: options[name] for name in ("tools", "documents") if name in options}
@@ -54,11 +51,8 @@ def rendered_ids(
 def render_for(
     tokenizer: "Tokenizer", messages: list[Message], *, chat_template: str | None = None, **options: Any
 ) -> str:
-    """`render_chat` with a tokenizer's special tokens, and its template unless one is given, itself or by its
-    name.
-
-    Raises ChatTemplateError if there is no template.
-    """
+    """Render a conversation with a tokenizer's special tokens, and its template unless another is given,
+    itself or by name. Raises ChatTemplateError without a template."""
     template = tokenizer.template_for(chat_template, options.get("tools") is not None)
     if template is None:
         raise ChatTemplateError("the model has no chat template; give a prompt instead of messages")
@@ -79,12 +73,10 @@ def render_chat(
     now: datetime | None = None,
     **kwargs: Any,
 ) -> str:
-    """The prompt text of a conversation. `now` is the time that a template may write down (default: the
-    clock's); further keywords are variables of the template, special tokens that are None excepted. With
-    `continue_final_message` it ends in the last message.
-
-    Raises ChatTemplateError for malformed messages and for whatever goes wrong in the template.
-    """
+    """Return the prompt text of a conversation. `now` is the time that a template may write down (default:
+    the clock's). `kwargs` are variables of the template; special tokens that are None are left out. With
+    `continue_final_message` the text ends in the last message. Raises ChatTemplateError for malformed
+    messages and any error of the template."""
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError(
             "continue_final_message needs add_generation_prompt=False: a reply is begun, or continued"
@@ -93,7 +85,8 @@ def render_chat(
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables = {k: v for k, v in (tokens | kwargs).items() if v is not None or not k.endswith("_token")}
     variables["messages"] = marked(checked) if continue_final_message else checked
-    variables |= {"tools": tools, "documents": documents, "strftime_now": _strftime(now)}
+    variables |= {"tools": tools, "documents": documents}
+    variables["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
     variables["add_generation_prompt"] = add_generation_prompt
     try:
         text = rendered(_compile(template), variables)
@@ -103,7 +96,8 @@ def render_chat(
 
 
 def rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
-    """A template's text. DeepSeek's join the arguments of a call to text, and fail where they are objects."""
+    """Render a template. DeepSeek's concatenate a call's arguments to text, and fail if these are objects:
+    then they are rendered again with JSON text."""
     try:
         return template.render(**variables)
     except TypeError:
@@ -114,7 +108,7 @@ def rendered(template: "jinja2.Template", variables: dict[str, Any]) -> str:
 
 
 def spelled(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON text."""
+    """Return a message with the arguments of its calls as JSON text."""
     calls = [
         {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
         if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), dict)
@@ -125,7 +119,7 @@ def spelled(message: Message) -> Message:
 
 
 def marked(messages: list[Message]) -> list[Message]:
-    """The messages with a mark at the end of the last one's text."""
+    """Return messages with MARK at the end of the last one's text."""
     content = messages[-1].get("content")
     if not content:
         raise ChatTemplateError(
@@ -144,11 +138,9 @@ def up_to_mark(text: str) -> str:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Messages as templates expect them: content a string (text parts joined by newlines), tool arguments as
-    objects, fields without a value left out, and reasoning under all names that templates have for it.
-
-    Raises ChatTemplateError with the place of what is wrong.
-    """
+    """Return messages as templates expect them: content as a string (text parts joined by newlines), tool
+    arguments as objects, no fields without a value, and reasoning under all names that templates have for it.
+    Raises ChatTemplateError with the place of the error."""
     if not isinstance(messages, list) or not messages:
         raise ChatTemplateError(f"messages must be a list of at least one message, not {_kind(messages)}")
     return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
@@ -173,8 +165,8 @@ def _check_message(where: str, message: Any) -> Message:
 
 
 def reasoned(message: Message) -> Message:
-    """A message whose reasoning has the names `reasoning_content` and, for gpt-oss, `thinking`, as
-    Transformers passes it on."""
+    """Return a message whose reasoning has the names `reasoning_content` and, for gpt-oss, `thinking`, as in
+    Transformers."""
     found = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
     return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
 
@@ -189,7 +181,7 @@ def _join_parts(where: str, parts: list[Any]) -> str:
 
 
 def _check_calls(where: str, calls: Any) -> list[Any]:
-    """OpenAI's clients send a call's arguments as JSON text, templates write them as objects."""
+    """Return calls with their arguments as objects: OpenAI's clients send them as JSON text."""
     if not isinstance(calls, list):
         raise ChatTemplateError(f"{where} must be a list, not {_kind(calls)}")
     checked = []
@@ -198,17 +190,14 @@ def _check_calls(where: str, calls: Any) -> list[Any]:
             raise ChatTemplateError(f"{where}[{i}] must be an object, not {_kind(call)}")
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = _parse_arguments(f"{where}[{i}].function.arguments", function["arguments"])
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError as error:
+                name = f"{where}[{i}].function.arguments"
+                raise ChatTemplateError(f"{name} is not valid JSON: {error}") from error
             call = {**call, "function": {**function, "arguments": arguments}}
         checked.append(call)
     return checked
-
-
-def _parse_arguments(where: str, text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except ValueError as error:
-        raise ChatTemplateError(f"{where} is not valid JSON: {error}") from error
 
 
 def _kind(value: Any) -> str:
@@ -216,19 +205,15 @@ def _kind(value: Any) -> str:
     return names.get(type(value), f"{type(value).__name__} {value!r:.40}")
 
 
-def _strftime(now: datetime | None) -> Callable[[str], str]:
-    return lambda form: (now or datetime.now()).strftime(form)
-
-
 @lru_cache(maxsize=64)
 def _compile(template: str) -> "jinja2.Template":
-    """The template in the environment that chat templates are written for."""
+    """Return the template in the environment that chat templates are written for."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what a model wrote, for training; in a prompt it changes nothing."""
+        """`{% generation %}` marks the model's text for training; in a prompt it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -249,7 +234,7 @@ def _compile(template: str) -> "jinja2.Template":
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """JSON without the HTML escapes of Jinja's own filter: a prompt is no web page."""
+    """Write JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

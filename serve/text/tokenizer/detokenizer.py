@@ -1,4 +1,4 @@
-"""Text from generated tokens as they come, and the stop strings in it."""
+"""Incremental detokenization, and stop strings."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,21 +6,20 @@ from .tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text of a request's generated tokens, as they come, and the stop strings in it.
+    """Makes text of a request's tokens as they arrive, and finds stop strings in it.
 
-    `push` returns only text that no later token can change and that cannot be the beginning of a stop string;
-    the pushes and `finish` together are the text, however the ids were divided among them. Without a stop
-    that text is what the tokenizer decodes from all ids at once: after `prompt_ids`, what it adds to the
-    prompt's text (a leading space is then kept). A character whose bytes begin in the prompt is not
-    completed.
+    `push` returns only text that no later token can change and that cannot be the beginning of a stop string.
+    The pushes and `finish` together are the text, however the ids were divided. Without a stop it is the text
+    that the tokenizer decodes from all ids at once; after `prompt_ids`, what it adds to the prompt's text,
+    with a leading space. A character whose bytes begin in the prompt is not completed.
 
-    Stop strings are looked for after every token. Reading character by character, the one that is complete
-    first wins, of several ending together the longest; the text ends before it, or after it with
-    `include_stop_str_in_output`. A stop *token* is the caller's business: push its id only if its text
+    Stop strings are searched after every token. Character by character, the one that is complete first wins;
+    of several that end together, the longest. The text ends before it, or behind it with
+    `include_stop_str_in_output`. A stop *token* is handled by the caller, who pushes its id only if its text
     belongs to the output.
 
-    Attributes: stop_hit (the stop string found, or None), tokens_used (ids consumed, the completing one
-    included).
+    stop_hit: the stop string found, or None
+    tokens_used: ids consumed, including the one that completed the stop string
     """
 
     def __init__(
@@ -47,20 +46,17 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def after(self, pieces: int) -> tuple[str, int]:
-        """The text that was given out after so many pieces, and how many there are."""
+        """Return the text after the first `pieces` pieces, and the number of pieces."""
         return "".join(self._pieces[pieces:]), len(self._pieces)
 
     def push(self, ids: Iterable[int], below_min: int = 0) -> str:
-        """Takes the next ids, up to the one that completes a stop string; returns the text that became
-        certain.
-
-        The first `below_min` of the ids are among the request's first `min_tokens`: a stop string must end
-        beyond their text.
-        """
+        """Take ids, up to the one that completes a stop string; return the text that became final. The first
+        `below_min` ids are among the request's first `min_tokens`: a stop string must end behind their
+        text."""
         pieces = []
         for i, token_id in enumerate(ids):
             if self.stop_hit is not None:
@@ -72,7 +68,7 @@ class Detokenizer:
         return self._give("".join(pieces))
 
     def finish(self) -> str:
-        """Ends the text: returns what was held back. Nothing is left after a stop string."""
+        """End the text: return the held part. Nothing is left after a stop string."""
         if self.stop_hit is not None:
             return ""
         held = "" if self._include else self._held
@@ -84,7 +80,7 @@ class Detokenizer:
         return text
 
     def _extend(self, new: str, below_min: bool) -> str:
-        """Adds final text; returns the part of it, and of the held text, that can be given out."""
+        """Add final text; return the part of it, and of the held text, that can be returned."""
         if not self._stops:
             return new
         final = self._held + new
@@ -103,7 +99,7 @@ class Detokenizer:
 
 
 def first_match(text: str, stops: Sequence[str], floor: int) -> tuple[int, int] | None:
-    """Start and end of the stop string that ends first beyond `floor`; of those ending together the
+    """Return start and end of the stop string that ends first beyond `floor`; of those that end together, the
     longest."""
     found = []
     for stop in stops:
@@ -115,7 +111,7 @@ def first_match(text: str, stops: Sequence[str], floor: int) -> tuple[int, int] 
 
 
 def overlap(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that is a beginning, but not the whole, of a stop string."""
+    """Return the length of the longest end of the text that is a proper beginning of a stop string."""
     best = 0
     for stop in stops:
         for n in range(min(len(stop) - 1, len(text)), best, -1):

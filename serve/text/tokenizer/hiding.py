@@ -1,9 +1,6 @@
-"""Special tokens in the text of messages that are to be read as plain text: the chat template's own stay
-special.
-
-A mark, a character that stands nowhere else, is put between the characters of each such token before the
-template is rendered. The tokenizer finds special tokens first, and takes the mark out before anything else.
-"""
+"""Special tokens in messages that are read as plain text, while those of the chat template stay special. A
+mark, a character that occurs nowhere else, is put between the characters of each such token before the
+template is rendered. The tokenizer finds special tokens first, and then removes the mark."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,8 +14,8 @@ MARKS = "\ufdd0\ufdd1"  # of Unicode's noncharacters; for each a tokenizer is ke
 
 
 def hidden(value: Any, tokens: Iterable[str]) -> tuple[Any, str]:
-    """JSON's values with a mark in each of the tokens in their strings, and the mark: "" where there is no
-    such token. Raises ValueError for strings that hold tokens and all MARKS."""
+    """Return JSON values with a mark inside the tokens in their strings, and the mark: "" without such
+    tokens. Raises ValueError for strings with tokens and all MARKS."""
     text = "\n".join(strings_in(value))
     words = [token for token in tokens if len(token) > 1 and token in text]
     if not words:
@@ -31,7 +28,7 @@ def hidden(value: Any, tokens: Iterable[str]) -> tuple[Any, str]:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All strings of JSON's values, keys included."""
+    """Yield all strings of JSON values, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -40,7 +37,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def each_string(value: Any, change: Callable[[str], str]) -> Any:
-    """JSON's values with each string changed, keys included."""
+    """Return JSON values with each string changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -51,7 +48,7 @@ def each_string(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def apart(text: str, words: Iterable[str], mark: str) -> str:
-    """A text with the mark between the characters of each of the words, which may overlap."""
+    """Return a text with the mark between the characters of each of the words, which may overlap."""
     inside: set[int] = set()
     for word in words:
         at = text.find(word)
@@ -62,7 +59,7 @@ def apart(text: str, words: Iterable[str], mark: str) -> str:
 
 
 def without_mark(backend: "tokenizers.Tokenizer", mark: str) -> "tokenizers.Tokenizer":
-    """A tokenizer that finds special tokens in a text as it comes, and then takes the mark out."""
+    """Return a tokenizer that finds special tokens in a text as given, and then removes the mark."""
     from tokenizers import Tokenizer
 
     state = msgspec.json.decode(backend.to_str())

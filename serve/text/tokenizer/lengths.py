@@ -1,10 +1,7 @@
-"""How few tokens a text can have, told from its length: a prompt that is far too long is refused without
-being tokenized.
-
-No token stands for more of a text than its own name is long. That holds where every character becomes part of
-some token, so for byte-level pairs and for those with a token for each byte; where a tokenizer may drop or
-join characters nothing is told.
-"""
+"""Lower bounds of a text's number of tokens by its length: a prompt that is far too long is rejected without
+being tokenized. No token stands for more text than its own name is long. That holds if every character
+becomes part of some token, as with byte-level pairs and with vocabularies that have a token for each byte.
+For tokenizers that may drop or join characters there is no bound."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +21,13 @@ KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace")
 
 @dataclass(frozen=True)
 class Measure:
-    """A token stands for at most `longest` bytes or characters, whichever are counted.
+    """Bound on the text of a token.
 
-    `composed` characters may become one before (an ASCII text stays as it is if `ascii_stays`), and spaces
-    may vanish.
+    longest: bytes or characters that a token stands for at most
+    in_bytes: whether bytes are counted
+    composed: characters that may become one before
+    ascii_stays: whether an ASCII text is not changed by that
+    spaces_vanish: whether white space may be dropped
     """
 
     longest: int
@@ -37,7 +37,7 @@ class Measure:
     spaces_vanish: bool = False
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of a text's number of tokens."""
+        """Return a lower bound of a text's number of tokens."""
         if self.spaces_vanish:
             text = "".join(text.split())
         if self.composed > 1 and not (self.ascii_stays and text.isascii()):
@@ -48,7 +48,7 @@ class Measure:
 
 
 def measure_of(backend: "tokenizers.Tokenizer") -> Measure | None:
-    """How to measure texts for a tokenizer; None where a text's length tells nothing."""
+    """Return the measure of a tokenizer; None if there is no bound."""
     from tokenizers import models
 
     model, normalizers = backend.model, list(parts(state(backend.normalizer)))
@@ -82,7 +82,7 @@ def state(component: Any) -> Mapping[str, Any]:
 
 
 def parts(component: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer, or those that it is a sequence of."""
+    """Yield a normalizer or pre-tokenizer, or the parts of a sequence of them."""
     if component["type"] != "Sequence":
         yield component
         return
@@ -91,12 +91,12 @@ def parts(component: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def keeps(splitter: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves every character in some word."""
+    """Return whether a pre-tokenizer leaves every character in some word."""
     return splitter["type"] in KEEPING and splitter.get("behavior") != "Removed"
 
 
 def lengthens(normalizer: Mapping[str, Any], in_bytes: bool) -> bool:
-    """Whether a normalizer never makes a text shorter, but by composing characters."""
+    """Return whether a normalizer never makes a text shorter, except by composing characters."""
     if normalizer["type"] == "Replace":
         old, new = normalizer["pattern"].get("String"), normalizer["content"]
         return bool(old) and size(new, in_bytes) >= size(old, in_bytes)

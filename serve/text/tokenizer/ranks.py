@@ -1,11 +1,9 @@
-"""Byte-pair vocabularies that give ranks but no merges: tiktoken's files, and Mistral's `tekken.json`.
-
-Their encoders take a word that is a token as it is, and else join, again and again, the two neighbours that
-make the token of the lowest rank. So every way to make a token of two others is a merge, of the token's rank.
-"""
+"""Byte-pair vocabularies with ranks but without merges: tiktoken's files, and Mistral's `tekken.json`. Their
+encoders keep a word that is a token, and otherwise join again and again the two neighbours that make the
+token of the lowest rank. So every split of a token into two others is a merge, of the token's rank."""
 
 import binascii
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,8 @@ Ranks = Mapping[bytes, int]
 
 
 def from_tiktoken(file: Path, words: PretokenizerRules, config: Mapping[str, Any]) -> Vocabulary:
-    """Ranks from lines of a token in base 64 and its rank; the ids behind them are special tokens', under
-    names that `tokenizer_config.json` may give them."""
+    """Read ranks from lines of a token in base 64 and its rank. The ids behind them belong to special tokens,
+    which `tokenizer_config.json` may name."""
     ranks = read_ranks(file)
     special = {i: name.format(id=i) for i, name in enumerate(words.special, len(ranks))}
     added = added_beside(file.parent, config, special)
@@ -34,7 +32,7 @@ def from_tiktoken(file: Path, words: PretokenizerRules, config: Mapping[str, Any
 
 
 def read_ranks(file: Path) -> Ranks:
-    """Raises ValueError with the number of a line that is none, and for ranks with holes."""
+    """Read ranks. Raises ValueError with the number of a malformed line, and for ranks with holes."""
     ranks, lines = {}, file.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -47,8 +45,8 @@ def read_ranks(file: Path) -> Ranks:
 
 
 def checked(file: Path, ranks: Ranks, count: int) -> Ranks:
-    """The ranks of so many lines. Raises ValueError unless they are the numbers from 0 on, each once, and all
-    bytes are tokens, of which any text can be made."""
+    """Return the ranks of `count` lines. Raises ValueError unless they are the numbers from 0 on, each once,
+    and each byte is a token, so that any text can be encoded."""
     if len(ranks) != count or sorted(ranks.values()) != list(range(count)):
         raise ValueError(f"{file}: the ranks of its {count} tokens are not the numbers from 0 on, each once")
     lacking = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
@@ -95,14 +93,17 @@ ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_tok
 
 
 def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """Mistral's vocabulary, and its instruct format where the folder has no chat template of its own."""
+    """Read Mistral's vocabulary, with its instruct format if the folder has no chat template."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Tekken)
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} cannot be read as a tekken vocabulary: {error}") from error
     sizes = found.config
     first = sizes.default_num_special_tokens
-    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named_specially(found)
+    named = dict(enumerate(SPECIAL))
+    if found.special_tokens is not None:
+        named = {token.rank: token.token_str for token in found.special_tokens}
+    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named
     ranks = {token.token_bytes: token.rank for token in found.vocab[: sizes.default_vocab_size - first]}
     if len(special) != first or len(ranks) != sizes.default_vocab_size - first:
         raise ValueError(
@@ -117,12 +118,6 @@ def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(backend, {"add_bos_token": True, **template, **roles, **config})
 
 
-def named_specially(found: Tekken) -> dict[int, str]:
-    if found.special_tokens is None:
-        return dict(enumerate(SPECIAL))
-    return {token.rank: token.token_str for token in found.special_tokens}
-
-
 # ---------------------------------------------------------------- a tokenizer of ranks
 
 
@@ -133,8 +128,8 @@ def byte_pairs(
     added: Mapping[int, "tokenizers.AddedToken"],
     first: int = 0,
 ) -> "tokenizers.Tokenizer":
-    """A tokenizer with the ranks' tokens from the id `first` on. Raises ValueError for a pattern that is no
-    regular expression, and for an added token that cannot have its id."""
+    """Return a tokenizer with the ranks' tokens from the id `first` on. Raises ValueError for a pattern that
+    is no regular expression, and for an added token that cannot have its id."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
@@ -158,12 +153,8 @@ def byte_pairs(
 
 
 def halves(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
-    """Every two tokens that make a third, by its rank."""
-    for token in by_rank(ranks):
+    """Yield every two tokens that make a third one, by its rank."""
+    for token in sorted(ranks, key=ranks.__getitem__):
         for i in range(1, len(token)):
             if token[:i] in ranks and token[i:] in ranks:
                 yield token[:i], token[i:]
-
-
-def by_rank(ranks: Ranks) -> Iterable[bytes]:
-    return sorted(ranks, key=ranks.__getitem__)

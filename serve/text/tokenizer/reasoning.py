@@ -1,23 +1,24 @@
-"""What a model thinks before it answers, told from the answer by the marks of its chat template."""
+"""Reasoning parser: separates a model's reasoning from its answer, by the marks of its chat template."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....checkpoints import dialects
 from ....checkpoints.dialects import Marks
+from .detokenizer import overlap
 from .tokenizer import Tokenizer
 
 TAIL = 32  # tokens at the end of a prompt, in which a template may have begun the reasoning
 
 
 def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
-    """The marks of the reasoning that a tokenizer's chat template knows, if it knows any."""
+    """Return the marks of reasoning in a tokenizer's chat template, if any."""
     template = None if tokenizer is None else tokenizer.chat_template
     return None if template is None else dialects.marks_of(template)
 
 
 def are_special(tokenizer: Tokenizer, marks: Marks) -> bool:
-    """Whether a text without special tokens lacks marks of reasoning."""
+    """Return whether marks of reasoning are lost in a text without special tokens."""
     return any(
         mark.strip() not in tokenizer.decode(tokenizer.encode(mark, add_special_tokens=False), True)
         for mark in (marks.begin, marks.end)
@@ -26,9 +27,12 @@ def are_special(tokenizer: Tokenizer, marks: Marks) -> bool:
 
 @dataclass
 class Reasoning:
-    """Parts a completion's text as it comes. `is_open` says whether it is in its reasoning, None as long as
-    nobody knows; `is_marked` whether the answer has begun with a mark of its own, likewise. No text but the
-    marks is lost, and the white space around those of the answer."""
+    """Splits a completion's text as it arrives. Only marks are lost, and white space around those of the
+    answer.
+
+    is_open: whether the text is in the reasoning; None: not known yet
+    is_marked: whether the answer has begun with a mark of its own; None: not known yet
+    """
 
     marks: Marks
     is_open: bool | None = None
@@ -37,14 +41,15 @@ class Reasoning:
 
     @classmethod
     def after(cls, tokenizer: Tokenizer, marks: Marks, prompt_ids: Sequence[int]) -> "Reasoning":
-        """Of what follows a prompt, which may end in the mark that begins the reasoning, or the answer."""
+        """Return the parser for a prompt, which may end in the mark that begins the reasoning or the
+        answer."""
         tail = tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
         if tail.endswith(marks.begin.rstrip()):
             return cls(marks, is_open=True)
         return cls(marks, False, True) if tail.endswith(marks.opens) else cls(marks)
 
     def take(self, text: str, at_end: bool = False) -> tuple[str, str]:
-        """The reasoning and the answer in what has come since."""
+        """Take text, and return its reasoning and its answer."""
         text, self._held = self._held + text, ""
         if self.is_open is None:
             text = self._begun(text, at_end)
@@ -54,7 +59,8 @@ class Reasoning:
         return thought, "" if self.is_open else self._answer(text, at_end)
 
     def _begun(self, text: str, at_end: bool) -> str:
-        """What follows the first mark of the reasoning; nothing while it is not known which comes first."""
+        """Return the text behind the mark that begins the reasoning; nothing until it is known which comes
+        first."""
         bare, begin = text.lstrip(), self.marks.begin
         if bare.startswith(begin):
             self.is_open = True
@@ -66,17 +72,17 @@ class Reasoning:
         return text
 
     def _thought(self, text: str, at_end: bool) -> tuple[str, str]:
-        """The reasoning, and what follows the mark that ends it."""
+        """Return the reasoning, and the text behind the mark that ends it."""
         thought, found, rest = text.partition(self.marks.end)
         if found:
             self.is_open = False
         elif not at_end:
-            cut = len(thought) - begun_mark(thought, self.marks.end)
+            cut = len(thought) - overlap(thought, (self.marks.end,))
             thought, self._held = thought[:cut], thought[cut:]
         return thought, rest
 
     def _answer(self, text: str, at_end: bool) -> str:
-        """The answer without its own marks."""
+        """Return the answer without its marks."""
         if self.is_marked is None:
             bare = text.lstrip()
             found = next((mark for mark in self.marks.opens if bare.startswith(mark)), None)
@@ -88,11 +94,11 @@ class Reasoning:
         return self._closed(text, at_end) if self.is_marked and self.marks.closes else text
 
     def _closed(self, text: str, at_end: bool) -> str:
-        """The answer without the mark that closes it, which only white space may follow."""
+        """Return the answer without its closing mark, which only white space may follow."""
         mark = self.marks.closes
         answer, found, rest = text.rpartition(mark)
         if not found or rest.strip():
-            answer = text[: len(text) - begun_mark(text, mark)]
+            answer = text[: len(text) - overlap(text, (mark,))]
         if at_end:
             return answer if found and not rest.strip() else text
         self._held = text[len(answer) :]
@@ -100,10 +106,5 @@ class Reasoning:
 
 
 def may_become(text: str, marks: Iterable[str]) -> bool:
-    """Whether more text may make one of the marks of it."""
+    """Return whether more text may complete one of the marks."""
     return any(mark.startswith(text) for mark in marks)
-
-
-def begun_mark(text: str, mark: str) -> int:
-    """How many of a text's last characters may be the first ones of a mark."""
-    return max(n for n in range(len(mark)) if text.endswith(mark[:n]))

@@ -1,11 +1,7 @@
-"""Text from tokens one by one: for each way a tokenizer decodes, what can no longer change and what still
-may.
-
-Decoding a prefix is not a prefix of decoding the whole: a character's bytes may lie in several tokens, and
-byte-fallback tokenizers replace a whole run of byte tokens when one later byte spoils it. A stream returns
-text only when it is final. The bytes of the byte-level alphabet are GPT-2's (Radford et al., 2019); runs and
-replacements follow the `tokenizers` library.
-"""
+"""Text from tokens one by one, for each kind of decoder. Decoding a prefix gives no prefix of the whole text:
+a character's bytes may lie in several tokens, and byte-fallback tokenizers replace a whole run of byte tokens
+if a later byte makes it invalid. A stream returns text only when it is final. The byte-level alphabet is
+GPT-2's (Radford et al., 2019); runs and replacements follow the `tokenizers` library."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -17,31 +13,30 @@ WINDOW_PATIENCE = 8  # tokens a window waits for a broken character: UTF-8 never
 
 
 class TextStream(Protocol):
-    """What a decoder knows between two tokens. `pending` is text that a later token may still change."""
+    """The state of a decoder between two tokens. `pending` is text that a later token may still change."""
 
     @property
     def pending(self) -> str: ...
 
     def push(self, token_id: int, token: str) -> str:
-        """Takes the next token; returns the text that became final with it."""
+        """Take the next token; return the text that became final with it."""
         ...
 
     def finish(self) -> str:
-        """Ends the text: returns the rest of it, broken characters replaced."""
+        """End the text: return the rest of it, with broken characters replaced."""
         ...
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for: printable ones themselves, the rest from
-    U+0100 on."""
+    """Return the byte of each character of a byte-level vocabulary: printable characters stand for
+    themselves, the rest begins at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class ByteLevelStream:
-    """Every token is bytes; their concatenation is UTF-8, ill-formed parts replaced (GPT-2, Llama 3,
-    Qwen)."""
+    """Every token is bytes; together they are UTF-8, with invalid parts replaced (GPT-2, Llama 3, Qwen)."""
 
     pending = ""
 
@@ -57,7 +52,7 @@ class ByteLevelStream:
 
 
 def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """The bytes of a byte-level token; an added token with a character outside the alphabet is its own
+    """Return the bytes of a byte-level token; an added token with a character outside the alphabet is
     UTF-8."""
     try:
         return bytes([alphabet[c] for c in token])
@@ -67,8 +62,8 @@ def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 
 @dataclass(frozen=True)
 class PieceRules:
-    """How a SentencePiece-like vocabulary becomes text: replacements per token, byte tokens, leading
-    characters dropped."""
+    """Rules by which SentencePiece-like tokens become text: replacements, byte tokens, leading characters
+    dropped."""
 
     replacements: tuple[tuple[str, str], ...] = ()
     byte_fallback: bool = False
@@ -81,7 +76,7 @@ class PieceRules:
         return token
 
     def byte(self, text: str) -> int | None:
-        """The byte that a token like `<0x0A>` stands for; None for other tokens."""
+        """Return the byte of a token like `<0x0A>`; None for other tokens."""
         if not (self.byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")):
             return None
         try:
@@ -91,11 +86,9 @@ class PieceRules:
 
 
 class PieceStream:
-    """Tokens are text, some are single bytes (Llama 2, Mistral, Gemma, Phi-3).
-
-    A run of byte tokens is UTF-8 as a whole or, with one bad byte anywhere, replaced byte by byte: so it
-    stays pending until it ends or breaks.
-    """
+    """Tokens are text, some are single bytes (Llama 2, Mistral, Gemma, Phi-3). A run of byte tokens is UTF-8
+    as a whole or, with one invalid byte anywhere, replaced byte by byte: so it is pending until it ends or is
+    invalid."""
 
     def __init__(self, rules: PieceRules, at_start: bool):
         self._rules = rules
@@ -149,11 +142,8 @@ class PieceStream:
 
 
 class WindowStream:
-    """Any other decoder: the text of a few last tokens, less the text of those already given out.
-
-    As Hugging Face's text-generation-inference does it; exact where a token's text depends on its predecessor
-    alone.
-    """
+    """Any other decoder: decodes a few last tokens, and subtracts the text already returned, as Hugging
+    Face's text-generation-inference does. Exact if a token's text depends on its predecessor alone."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]):
         self._decode = decode
@@ -181,7 +171,7 @@ class WindowStream:
 
 
 def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
-    """The rules that a `tokenizers` decoder in JSON amounts to, or None where it is of another kind."""
+    """Return the rules of a `tokenizers` decoder in JSON; None for one of another kind."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     count = len([k for k in kinds if k == "Replace"])

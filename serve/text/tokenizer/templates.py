@@ -1,5 +1,4 @@
-"""Where a model's folder keeps its chat templates, and Mistral's instruct format, whose folders may have
-none."""
+"""Chat templates in a model's folder, and Mistral's instruct format for folders without one."""
 
 import json
 from collections.abc import Mapping
@@ -10,19 +9,16 @@ import msgspec
 
 
 class NamedTemplate(msgspec.Struct):
-    """One of several templates in a `tokenizer_config.json`."""
+    """A template in a list of `tokenizer_config.json`."""
 
     name: str
     template: str
 
 
 def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The folder's templates by name, of which "default" is the one for most conversations: that of a file
-    of its own, else those of the configuration, else that of the `chat_template.json` which folders of models
-    that see images have.
-
-    Raises ValueError for one that is no text.
-    """
+    """Return the folder's templates by name, of which "default" is for most conversations. Sources, the first
+    that exists: `chat_template.jinja`, the configuration, and `chat_template.json`, which models that see
+    images have. Raises ValueError for a template that is no text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return {"default": text_of(file)}
@@ -44,7 +40,7 @@ def text_of(file: Path) -> str:
 
 
 def checked(file: Path, template: Any) -> dict[str, str]:
-    """One template, or a list of named ones, as a file gives them."""
+    """Return the template, or the named ones, of a file."""
     try:
         given = msgspec.convert(template, str | list[NamedTemplate] | None)
     except msgspec.ValidationError as error:

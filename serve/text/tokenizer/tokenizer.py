@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids and back, under the names that Transformers has for it."""
+"""A model's tokenizer, with the names of Transformers: text to token ids and back."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ....refusals import Table, check_neutral
 from .added import content
 from .hiding import without_mark
 from .lengths import Measure, measure_of
-from .neutral import refuse, refuse_all
 from .stream import (
     ByteLevelStream,
     PieceStream,
@@ -29,11 +29,23 @@ if TYPE_CHECKING:
 
 HELD = 4096  # characters of a text for which the interpreter may be held
 Encode = Callable[[str, bool, str], list[int]]
+# Keywords of Transformers' tokenizers, with the values that ask for nothing.
+NEUTRAL: Table = {
+    "text_pair": (None,),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "return_tensors": (None,),
+    "return_attention_mask": (True, None),
+    "return_assistant_tokens_mask": (False,),
+    "tokenizer_kwargs": (None, {}),
+    "clean_up_tokenization_spaces": (False, None),
+}
 LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
 
 
 class Encoding(dict[str, Any]):
-    """What a call of a tokenizer returns: `input_ids` and `attention_mask`, by key or as attributes."""
+    """`input_ids` and `attention_mask` of a text, by key or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -43,14 +55,17 @@ class Encoding(dict[str, Any]):
 
 
 class Tokenizer:
-    """A folder's tokenizer through the `tokenizers` library, with what `tokenizer_config.json` adds to it.
+    """A folder's tokenizer through the `tokenizers` library, with the settings of `tokenizer_config.json`.
 
-    Attributes: bos_token, eos_token, unk_token, pad_token (str or None, and pad_token may be set),
-    bos_token_id, eos_token_id, unk_token_id, pad_token_id (int or None), chat_template (Jinja source, or None
-    where the model has none), all_special_tokens (those that the folder names), all_special_ids, special_ids
-    (of all that are no text), split_special_tokens (False, and may be set: special tokens in the text of
-    messages are read as plain text; Transformers then splits those of the template too). `len` counts the
-    tokens, added ones included; a model's vocabulary may be padded beyond it.
+    bos_token, eos_token, unk_token, pad_token: str or None; pad_token may be set
+    bos_token_id, eos_token_id, unk_token_id, pad_token_id: int or None
+    chat_template: Jinja source, or None
+    all_special_tokens, all_special_ids: those that the folder names
+    special_ids: all tokens that are no text
+    split_special_tokens: False, and may be set: special tokens in messages are read as plain text;
+        Transformers then splits those of the template too
+
+    `len` counts the tokens, added ones included; a model's vocabulary may be padded beyond it.
     """
 
     def __init__(
@@ -60,12 +75,10 @@ class Tokenizer:
         chat_template: str | Mapping[str, str] | None = None,
         encode: Encode | None = None,
     ):
-        """Takes over `backend`: truncation and padding are turned off, bos and eos are what `config` names.
-        Several chat templates come by their names; the attribute is the one called "default".
-
-        `encode` makes ids of a text, of whether special tokens are added, and of the mark that hides special
-        tokens, where the backend only has the tokens.
-        """
+        """Take over `backend`: truncation and padding are turned off, bos and eos are those of `config`.
+        Several chat templates are given by name; the attribute is the one called "default". `encode`, if the
+        backend cannot encode, makes ids of a text, given whether special tokens are added and the mark that
+        hides special tokens."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -90,11 +103,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer | None":
-        """The tokenizer of a folder: its `tokenizer.json`, or its SentencePiece `tokenizer.model`, or
-        `vocab.json` with `merges.txt`, or tiktoken's or Mistral's ranks; None if it has none of them.
-
-        Raises ValueError, naming the file, if a file is there but cannot be read or is not supported.
-        """
+        """Read the tokenizer of a folder: `tokenizer.json`, or SentencePiece's `tokenizer.model`, or
+        `vocab.json` with `merges.txt`, or ranks of tiktoken or Mistral; None without any. Raises ValueError,
+        naming the file, for one that cannot be read or is not supported."""
         folder = Path(path)
         found = find_vocabulary(folder)
         if found is None:
@@ -108,11 +119,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens without those added to the model's own."""
+        """Number of tokens without added ones."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by token, as the vocabulary writes tokens."""
+        """Return ids by token, as the vocabulary writes tokens."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     @property
@@ -134,18 +145,19 @@ class Tokenizer:
         return [i for i in ids if i is not None]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary, e.g. `<|im_end|>`; None if there is none."""
+        """Return the id of a token by its name in the vocabulary, e.g. `<|im_end|>`; None if unknown."""
         return self._backend.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or those of several; an unknown one has `unk_token_id`."""
+        """Return the id of a token, or those of several; `unk_token_id` for an unknown one."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self.token_id(tokens)
         return self.unk_token_id if found is None else found
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or those of several, as the vocabulary writes them; None for an unknown id."""
+        """Return the token of an id, or those of several, as the vocabulary writes them; None for an unknown
+        id."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids)
         kept = (int(i) for i in ids if not (skip_special_tokens and int(i) in self.special_ids))
@@ -156,10 +168,8 @@ class Tokenizer:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **neutral: Any
     ) -> Encoding:
-        """`input_ids` and `attention_mask` of a text, or lists of them for several texts.
-
-        Nothing is padded, cut or made a tensor: raises ValueError where that is asked for.
-        """
+        """Return `input_ids` and `attention_mask` of a text, or lists of them for several texts. Raises
+        ValueError for padding, truncation and tensors, which are not supported."""
         refuse_all(neutral)
         if isinstance(text, str):
             return encoding(self.encode(text, add_special_tokens))
@@ -168,14 +178,11 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None, mark: str = ""
     ) -> list[int]:
-        """Token ids of a text. The special tokens are those of tokenizer.json's post-processor; bos is added
-        where it lacks one though `add_bos_token` is true (DeepSeek's folders). None are added with
-        `add_special_tokens=False`. The `mark` in a text (see `hiding`) hides special tokens.
-
-        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which no UTF-8 text holds, and
-        ValueError for a text whose length alone says that it has more than `most` tokens; whether a shorter
-        one has, the ids tell.
-        """
+        """Return the token ids of a text. Special tokens are those of tokenizer.json's post-processor; bos is
+        added where it lacks one though `add_bos_token` is true (DeepSeek's folders). With
+        `add_special_tokens=False` none are added. The `mark` in a text (see `hiding`) hides special tokens.
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, and ValueError for a text whose
+        length alone shows that it has more than `most` tokens; a shorter text may have more, too."""
         self.check_length(text.replace(mark, ""), most)
         try:
             ids = self._encode(text, add_special_tokens, mark)
@@ -186,8 +193,8 @@ class Tokenizer:
         return [*self._prefix, *ids] if missing else ids
 
     def _encoded(self, text: str, special: bool, mark: str) -> list[int]:
-        """The backend's ids. Other threads run while a long text is encoded: with `encode` they would
-        wait."""
+        """Return the backend's ids. A long text is encoded as a batch, which lets other threads run
+        meanwhile."""
         if mark not in self._marked:
             self._marked[mark] = without_mark(self._backend, mark)
         backend = self._marked[mark]
@@ -197,13 +204,13 @@ class Tokenizer:
         return found.ids
 
     def check_length(self, text: str, most: int | None) -> None:
-        """Raise ValueError for a text whose length alone says that it has more than `most` tokens."""
+        """Raise ValueError for a text whose length alone shows that it has more than `most` tokens."""
         if most is not None and len(text) > LONG and (least := self.least_tokens(text)) > most:
             raise ValueError(f"the prompt has {least} tokens or more, at most {most} are allowed")
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of a text's number of tokens, found without tokenizing it; 0 where its length tells
-        nothing."""
+        """Return a lower bound of a text's number of tokens, without tokenizing it; 0 if its length gives
+        none."""
         return 0 if self._measure is None else self._measure.least_tokens(text)
 
     @cached_property
@@ -211,8 +218,8 @@ class Tokenizer:
         return None if self._encodes_elsewhere else measure_of(self._backend)
 
     def template_for(self, name: str | None = None, with_tools: bool = False) -> str | None:
-        """The chat template of a name, or the one given in its place; else the tokenizer's, of several named
-        ones that for tools where there are some."""
+        """Return the chat template of a name, or the one given in its place; else the tokenizer's, of several
+        named ones the one for tools if there are some."""
         if name is not None:
             return self._templates.get(name, name)
         is_own = self.chat_template == self._templates.get("default")
@@ -229,13 +236,10 @@ class Tokenizer:
         return_dict: bool = True,
         **options: Any,
     ) -> Any:
-        """A conversation, or several, as the model's prompt: an Encoding, or ids alone with
+        """Return a conversation, or several, as the model's prompt: an Encoding, or ids with
         `return_dict=False`, or text with `tokenize=False`. Arguments are those of Transformers; others are
-        variables of the template.
-
-        Raises chat.ChatTemplateError if there is no template, it refuses the messages, or they are malformed;
-        ValueError as a call does.
-        """
+        variables of the template. Raises chat.ChatTemplateError if there is no template, it rejects the
+        messages, or they are malformed; ValueError as a call does."""
         from .chat import render_for, rendered_ids
 
         options |= {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
@@ -253,9 +257,8 @@ class Tokenizer:
     # ------------------------------------------------------------ ids to text
 
     def decode(self, ids: Any, skip_special_tokens: bool = False, **neutral: Any) -> Any:
-        """The text of token ids, or of one; ids outside the vocabulary are left out. Of lists of ids, a list
-        of texts.
-        """
+        """Return the text of token ids, or of one; ids outside the vocabulary are left out. For lists of ids,
+        return a list of texts."""
         refuse_all(neutral)
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         ids = [ids] if isinstance(ids, int) else list(ids)
@@ -266,13 +269,12 @@ class Tokenizer:
     def batch_decode(
         self, sequences: Iterable[Any], skip_special_tokens: bool = False, **neutral: Any
     ) -> list[str]:
-        """The texts of several sequences of token ids."""
+        """Return the texts of several sequences of token ids."""
         return [self.decode(ids, skip_special_tokens, **neutral) for ids in sequences]
 
     def decode_token(self, token_id: int) -> str:
-        """One token's text as it stands inside a text (leading space kept, broken bytes replaced); "" for an
-        unknown id.
-        """
+        """Return a token's text as it is inside a text (leading space kept, broken bytes replaced); "" for an
+        unknown id."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return ""
@@ -284,7 +286,7 @@ class Tokenizer:
         return self.decode([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, which need not be whole characters."""
+        """Return a token's bytes, which need not be whole characters."""
         token = self._backend.id_to_token(token_id)
         if token is not None and self._alphabet:
             return token_bytes(token, self._alphabet)
@@ -292,13 +294,13 @@ class Tokenizer:
         return self.decode_token(token_id).encode() if byte is None else bytes([byte])
 
     def keeps(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """The token that decoding would use for an id; None where it leaves the id out."""
+        """Return the token that decoding uses for an id; None if it leaves the id out."""
         if skip_special_tokens and token_id in self.special_ids:
             return None
         return self._backend.id_to_token(token_id)
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
-        """A fresh text stream that continues a prompt (or begins a text, if the prompt has no text)."""
+        """Return a new text stream behind a prompt; a prompt without text begins a text."""
         if self._alphabet:
             return ByteLevelStream(self._alphabet)
         kept = _last(prompt_ids, 4, lambda i: self.keeps(i, skip_special_tokens) is not None)
@@ -307,9 +309,8 @@ class Tokenizer:
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), kept)
 
     def _named(self, config: Mapping[str, Any], name: str) -> tuple[str | None, int | None]:
-        """A token that the configuration names, and its id, made special if the vocabulary has it as a plain
-        token.
-        """
+        """Return a token that the configuration names, and its id; it becomes special if it is a plain token
+        of the vocabulary."""
         token = config.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token is None or self._backend.token_to_id(token) is None:
@@ -325,7 +326,7 @@ def encoding(ids: list[Any]) -> Encoding:
 
 
 def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:
-    """The last `count` ids that are kept, in order, without looking at more of them than needed."""
+    """Return the last `count` ids that are kept, in order."""
     found: list[int] = []
     for token_id in reversed(ids):
         if len(found) == count:
@@ -333,3 +334,19 @@ def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[i
         if keep(token_id):
             found.append(token_id)
     return found[::-1]
+
+
+def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not Transformers' own. Raises ValueError for one of these that asks for
+    something."""
+    for name, value in options.items():
+        if name in NEUTRAL:
+            check_neutral(name, value, NEUTRAL)
+    return {name: value for name, value in options.items() if name not in NEUTRAL}
+
+
+def refuse_all(options: Mapping[str, Any]) -> None:
+    """Raise as `refuse`, and TypeError for an option that Transformers does not have."""
+    others = refuse(options)
+    if others:
+        raise TypeError(f"unknown argument {next(iter(others))!r}")

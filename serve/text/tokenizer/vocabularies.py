@@ -1,10 +1,7 @@
-"""From a folder's tokenizer files to one that encodes: `tokenizer.json`, a SentencePiece model, GPT-2's two
-files, or a vocabulary of tiktoken's or Mistral's.
-
-`tokenizers` keeps every vocabulary and decodes, so that streamed text has one way. It encodes too, except for
-SentencePiece (Kudo and Richardson, arXiv 1808.06226): there the library of that name does, because its
-normalisation and its ties between equally good pieces are not those of a conversion.
-"""
+"""Tokenizer files of a folder: `tokenizer.json`, a SentencePiece model, GPT-2's two files, or a vocabulary of
+tiktoken's or Mistral's. `tokenizers` holds every vocabulary and decodes, so that streamed text has one way.
+It encodes too, except for SentencePiece (Kudo and Richardson, arXiv 1808.06226): that library's normalisation
+and its ties between equally good pieces are not those of a conversion."""
 
 import re
 from collections.abc import Mapping
@@ -33,10 +30,8 @@ OTHERS = (
 
 
 def find_vocabulary(folder: Path) -> Vocabulary | None:
-    """The tokenizer of a folder and its `tokenizer_config.json`; None if it has no tokenizer file.
-
-    Raises ValueError, naming the file, for one that cannot be read or a kind that is not supported.
-    """
+    """Return the tokenizer of a folder and its `tokenizer_config.json`; None without a tokenizer file. Raises
+    ValueError, naming the file, for one that cannot be read or a kind that is not supported."""
     config = read_tokens(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").is_file():
         return from_json(folder / "tokenizer.json", config)
@@ -55,7 +50,7 @@ def find_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def unread(folder: Path) -> str:
-    """What a folder has in place of a tokenizer that can be read; "" where it has nothing of the kind."""
+    """Return the error for a folder whose tokenizer is of an unsupported kind; "" without any."""
     names = sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
     for patterns, what in OTHERS:
         for name in names:
@@ -74,7 +69,7 @@ def from_json(file: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """GPT-2's byte-level pairs (Radford et al., 2019) from `vocab.json` and `merges.txt`."""
+    """Read GPT-2's byte-level pairs (Radford et al., 2019) from `vocab.json` and `merges.txt`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     kind = config.get("tokenizer_class", "GPT2Tokenizer")
@@ -100,13 +95,10 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
-    """A SentencePiece model, with the tokens that other files of its folder add to it.
-
-    Control pieces, and tokens that the folder adds or names, are found in texts; between them the library
-    encodes. Like transformers 5, only the text's own beginning gets the space that the model was trained to
-    expect there, unless the configuration says `"legacy": true`; bos is put in front unless it says
-    `"add_bos_token": false`.
-    """
+    """Read a SentencePiece model, with the tokens that other files of its folder add. Control pieces, and
+    tokens that the folder adds or names, are found in texts; between them the library encodes. Like
+    transformers 5, only the text's own beginning gets the space that the model was trained to expect there,
+    unless the configuration says `"legacy": true`; bos is added unless it says `"add_bos_token": false`."""
     spm = library(file)
     first, rest = processors(spm, file, bool(config.get("legacy", False)))
     names = {"bos_token": first.bos_id(), "eos_token": first.eos_id()}
@@ -115,8 +107,8 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
     added = backend.get_added_tokens_decoder()
 
     def ids_of(text: str, mark: str) -> list[int]:
-        """Added tokens are the backend's to find; what lies between two of them is one word to it, mostly an
-        unknown one, out of which the mark is taken."""
+        """Encode a text. The backend finds added tokens; the text between two of them is one word to it,
+        mostly an unknown one, from which the mark is removed."""
         found = backend.encode(text, add_special_tokens=False)
         ids: list[int] = []
         for token, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -154,7 +146,7 @@ def library(file: Path) -> Any:
 
 
 def processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
-    """What encodes the beginning of a text, and what encodes a part of it behind an added token."""
+    """Return the encoder of a text's beginning, and that of a part behind an added token."""
     library, messages = spm
     try:
         model = messages.ModelProto.FromString(file.read_bytes())
@@ -176,7 +168,7 @@ def processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
 
 
 def pieces_backend(sp: Any, folder: Path, config: Mapping[str, Any]) -> "tokenizers.Tokenizer":
-    """A vocabulary of whole pieces: it finds added tokens in a text, and decodes."""
+    """Return a vocabulary of whole pieces, which finds added tokens in a text and decodes."""
     from tokenizers import Tokenizer, decoders, models
 
     pieces = {i: sp.id_to_piece(i) for i in range(sp.get_piece_size())}

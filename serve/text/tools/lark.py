@@ -8,18 +8,18 @@ from typing import Any
 
 # JSON as chat templates write it; without this a schema allows any white space, and as much of it
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # what may be one token
+MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # text that may be one token
 
 
 @dataclass
 class Lark:
-    """The rules of a grammar. `special` has the ids of special tokens, which no text becomes."""
+    """The rules of a grammar. `special` returns the ids of special tokens, which no text becomes."""
 
     special: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
 
     def text(self, text: str) -> str:
-        """Terms for a text, its special tokens as such."""
+        """Return terms for a text, with its special tokens as such."""
         return " ".join(self._term(part) for part in MARK.split(text) if part)
 
     def _term(self, part: str) -> str:
@@ -27,21 +27,21 @@ class Lark:
         return self.quoted(part) if id is None else f"<[{id}]>"
 
     def quoted(self, text: str) -> str:
-        """A text as such."""
+        """Return a literal."""
         return json.dumps(text, ensure_ascii=False)
 
     def rule(self, terms: str, attributes: str = "") -> str:
-        """The name of a rule of these terms."""
+        """Add a rule, and return its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {terms}")
         return name
 
     def one_of(self, choices: Iterable[str]) -> str:
-        """The name of a rule for one of several terms."""
+        """Add a rule for one of several terms, and return its name."""
         return self.rule(" | ".join(choices))
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A term for JSON that a schema allows."""
+        """Return a term for JSON that a schema allows."""
         return f"%json {json.dumps({**schema, 'x-guidance': WRITTEN})}"
 
     def grammar(self, start: str) -> str:

@@ -1,29 +1,33 @@
-"""What a message may call."""
+"""Tools that a reply may call, and values of their parameters that are written as text."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from .values import at
-
-ANCHORS = ("$defs", "definitions")  # of what references mean
-OTHERS = {  # what says which other arguments there may be
+Choice = Literal["none", "auto", "required"]
+ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+DEEPEST = 16  # schemas in schemas that are looked into
+ANCHORS = ("$defs", "definitions")  # keys of a schema with the definitions of references
+OTHERS = {  # keys of a schema that allow other arguments
     "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function by its name, and the JSON Schema of its arguments."""
+    """A function: its name, and the JSON Schema of its arguments."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """The schema of arguments that are asked for: an object of the parameters that are named, unless it
-        says what else there may be, or that there may be anything; a reference is followed."""
+        """Schema of the arguments that a grammar asks for: an object with the named parameters only, unless
+        the schema allows others; a reference is followed."""
         found = self.parameters
         if isinstance(reference := found.get("$ref"), str) and isinstance(at(found, reference), Mapping):
             found = self.rooted(at(found, reference))
@@ -32,15 +36,105 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters by their names."""
+        """Schemas of the parameters by name."""
         found = self.arguments.get("properties")
         return found if isinstance(found, Mapping) else {}
 
     def schema(self, parameter: str) -> Mapping[str, Any]:
-        """The schema of one of its parameters; an empty one where nothing is said of it."""
+        """Return the schema of a parameter; empty if unknown."""
         found = self.properties.get(parameter)
         return found if isinstance(found, Mapping) else {}
 
     def rooted(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A schema within that of the parameters, with what its references may mean."""
+        """Return a part of the schema with the definitions that its references need."""
         return {**{name: self.parameters[name] for name in ANCHORS if name in self.parameters}, **schema}
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a request.
+
+    given: as in a body of OpenAI's, for chat templates
+    choice: whether tools may not, may, or must be called
+    only: the one tool that must be called
+    is_several: whether there may be several calls
+    """
+
+    given: Sequence[Mapping[str, Any]]
+    choice: Choice = "auto"
+    only: str | None = None
+    is_several: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        return self.choice == "required"
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        """Tools that may be called."""
+        functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
+        found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
+        return tuple(tool for tool in found if self.only in (None, tool.name))
+
+
+# ---------------------------------------------------------------- values written as text, by their schema
+
+
+def read(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Return a text as JSON: a string as it is, other types as JSON or Python writes them. A value that is a
+    string or another type becomes the other type; one of no allowed type becomes a string. References begin
+    at the schema `root`."""
+    allowed, bare = types_of(schema, root), text.strip()
+    if allowed != {"string"}:
+        bare = WORDS.get(bare.lower(), bare)
+        kind = kind_of(bare)
+        if kind in allowed or (kind == "integer" and "number" in allowed):
+            return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def kind_of(text: str) -> str | None:
+    """Return the type of a JSON value other than a string; None for other text."""
+    try:
+        value = json.loads(text, parse_constant=refused)
+    except (ValueError, RecursionError):
+        return None
+    return "null" if value is None else None if isinstance(value, str) else KINDS[type(value)]
+
+
+def refused(word: str) -> None:
+    raise ValueError(word)
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the types that a schema may allow; all if it does not say."""
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return ALL
+    if isinstance(reference := schema.get("$ref"), str):
+        return types_of(at(root, reference), root, depth + 1)
+    if isinstance(given := schema.get("type"), str | list):
+        return frozenset([given] if isinstance(given, str) else map(str, given))
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset("null" if value is None else KINDS.get(type(value), "string") for value in values)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(name), list):
+            return frozenset().union(*(types_of(one, root, depth + 1) for one in several))
+    return ALL
+
+
+def at(root: Mapping[str, Any], reference: str) -> Any:
+    """Return the part of a schema that a reference means; None if there is none."""
+    found: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found
+
+
+def choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str] | None:
+    """Return the texts of the only values that a schema allows, if it lists them."""
+    if isinstance(reference := schema.get("$ref"), str):
+        schema = found if isinstance(found := at(root, reference), Mapping) else {}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return None
+    return [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values]

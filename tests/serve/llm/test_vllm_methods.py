@@ -16,7 +16,8 @@ from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.llm.metrics import Counter, Gauge, Histogram, Metric
-from duetto.serve.server.service.metrics import EngineMetrics
+from duetto.serve.server.routes.state import engine_families
+from duetto.serve.server.service.metrics import Exposition
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
 
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)
@@ -185,7 +186,8 @@ def test_metrics_of_the_engine(llm):
 
 def test_the_board_shows_what_is_counted(llm):
     """Grafana's: every series in it is one of ours, with the labels that it is told apart by."""
-    samples = text_string_to_metric_families(EngineMetrics(llm, "demo").text().decode())
+    written = Exposition(lambda: engine_families(llm, "demo")).text()
+    samples = text_string_to_metric_families(written.decode())
     served = {sample.name: sample.labels for family in samples for sample in family.samples}
     board = json.loads((Path(__file__).parents[3] / "examples/grafana.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]

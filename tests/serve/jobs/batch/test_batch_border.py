@@ -13,7 +13,7 @@ from duetto.serve.jobs.batch.answers import Answers
 from duetto.serve.jobs.batch.lines import Address, RawLine, address_of, decode, task_of
 from duetto.serve.jobs.batch.options import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 
 
 def deep(levels: int, inside: str = "1") -> str:

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from duetto.serve.server.http.address import is_of_this_machine
-from duetto.serve.server.http.auth import Keys, keys_in
+from duetto.serve.server.http.guards import ApiKeys, Guard, keys_in
+from duetto.serve.server.http.lifecycle import is_of_this_machine
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_clients_send(sent, status):
         return Response()
 
     app = Starlette(routes=[Route("/", answer), Route("/open", answer)])
-    http = TestClient(Keys(app, keys=["a", "b c", "k\xe9y"], open=["/open"]))
+    http = TestClient(Guard(app, ApiKeys(["a", "b c", "k\xe9y"], open=["/open"])))
     reply = http.get("/", headers={b"authorization": sent})
     assert reply.status_code == status and http.get("/open").status_code == 200
     assert reply.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)

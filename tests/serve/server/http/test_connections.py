@@ -8,7 +8,7 @@ import time
 import pytest
 
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.address import reserved, reuse
+from duetto.serve.server.http.lifecycle import reserved, reuse
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
 BODY = json.dumps({"prompt": "def", "max_tokens": 2}).encode()

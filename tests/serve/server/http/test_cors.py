@@ -12,8 +12,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.cors import guards, origins
-from duetto.serve.server.http.hosts import is_loopback
+from duetto.serve.server.http.guards import guards, is_loopback, origins
 from duetto.serve.server.router.http import ServerAddress
 
 THEIRS, OWN = "https://chat.example.org", "http://testserver"

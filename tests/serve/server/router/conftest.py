@@ -11,12 +11,10 @@ from fakes.replica import FakeReplica
 
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.app import app
 from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.main import line_and_prefills, naming, replicas_of
-from duetto.serve.server.router.prefills import PrefillPool
+from duetto.serve.server.router.main import app, line_and_prefills, naming, replicas_of
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import RequestQueue
+from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
 
 @dataclass

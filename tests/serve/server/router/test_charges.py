@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.server.router.charges import CHOICES, ROOM, charge
-from duetto.serve.server.router.prompts import MOST, TextNaming
+from duetto.serve.server.router.prompts import CHOICES, MOST, ROOM, TextNaming, charge
 
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NO_NUMBERS: list[Any] = [

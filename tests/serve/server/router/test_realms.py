@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes.replica import FakeReplica
 
-from duetto.serve.server.router.resumable import Resumable
+from duetto.serve.server.router.resumable import ResumableStream
 
 WHOLE = [str(i) for i in range(6)]
 
@@ -116,7 +116,7 @@ def test_adapters_of_one_name_may_differ(routing):
 
 
 def test_the_realm_of_the_latest_tokens_counts():
-    stream = Resumable({"stream": True})
+    stream = ResumableStream({"stream": True})
     for comments in (b': realm one\n\n: tokens {"0": [1]}\n\n', b': realm two\n\n: tokens {"0": [2]}\n\n'):
         assert stream.take(b"data: x\n\n" + comments) == b"data: x\n\n"
     known = json.loads(stream.body)["resume"]

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 from duetto import SamplingParams
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.app import app
-from duetto.serve.server.streams.completion_request import asked_of, asked_of_response
+from duetto.serve.server.http.main import app
+from duetto.serve.server.streams.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.neutral import HARMLESS, NEUTRAL
 from duetto.serve.text.openai.tasks import BODY
 
@@ -27,7 +27,7 @@ def served(*keys: str) -> Starlette:
     """Paths without an engine behind them."""
     llm = SimpleNamespace(tokenizer=None)
     own = {"llm": llm, "names": ["demo"], "defaults": {"temperature": 0.5}, "options": ServerOptions()}
-    own["delay"] = SimpleNamespace(histogram=Histogram("duetto:late", "late", registry=None))
+    own["lag"] = SimpleNamespace(histogram=Histogram("duetto:late", "late", registry=None))
     own["realms"] = SimpleNamespace(name="0" * 64)
     return app(SimpleNamespace(**own, error=None, is_draining=False), list(keys), None)
 
@@ -73,7 +73,7 @@ def test_fields_are_those_that_are_read(document, form, path):
     found = fields(document, path)
     assert found.keys() >= BODY | NEUTRAL.keys() | HARMLESS | {"model", "stream", "stream_options"}
     post = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    read = asked_of_response if form == "response" else partial(asked_of, form)
+    read = parse_response if form == "response" else partial(parse_completion, form)
     for name, schema in found.items():
         value = next(iter(schema.get("enum", [schema.get("default")])))
         assert read(post["example"] | ({} if value is None else {name: value}), {})

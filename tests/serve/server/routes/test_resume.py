@@ -14,10 +14,10 @@ import pytest
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.weights import realms_of
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.app import app
+from duetto.serve.server.http.main import app
 from duetto.serve.server.routes import completions
 from duetto.serve.server.service.service import Service
-from duetto.serve.server.streams.resume_stream import TokenReporter
+from duetto.serve.server.streams.completion_stream import TokenReporter
 from duetto.serve.text.openai.tasks import Task
 
 ID = "0123456789abcdef" * 2

@@ -17,7 +17,7 @@ from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.service import service as services
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.tasks import Task
 from duetto.serve.text.outputs import CompletionOutput
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from duetto.serve.server.service.errors import HttpError
-from duetto.serve.server.service.streams import ClientLeft, Stream, while_read
+from duetto.serve.server.service.streams import ClientLeft, OutputStream, while_read
 from duetto.serve.text.outputs import CompletionOutput
 
 
@@ -14,8 +14,8 @@ def piece(text: str) -> CompletionOutput:
     return CompletionOutput(0, text, [])
 
 
-def stream(left: list[str], most: int = 100) -> Stream:
-    made = Stream(lambda: left.append("left"), most)
+def stream(left: list[str], most: int = 100) -> OutputStream:
+    made = OutputStream(lambda: left.append("left"), most)
     made.count = 1
     return made
 

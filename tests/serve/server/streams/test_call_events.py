@@ -12,8 +12,8 @@ from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.jobs.batch.answers import Answers
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
-from duetto.serve.server.streams.completion_request import asked_of, asked_of_response
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import params_for, task_of_body
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
@@ -58,7 +58,7 @@ def streamed(events: Any, found: list[CompletionOutput]) -> list[dict[str, Any]]
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(("reason", "end"), [("stop", "tool_calls"), ("length", "length")])
 def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end):
-    asked = asked_of("chat", ASKED, {})
+    asked = parse_completion("chat", ASKED, {})
     whole = completion_stream.whole(replies, "1", asked, [result(TEXT, reason)])
     (choice,) = ChatCompletion.model_validate(whole | {"choices": whole["choices"]}).choices
     message: Any = choice.message
@@ -86,7 +86,7 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
 
 
 def test_nothing_but_calls_has_no_content(replies):
-    asked = asked_of("chat", ASKED, {})
+    asked = parse_completion("chat", ASKED, {})
     message = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
     assert message["content"] is None and len(message["tool_calls"]) == 1
     again = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
@@ -96,19 +96,19 @@ def test_nothing_but_calls_has_no_content(replies):
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}])
 def test_where_nothing_may_be_called_marks_are_text(replies, fields):
-    asked = asked_of("chat", ASKED | fields, {})
+    asked = parse_completion("chat", ASKED | fields, {})
     choice = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": CALL} and choice["finish_reason"] == "stop"
 
 
 def test_what_went_before_is_not_told_again(replies):
-    asked, found = asked_of("chat", ASKED, {}), outputs(TEXT, 5)
+    asked, found = parse_completion("chat", ASKED, {}), outputs(TEXT, 5)
     events, other = (
         completion_stream.CompletionEvents(replies, "1", asked),
         completion_stream.CompletionEvents(replies, "1", asked),
     )
     told = [events.chunks([one]) for one in found]
-    other.went_before(found[:13], 0)
+    other.skip(found[:13], 0)
     assert [other.chunks([one]) for one in found[13:]] == told[13:]
 
 
@@ -122,7 +122,7 @@ def test_an_answer_of_a_batch_has_its_calls(replies):
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_response_has_an_item_for_each_call(replies, size):
-    asked = asked_of_response(INPUT, {})
+    asked = parse_response(INPUT, {})
     whole = responses.whole(replies, "1", asked, [result(TEXT)])
     response: Any = Response.model_validate(whole)
     assert [item.type for item in response.output] == ["reasoning", "message", *["function_call"] * 2]
@@ -146,7 +146,7 @@ def test_calls_and_their_outputs_are_messages_again():
         {"role": "user", "content": "rain?"}, {"role": "assistant", "content": "Look."}, call,
         call | {"call_id": "d"}, {"type": "function_call_output", "call_id": "c", "output": "wet"},
     ]  # fmt: skip
-    (task,) = asked_of_response({"input": given, "tools": INPUT["tools"]}, {}).tasks
+    (task,) = parse_response({"input": given, "tools": INPUT["tools"]}, {}).tasks
     assert task.messages is not None and task.toolbox is not None and task.toolbox.given == TOOLS
     _, said, output = task.messages
     assert said["content"] == "Look." and [one["id"] for one in said["tool_calls"]] == ["c", "d"]

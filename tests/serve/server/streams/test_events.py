@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
-from duetto.serve.server.streams.completion_request import asked_of, asked_of_response
+from duetto.serve.server.streams.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def streamed(events: Any, outputs: list[CompletionOutput]) -> list[dict[str, Any
 
 
 def test_a_chat_has_its_reasoning_beside_its_answer(replies):
-    asked = asked_of("chat", ASKED, {})
+    asked = parse_completion("chat", ASKED, {})
     reply = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])
     ChatCompletion.model_validate(reply)
     message = reply["choices"][0]["message"]
@@ -72,14 +72,14 @@ def test_a_chat_has_its_reasoning_beside_its_answer(replies):
 
 
 def test_reasoning_that_nobody_wants_is_left_out(replies):
-    asked = asked_of("chat", ASKED | {"include_reasoning": False}, {})
+    asked = parse_completion("chat", ASKED | {"include_reasoning": False}, {})
     message = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "yes"}
 
 
 def test_a_template_may_begin_the_reasoning(replies):
     begun = replies.tokenizer.encode("Is it?<think>\n")
-    asked = asked_of("chat", ASKED, {})
+    asked = parse_completion("chat", ASKED, {})
     message = completion_stream.whole(replies, "1", asked, [result(["maybe</think>yes"], begun)])["choices"][
         0
     ]["message"]
@@ -88,7 +88,7 @@ def test_a_template_may_begin_the_reasoning(replies):
 
 def test_models_that_do_not_reason_have_their_text_as_it_is():
     plain = Replies("demo", Tokenizer.from_folder(DEMO))
-    message = completion_stream.whole(plain, "1", asked_of("chat", ASKED, {}), [result(PIECES, [5])])[
+    message = completion_stream.whole(plain, "1", parse_completion("chat", ASKED, {}), [result(PIECES, [5])])[
         "choices"
     ][0]["message"]
     assert message == {"role": "assistant", "content": "".join(PIECES)}
@@ -96,7 +96,7 @@ def test_models_that_do_not_reason_have_their_text_as_it_is():
 
 @pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
 def test_a_response_is_an_item_of_reasoning_and_a_message(replies, reason, status):
-    asked = asked_of_response(INPUT, {})
+    asked = parse_response(INPUT, {})
     whole = responses.whole(replies, "1", asked, [result(PIECES, [5, 6, 7], reason)])
     response: Any = Response.model_validate(whole)
     assert response.output_text == "yes" and response.status == status
@@ -123,7 +123,7 @@ def test_a_response_is_an_item_of_reasoning_and_a_message(replies, reason, statu
 
 
 def test_an_answer_without_text_is_an_empty_message(replies):
-    asked = asked_of_response(INPUT, {})
+    asked = parse_response(INPUT, {})
     events = streamed(responses.ResponseEvents(replies, "1", asked, []), pieces([""]))
     assert [item["content"] for item in events[-1]["response"]["output"]] == [
         [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]

@@ -11,7 +11,7 @@ from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.tasks import Task
 
 PRIMES = (999979, 999983, 999961, 999959, 999953, 999931, 999917, 999907)

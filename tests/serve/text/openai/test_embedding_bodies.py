@@ -7,7 +7,7 @@ import pytest
 
 from duetto import PoolingParams
 from duetto.serve.text.openai.embeddings import MOST_INPUTS, inputs_of, reply
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.jobs.batch.lines import task_of
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.responses import task_of_response
 from duetto.serve.text.openai.tasks import task_of_body
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from duetto.serve.text.openai.refusing import RequestError
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.responses import task_of_response
 
 ITEMS = [

@@ -15,12 +15,11 @@ from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import render_chat
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
-from duetto.serve.text.tools.incoming import TextDelta
-from duetto.serve.text.tools.notations import LAYOUTS, notation_of
-from duetto.serve.text.tools.parting import ReasoningDelta, ReplyParser, text_of, whole_calls
-from duetto.serve.text.tools.reader import CallReader
-from duetto.serve.text.tools.tool import Tool
-from duetto.serve.text.tools.toolbox import Toolbox
+from duetto.serve.text.tools.reply_parser import ReasoningDelta, ReplyParser, text_of, whole_calls
+from duetto.serve.text.tools.stream_reader import TextDelta
+from duetto.serve.text.tools.tool import Tool, Toolbox
+from duetto.serve.text.tools.tool_format import ToolParser
+from duetto.serve.text.tools.tool_parsers import FORMATS, template_format
 
 pytest.importorskip("llguidance")
 
@@ -71,13 +70,13 @@ def walk(grammars, words, asked, seed: int) -> tuple[str, bool]:
     return words.decode(ids), False
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_whatever_is_drawn_is_calls_with_arguments_of_their_schemas(words, grammars, name):
     dialect, whole = Dialect(words, name), 0
     boxes = [Toolbox(TOOLS, "required"), Toolbox(TOOLS, "required", is_several=False)]
     for seed, box in enumerate([*boxes, Toolbox(TOOLS, "required", "say")] * 3):
         text, is_whole = walk(grammars, words, dialect.constraints(box, []), seed)
-        parting = ReplyParser("key", None, CallReader(dialect.known(), box.tools))
+        parting = ReplyParser("key", None, ToolParser(dialect.require_tool_format(), box.tools))
         parts = parting.take(text, at_end=True)
         calls = whole_calls(parts)
         if is_whole:
@@ -95,7 +94,7 @@ def test_whatever_is_drawn_is_calls_with_arguments_of_their_schemas(words, gramm
 
 
 # Those of which the templates of the tests sort keys, or write Python's words.
-WRITTEN = [name for name, one in FAMILIES.items() if one.calls in LAYOUTS and name not in ("granite",)]
+WRITTEN = [name for name, one in FAMILIES.items() if one.calls in FORMATS and name not in ("granite",)]
 
 
 @pytest.mark.parametrize("family", WRITTEN)
@@ -104,7 +103,7 @@ def test_a_grammar_allows_what_the_template_writes(words, grammars, family):
     function = {"name": "rain", "arguments": json.dumps(arguments, ensure_ascii=False)}
     called = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": function}]}
     whole = render_chat(template(family), [ASKED, called], **TOKENS, add_generation_prompt=False)
-    begin = notation_of(template(family)).begin
+    begin = template_format(template(family)).begin
     text = whole[whole.index(begin) :].removesuffix(FAMILIES[family].ends)
     dialect = Dialect(words, FAMILIES[family].calls)
     follower = grammars.constraint(dialect.constraints(Toolbox([TOOL], "required"), []), 0)
@@ -130,7 +129,9 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     ) + 'b"</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     follower.follow(own.encode(text))
     assert follower.failure is None and own.token_id("<end>") in allowed(follower.masks()[0])
-    parting = ReplyParser("key", dialect.reasoning(prompt), CallReader(dialect.known(), Toolbox(TOOLS).tools))
+    parting = ReplyParser(
+        "key", dialect.reasoning(prompt), ToolParser(dialect.require_tool_format(), Toolbox(TOOLS).tools)
+    )
     parts = parting.take(text, at_end=True)
     assert text_of(parts, ReasoningDelta) == 'b"' and not text_of(parts, TextDelta) and parting.count == 1
     assert dialect.calls_special and dialect.keeps_special

@@ -20,10 +20,16 @@ from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import calls_of
 from duetto.serve.text.tokenizer.chat import render_chat
-from duetto.serve.text.tools.incoming import Event, TextDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
-from duetto.serve.text.tools.notations import LAYOUTS, named, notation_of
-from duetto.serve.text.tools.reader import CallReader
+from duetto.serve.text.tools.stream_reader import (
+    Event,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from duetto.serve.text.tools.tool import Tool
+from duetto.serve.text.tools.tool_format import ToolParser
+from duetto.serve.text.tools.tool_parsers import FORMATS, format_named, template_format
 
 RAIN = Tool("rain", TOOL["function"]["parameters"])
 TYPED = Tool(
@@ -58,7 +64,7 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 def read(name: str, text: str, is_several: bool = True) -> list[Event]:
-    return joined(CallReader(named(name), TOOLS, is_several).take(text, at_end=True))
+    return joined(ToolParser(format_named(name), TOOLS, is_several).take(text, at_end=True))
 
 
 def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
@@ -111,7 +117,7 @@ def test_values_between_tags_are_of_the_kinds_that_the_schema_says(key, written,
         "minimax_m2": f'<invoke name="typed"><parameter name="{key}">{written}</parameter></invoke>',
         "glm45": f"typed\n<arg_key>{key}</arg_key>\n<arg_value>{written}</arg_value>\n",
     }.items():
-        text = named(name).begin + text + named(name).end
+        text = format_named(name).begin + text + format_named(name).end
         assert read(name, text) == call("typed", f'{{"{key}": {value}}}'), name
 
 
@@ -156,7 +162,9 @@ def test_where_one_call_is_allowed_the_others_are_text():
     assert read("hermes", HERMES + "\n" + HERMES, False) == [*IN_HERMES, TextDelta("\n" + HERMES)]
 
 
-MARKS = sorted({mark for name in LAYOUTS for mark in (named(name).begin, named(name).end) if mark})
+MARKS = sorted(
+    {mark for name in FORMATS for mark in (format_named(name).begin, format_named(name).end) if mark}
+)
 FRAGMENTS = [
     *MARKS, *"{}[]\":,;\\ \n<a", '"name": ', '"arguments": ', '{"name": "now", "arguments": {}}', "now",
     "functions.now:0", "<function=typed>", "<parameter=text>", "</parameter>", "</function>", "<arg_key>",
@@ -166,14 +174,14 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMATS)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), data=st.data())
 def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
-    begin = named(name).begin if data.draw(st.booleans()) else ""
+    begin = format_named(name).begin if data.draw(st.booleans()) else ""
     text = begin + "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     whole = read(name, text)
-    reader, found = CallReader(named(name), TOOLS), []
+    reader, found = ToolParser(format_named(name), TOOLS), []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += reader.take(text[start:end])
     assert joined(found + reader.take("", at_end=True)) == whole
@@ -181,7 +189,7 @@ def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
         assert whole == ([TextDelta(text)] if text else [])
 
 
-@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in LAYOUTS])
+@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in FORMATS])
 def test_calls_are_found_in_what_templates_write(family):
     """Two of them, whose arguments are as they were."""
     source, calls = template(family), [CALL, {**CALL, "id": "functions.rain:1"}]
@@ -189,10 +197,10 @@ def test_calls_are_found_in_what_templates_write(family):
         calls = [{**one, "function": SPELLED} for one in calls]
     message = {**CALLED, "reasoning": None, "tool_calls": calls}
     whole = render_chat(source, [ASKED, message], **TOKENS, add_generation_prompt=False)
-    notation = notation_of(source)
+    notation = template_format(source)
     assert notation is not None and calls_of(source).begin == notation.begin
     text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
-    found: list[Any] = joined(CallReader(notation, [RAIN]).take(text, at_end=True))
+    found: list[Any] = joined(ToolParser(notation, [RAIN]).take(text, at_end=True))
     assert [type(event) for event in found] == [ToolCallStart, ToolCallArguments, ToolCallEnd] * 2
     assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * 2
     ids = [event.id for event in found[::3]]

@@ -1,4 +1,4 @@
-"""A reply told apart as it comes: reasoning, answer, and calls of tools."""
+"""Parser of a reply as it arrives: reasoning, answer, and tool calls."""
 
 import hashlib
 from collections.abc import Iterable
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..tokenizer.reasoning import Reasoning
-from .incoming import Event, TextDelta, ToolCallArguments, ToolCallStart
-from .reader import CallReader
+from .stream_reader import Event, TextDelta, ToolCallArguments, ToolCallStart
+from .tool_format import ToolParser
 
 
 @dataclass(frozen=True)
@@ -22,32 +22,32 @@ Part = ReasoningDelta | Event
 
 @dataclass
 class ReplyParser:
-    """Parts one reply; `key` is what the ids of its calls come of, `short` whether they are of nine letters
-    and digits."""
+    """Splits one reply into parts. `key` seeds the ids of its calls; `short` ids have nine letters and digits
+    (Mistral)."""
 
     key: str
     reasoning: Reasoning | None = None
-    reader: CallReader | None = None
+    parser: ToolParser | None = None
     short: bool = False
     _ids: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         return len(self._ids)
 
     def take(self, text: str, at_end: bool = False) -> list[Part]:
-        """What has come since."""
+        """Take text, and return its parts."""
         thought = ""
         if self.reasoning is not None:
             thought, text = self.reasoning.take(text, at_end)
         found: list[Part] = [ReasoningDelta(thought)] if thought else []
-        if self.reader is not None:
-            return [*found, *(self._counted(event) for event in self.reader.take(text, at_end))]
+        if self.parser is not None:
+            return [*found, *(self._counted(event) for event in self.parser.take(text, at_end))]
         return [*found, TextDelta(text)] if text else found
 
     def _counted(self, event: Event) -> Event:
-        """An event, of which the beginning of a call has an id that no other has."""
+        """Return an event; the beginning of a call gets an id that no other call has."""
         if not isinstance(event, ToolCallStart):
             return event
         digits = hashlib.sha256(f"{self.key} {self.count}".encode()).hexdigest()
@@ -62,7 +62,7 @@ def text_of(parts: Iterable[Part], kind: type[ReasoningDelta] | type[TextDelta])
 
 
 def call_deltas(parts: Iterable[Part], known: int) -> list[dict[str, Any]]:
-    """What a stream adds to calls of which so many have begun before, one entry a call."""
+    """Return a stream's additions to calls, one entry a call; `known` calls have begun before."""
     found: list[dict[str, Any]] = []
     for part in parts:
         if isinstance(part, ToolCallStart):
@@ -77,5 +77,5 @@ def call_deltas(parts: Iterable[Part], known: int) -> list[dict[str, Any]]:
 
 
 def whole_calls(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """The calls of a whole reply."""
+    """Return the calls of a whole reply."""
     return [{name: one[name] for name in ("id", "type", "function")} for one in call_deltas(parts, 0)]

@@ -1,18 +1,52 @@
-"""JSON objects as they come from outside."""
+"""Errors of requests, and the JSON objects that they come in. Nothing here imports jax: a router needs it."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from ....refusals import RepeatedKey, unique
-from .refusing import RequestError, as_json
 
 MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
 
 
+class RequestError(ValueError):
+    """An error in a request: a code for programs, a message, and the name of the field."""
+
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise RequestError("invalid_request", f"{name}={as_json(value)} is not allowed: {allowed}", name)
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a field that is true or false. Raises RequestError for another value."""
+    value = default if fields.get(name) is None else fields[name]
+    require(isinstance(value, bool), name, value, "true or false")
+    return value
+
+
+def encodable(text: str) -> str:
+    """Return a text without lone surrogates, which JSON cannot hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def as_json(value: Any) -> str:
+    """Return a value for a message, cut short."""
+    if isinstance(value, (list, dict)):
+        kind = "a list" if isinstance(value, list) else "an object"
+        return f"{kind} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def object_of(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; `what` names it in errors. Raises RequestError."""
+    """Parse a JSON object; `what` names it in errors. Raises RequestError."""
     try:
         value = msgspec.json.decode(text.decode())
     except UnicodeDecodeError as error:
@@ -33,7 +67,7 @@ def object_of(text: bytes, what: str) -> dict[str, Any]:
 
 
 def check_keys(text: str, what: str) -> None:
-    """Raise RequestError for a key that stands in an object more than once; msgspec keeps the last."""
+    """Raise RequestError for a repeated key of an object; msgspec keeps the last."""
     try:
         json.loads(text, object_pairs_hook=unique, parse_int=len, parse_float=len)
     except RepeatedKey as error:
@@ -47,7 +81,7 @@ def too_deep(what: str) -> RequestError:
 
 
 def depth(value: Any) -> int:
-    """Levels of lists and objects, counted without recursion."""
+    """Count levels of lists and objects, without recursion."""
     level, found = [value], -1
     while level:
         inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]

@@ -1,0 +1,132 @@
+"""Fields of bodies that have several forms: the format of the output, and tools."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ....refusals import shown
+from ..tools.tool import Toolbox
+from .errors import RequestError, flag, require
+
+# Older names of fields of `structured_outputs`.
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+FORMATS = ("text", "json_object", "json_schema")
+NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+ALLOWED = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+FLAT = ("name", "description", "parameters", "strict")  # fields of a response's tool, besides its type
+
+
+def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body with the format of the output under `structured_outputs` alone. Raises
+    RequestError for a wrong format, and for two of them."""
+    others = dict(fields)
+    forms = [{own: others.pop(name)} for name, own in GUIDED.items() if name in others]
+    if "response_format" in others and (own := of_format("response_format", others.pop("response_format"))):
+        forms.append(own)
+    if "structured_outputs" in others:
+        forms.append(others.pop("structured_outputs"))
+    ways = " and ".join(name for name in (*GUIDED, "response_format", "structured_outputs") if name in fields)
+    require(len(forms) < 2, "structured_outputs", ways, "only one field says what the output must be")
+    return others | ({"structured_outputs": forms[0]} if forms else {})
+
+
+def of_format(name: str, given: Any) -> dict[str, Any] | None:
+    """Return the format that `response_format` asks for. Its schema is in an object of its own, next to its
+    type, or among its fields as in the Responses API."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    require(kind in FORMATS, f"{name}.type", kind, " or ".join(FORMATS))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    own = given.get("json_schema", given)
+    schema = own.get("schema") if isinstance(own, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
+    return {"json": schema}
+
+
+def of_text(given: Any) -> dict[str, Any]:
+    """Translate the `text` of a response's body to fields of a chat."""
+    require(isinstance(given, Mapping), "text", given, "an object")
+    unknown = sorted(given.keys() - {"format", "verbosity"})
+    require(not unknown, "text", ", ".join(unknown), "format and verbosity")
+    return {"response_format": given["format"]} if given.get("format") is not None else {}
+
+
+# ---------------------------------------------------------------- tools
+
+
+def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
+    """Return the tools of a chat's body, if any. Raises RequestError naming the field, its value and what is
+    allowed."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    several = flag(body, "parallel_tool_calls", default=True)
+    if not tools:
+        require(tools in (None, []), "tools", tools, "a list of functions")
+        require(choice in (None, "none", "auto"), "tool_choice", choice, "none or auto without tools")
+        return None
+    require(isinstance(tools, list), "tools", tools, "a list of functions")
+    names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    name, count = Counter(names).most_common(1)[0]
+    require(count == 1, "tools", name, "each function has a name of its own")
+    if isinstance(choice, Mapping):
+        return Toolbox(tools, "required", chosen(choice, names), several)
+    choice = "auto" if choice is None else choice
+    require(choice in ("none", "auto", "required"), "tool_choice", choice, ALLOWED)
+    return Toolbox(tools, choice, None, several)
+
+
+def name_of(where: str, tool: Any) -> str:
+    """Check a function, and return its name."""
+    require(isinstance(tool, Mapping), where, tool, "an object with type and function")
+    require(tool.get("type") == "function", f"{where}.type", tool.get("type"), '"function"')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError("invalid_request", f"{where}.function must be an object", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    ok = isinstance(name, str) and NAME.fullmatch(name)
+    require(bool(ok), f"{where}.function.name", name, "1 to 128 letters, digits, _, - and .")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for field, value in (("parameters", parameters), ("parameters.properties", properties)):
+        require(value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object")
+    kind = parameters.get("type", "object") if parameters else "object"
+    require(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
+    forms, strict = function.get("description"), function.get("strict")
+    require(forms is None or isinstance(forms, str), f"{where}.function.description", forms, "a string")
+    require(strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false")
+    return str(name)
+
+
+def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
+    """Return the name of the function that must be called."""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or name not in names:
+        allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
+        raise RequestError(
+            "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
+        )
+    return str(name)
+
+
+def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the tools of a response's body to fields of a chat: responses have the fields of a function
+    next to its type."""
+    found: dict[str, Any] = {}
+    if isinstance(tools := body.get("tools"), list):
+        found["tools"] = [nested(tool) for tool in tools]
+    elif tools is not None:
+        found["tools"] = tools
+    if (choice := body.get("tool_choice")) is not None:
+        found["tool_choice"] = nested(choice)
+    return found
+
+
+def nested(tool: Any) -> Any:
+    """Return a function in the form of chats."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool
+    others = {name: value for name, value in tool.items() if name not in FLAT}
+    return others | {"function": {name: tool[name] for name in FLAT if tool.get(name) is not None}}

@@ -1,0 +1,152 @@
+"""Formats of tool calls in a message: marks around calls, and the form of each."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..tokenizer.detokenizer import overlap
+from .call_forms import CallForm
+from .lark import Lark
+from .stream_reader import Event, Steps, TextDelta, TextReader
+from .tool import Tool
+
+MANY = 1 << 20  # calls of a message
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Layout of tool calls in a model's messages.
+
+    begin, end: marks around calls; `end` is "" without one
+    forms: forms of a call that are read; the last one is written
+    opens, closes: text behind `begin` and before `end`
+    between: text from one call to the next; None: each call stands between marks of its own
+    apart: text before the next mark, if each call has its own
+    is_bare: a message may begin with calls without marks, and calls are written so
+    has_short_ids: ids of calls have nine letters and digits
+
+    Text that is no call of a known tool stays text, marks included; white space around calls is dropped.
+    """
+
+    forms: tuple[CallForm, ...]
+    opens: str = ""
+    closes: str = ""
+    between: str | None = None
+    apart: str = "\n"
+    is_bare: bool = False
+    has_short_ids: bool = False
+    begin: str = ""
+    end: str = ""
+
+    def grammar(self, tools: Iterable[Tool], is_several: bool, lark: Lark) -> str:
+        """Return terms for one call of one of the tools, or for several."""
+        one = lark.one_of(self.forms[-1].written(tool, lark) for tool in tools)
+        begin, end = ("", "") if self.is_bare else (self.begin, self.end)
+        before, after = lark.text(begin + self.opens), lark.text(self.closes + end)
+        if not is_several:
+            return f"{before} {one} {after}"
+        if self.between is None:
+            section = lark.rule(f"{before} {one} {after}")
+            return f"{section} ({lark.text(self.apart)} {section})*"
+        return f"{before} {one} ({lark.text(self.between)} {one})* {after}"
+
+    def events(self, reader: TextReader, tools: Mapping[str, Tool], most: int) -> Steps[None]:
+        """Yield a message's text and at most `most` calls."""
+        count = 0
+        if self.is_bare:
+            yield from reader.blank()
+            yield from reader.skip(self.begin)
+            count = yield from self._section(reader, tools, most)
+        while count < most and (yield from consumed(reader, self.begin)):
+            count += yield from self._section(reader, tools, most - count)
+        yield from rest(reader, count > 0)
+
+    def _section(self, reader: TextReader, tools: Mapping[str, Tool], most: int) -> Steps[int]:
+        """Yield the calls behind a mark; return their number."""
+        yield from reader.blank()
+        is_list = yield from reader.skip("[")
+        count, goes_on = 0, True
+        while goes_on:
+            yield from reader.blank()
+            form = yield from self._form(reader)
+            if form is None or not (yield from form.call(reader, tools)):
+                if reader.at:
+                    yield TextDelta(reader.given())
+                break
+            count += 1
+            goes_on = yield from self._ended(reader, form, is_list, count < most)
+        return count
+
+    def _form(self, reader: TextReader) -> Steps[CallForm | None]:
+        """Return the form whose opening comes next."""
+        start = reader.at
+        for form in sorted(self.forms, key=lambda form: -len(form.opens)):
+            found = yield from reader.skip(form.opens)
+            reader.at = start
+            if found:
+                return form
+        return None
+
+    def _ended(self, reader: TextReader, form: CallForm, is_list: bool, may_go_on: bool) -> Steps[bool]:
+        """Read the text behind a call; return whether another call may follow."""
+        reader.given()
+        yield from reader.blank()
+        if may_go_on and (yield from reader.skip_any((",", ";"))):
+            return True
+        if is_list and (yield from reader.skip("]")):
+            reader.given()
+            yield from reader.blank()
+        if self.end and (yield from reader.skip(self.end)):
+            reader.given()
+            return False
+        start = reader.at
+        found = may_go_on and bool(form.opens) and (yield from reader.skip(form.opens))
+        reader.at = start if found else 0
+        return found
+
+
+def consumed(reader: TextReader, mark: str) -> Steps[bool]:
+    """Yield text up to a mark, and read the mark; return whether it comes. White space before it is held."""
+    while True:
+        found = reader.text.find(mark)
+        end = len(reader.text) - overlap(reader.text, (mark,)) if found < 0 else found
+        if kept := len(reader.text[:end].rstrip()):
+            reader.at = kept
+            yield TextDelta(reader.given())
+        elif found >= 0 or reader.is_over:
+            reader.at = found + len(mark) if found >= 0 else 0
+            return found >= 0
+        else:
+            yield None
+
+
+def rest(reader: TextReader, is_bound: bool) -> Steps[None]:
+    """Yield all further text; behind calls without white space at its end."""
+    while True:
+        holds = is_bound or not reader.is_over
+        if kept := len(reader.text.rstrip() if holds else reader.text):
+            reader.at = kept
+            yield TextDelta(reader.given())
+        elif reader.is_over:
+            return
+        else:
+            yield None
+
+
+class ToolParser:
+    """Parses a message's text as it arrives; `is_several` allows more than one call."""
+
+    def __init__(self, format: ToolFormat, tools: Iterable[Tool], is_several: bool = True):
+        self._reader = TextReader()
+        known = {tool.name: tool for tool in tools}
+        self._events = format.events(self._reader, known, MANY if is_several else 1)
+
+    def take(self, text: str, at_end: bool = False) -> list[Event]:
+        """Take text, and return its events."""
+        self._reader.text += text
+        self._reader.is_over = at_end
+        found: list[Event] = []
+        for event in self._events:
+            if event is None:
+                break
+            found.append(event)
+        return found
