@@ -68,6 +68,7 @@ class StateRows:
 
         return jax.tree.map(read, pool.states)
 
+    @jax.named_scope("cache_write")
     def write(
         self, pool: StatePool, end: Int[Array, " B"], state: RecurrentState, wanted: Bool[Array, " B"]
     ) -> StatePool:

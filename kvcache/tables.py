@@ -73,6 +73,11 @@ class PageTables:
         self.full = self.pools[0] if windows[0] is None else None
 
     @property
+    def shards(self) -> "Sequence[PageTables]":
+        """The tables of each data-parallel shard; without shards these alone."""
+        return [self]
+
+    @property
     def occupancy(self) -> float:
         """Share of the pages that sequences own, in the group where it is highest."""
         return max(1 - (pool.free + self.lent) / pool.pages for pool in self.pools)
@@ -90,6 +95,11 @@ class PageTables:
             count = gap
         seen = [self._first(g, count * self.page_size) for g in range(len(here))]
         return [[GONE] * seen[g] + cast(list[int], found[seen[g] : count]) for g, found in enumerate(here)]
+
+    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> Sequence[Tables]:
+        """Pages of the longest prefix in each shard with less than `most` sequences, the best shard first;
+        `running`: sequences of each shard."""
+        return [self.find(names)] if running[0] < most else []
 
     def _place(self, g: int, name: bytes, away: Away | None) -> int | None:
         page = self.pools[g].find(name)

@@ -204,7 +204,7 @@ def mix_heads(
     w: Attention,
     c: GroupedQuery,
     x: Float[Array, "B T D"],
-    turn: Rotation | None,
+    rotary: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -212,14 +212,14 @@ def mix_heads(
     """Attention of layer i over normed x, and attend's new state."""
 
     def turned(x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
-        return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
+        return x if rotary is None or c.rope is None else rotate(x, rotary, c.rope.interleaved)
 
     def heads(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
         if c.norm_turned:
             return normed(turned(x), gain, c)
         return turned(normed(x, gain, c))
 
-    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), turn)
+    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), rotary)
     k = v = None
     if w.k is not None:
         k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
@@ -233,9 +233,9 @@ def mix_heads(
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
-def grown(q: Float[Array, "B T N H"], turn: Rotation | None) -> Float[Array, "B T N H"]:
+def grown(q: Float[Array, "B T N H"], rotary: Rotation | None) -> Float[Array, "B T N H"]:
     """Queries as their positions make them grow."""
-    return q if turn is None or turn.growth is None else q * turn.growth.astype(q.dtype)
+    return q if rotary is None or rotary.growth is None else q * rotary.growth.astype(q.dtype)
 
 
 def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:

@@ -74,7 +74,7 @@ def delta_spec(c: DeltaNet, D: int, depth: int) -> DeltaAttention:
 
 
 def mix_delta(
-    w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"], turn: None, attend: Recur, state: Any, i: int
+    w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"], rotary: None, attend: Recur, state: Any, i: int
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """The recurrence of layer i over normed x, and attend's new state."""
     q, k = (einsum("btd,dkh->btkh", x, own) for own in (w.q, w.k))

@@ -85,7 +85,7 @@ def mamba_spec(c: Mamba, D: int, depth: int) -> MambaMixer:
 
 
 def mix_mamba(
-    w: MambaMixer, c: Mamba, x: Float[Array, "B T D"], turn: None, attend: Recur, state: Any, i: int
+    w: MambaMixer, c: Mamba, x: Float[Array, "B T D"], rotary: None, attend: Recur, state: Any, i: int
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """The recurrence of layer i over normed x, and attend's new state."""
 

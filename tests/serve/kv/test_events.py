@@ -11,7 +11,7 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
-from duetto.kvcache.names import extend
+from duetto.kvcache.page_hash import extend
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import (
     AllBlocksCleared,

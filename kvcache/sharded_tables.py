@@ -27,9 +27,13 @@ class ShardedPageTables(PageTables):
     pages are in it. Pages have the numbers of their shard."""
 
     def __init__(self, make: Callable[[], PageTables], shards: int):
-        self.shards = [make() for _ in range(shards)]
-        self.windows, self.page_size = self.shards[0].windows, self.shards[0].page_size
+        self._shards = [make() for _ in range(shards)]
+        self.windows, self.page_size = self._shards[0].windows, self._shards[0].page_size
         self.lent = self.claimed = 0
+
+    @property
+    def shards(self) -> Sequence[PageTables]:
+        return self._shards
 
     @property
     def occupancy(self) -> float:
