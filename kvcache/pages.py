@@ -68,7 +68,7 @@ class Batch:
     # int32 [B,M] for each window: the row's pages in order, any number where none is read
     page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], which slot of the sampling state the row owns
-    # int32 [B], the prompt's token behind the row, negative where there is none; None where nobody scores
+    # int32 [B], the prompt's token behind the row, negative where there is none; None where nothing is scored
     after: Any = None
     # int32 [rows]: which of the B*T places hold a token, B*T where none; None where all are computed
     packed: Any = None

@@ -118,7 +118,7 @@ class PageTables:
         return max(0, start - (1 if window == STATE else window - 1)) // self.page_size
 
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
+        """True if a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
         room = all(
             self.claimed + reserved + self._charge(g, end) <= pool.pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
@@ -178,7 +178,7 @@ class PageTables:
             pages[low:first] = [GONE] * (first - low)
 
     def _stays(self, i: int, marks: Collection[int]) -> bool:
-        """Whether the state behind page i can be found again."""
+        """True if the state after page i can be found again."""
         return (i + 1) % self.stride == 0 or i in marks
 
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class PageTables:
         return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
 
     def tell(self, heard: PageListener) -> None:
-        """Let somebody know which pages of the first group can be found."""
+        """Report changes of the first group's prefix cache to a listener."""
         self.pools[0].heard = heard
 
     def name(
@@ -220,7 +220,7 @@ class PageTables:
 
     @property
     def is_lending(self) -> bool:
-        """Whether pages are lent or claimed: who is admitted then has to fit to its end beside them."""
+        """True if pages are lent or claimed: a new sequence must then fit to its end beside them."""
         return bool(self.lent or self.claimed)
 
     def growth(self, pages: Tables, end: int) -> int:
@@ -241,7 +241,7 @@ class PageTables:
         return [pool.issue(count) for pool in self.pools]
 
     def take_back(self, lent: Tables) -> None:
-        """The pages that were lent; nobody finds what is in them."""
+        """Take back lent pages, which have no hashes."""
         self.lent = 0
         for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
             pool.release(pages)

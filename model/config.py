@@ -1,5 +1,4 @@
-"""What a decoder is before it has weights: sizes and kinds. Frozen and hashable, so it is static under
-jit."""
+"""Sizes and layer kinds of a decoder without its weights. Frozen and hashable, so static under jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -105,12 +104,12 @@ Mixer = Keyed | DeltaNet | ShortConv | Mamba
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer: how tokens are mixed, and what is done with each of them, if anything is.
+    """Kind of one layer: its token mixers, and its feed-forward layer or None.
 
-    A mixer says what its tokens leave: keys, `cached`, or a `state`, whose heads are split over devices with
-    those of the weight `cached_by`. One with keys says whether a prompt may be cut into rows that share a
-    call with those of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are
-    given the same, and what they make is added.
+    A mixer caches keys (`cached`) or a recurrent `state`, whose heads are split over devices like those of
+    the weight `cached_by`. `can_share` of a mixer with keys: a prompt may be cut into rows that share a call
+    with rows of other prompts. A mixer with a state may stand `beside` one with keys: both read the same
+    input, and their outputs are added.
     """
 
     mixer: Mixer
@@ -208,7 +207,7 @@ class ModelConfig:
 
     @property
     def block(self) -> int:
-        """What a prefill's chunks begin at multiples of, in tokens."""
+        """Alignment of a prefill's chunks, in tokens."""
         return BLOCK if STATE in self.windows else 1
 
     @property

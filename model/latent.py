@@ -91,7 +91,7 @@ def indexer_spec(c: Latent, own: Indexer, D: int) -> IndexerWeights:
 
 
 def chooser_of(kind: LayerKind) -> Indexer | None:
-    """What chooses the keys that a layer's queries see, where something does."""
+    """The indexer that selects a layer's keys, or None if its queries see all."""
     indexer = kind.mixer.indexer if isinstance(kind.mixer, Latent) else None
     return indexer if indexer and indexer.keys else None
 
@@ -109,8 +109,7 @@ def queries(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Ar
 def choice(
     w: LatentAttention, c: Latent, x: Float[Array, "B T D"], rotary: Rotation | None
 ) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
-    """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
-    seen."""
+    """A token's indexer key for the cache, and its query's selection; None both where all keys are seen."""
     own, indexer = w.indexer, c.indexer
     if own is None or indexer is None or indexer.keys is None:
         return None, None
@@ -131,7 +130,7 @@ def turned(
 def cached_row(
     w: LatentAttention, c: Latent, x: Float[Array, "B T D"], rotary: Rotation | None
 ) -> Float[Array, "B T 1 row"]:
-    """What a token leaves in the cache: its latent, and the turned key that all heads share."""
+    """A token's row for the cache: its latent, and the rotated key that all heads share."""
     down = biased(einsum("btd,dz->btz", x, w.kv_down), w.kv_down_bias)[:, :, None]
     latent = rms_norm(down[..., : c.rank], w.kv_norm, c.norm)
     return jnp.concatenate([latent, turned(c, down[..., c.rank :], rotary)], axis=-1)
@@ -164,7 +163,7 @@ def mix_latent(
 
 
 def expanded(w: LatentAttention, c: Latent) -> Callable[[LatentRows], Made]:
-    """How every head's keys and values are made of cached rows."""
+    """Function that makes every head's keys and values from cached rows."""
 
     def expand(rows: LatentRows) -> Made:
         latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank :]

@@ -35,8 +35,8 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytree
 class Layer:
-    """What a layer has; a norm that the family does not have is None. A layer with keys and a state has both
-    `attention` and `recurrent`."""
+    """Parameters of a layer; a norm that the family does not have is None. A layer with keys and a state has
+    both `attention` and `recurrent`."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None  # of a layer that keeps keys
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def any_norm(self) -> Norm:
-        """One of the layer's, each of which is whole on every device."""
+        """A norm of the layer; all are replicated on its devices."""
         return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
 
 

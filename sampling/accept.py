@@ -27,10 +27,9 @@ NONE_KEPT = -1  # where the number of the guess that was kept would stand
 
 @pytree
 class DraftTokens:
-    """What may stand at one position of each row: guesses in the order in which they are tried.
+    """Draft tokens for one position of each row, in the order in which they are tried.
 
-    `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is
-    drawn at random.
+    `probs`: distribution that each was drawn from, given those before it; None for drafts without randomness.
     """
 
     token: Any  # int32 [B,guesses]
@@ -43,7 +42,8 @@ class DraftTokens:
 
 @runtime_checkable
 class Rule(Protocol):
-    """What stands at a position of each row, and which of its guesses that is, or NONE_KEPT."""
+    """Acceptance rule: returns the token at a position of each row, and the index of the accepted draft
+    token, or NONE_KEPT."""
 
     def __call__(
         self,
@@ -131,7 +131,7 @@ def acceptance(p: Float[Array, "B V"], q: Float[Array, "B V"], token: Int[Array,
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What is left to draw from after a rejection, norm(max(0, p - q)); p where rounding leaves nothing."""
+    """Residual distribution after a rejection, norm(max(0, p - q)); p where rounding leaves nothing."""
     rest = jnp.maximum(p - q, 0.0)
     total = pairwise_sum(rest)
     return jnp.where(total > 0, rest / jnp.maximum(total, jnp.finfo(p.dtype).tiny), p)

@@ -1,7 +1,7 @@
-"""What a request asks of the sampler: `SamplingParams` on the host, and `Knobs`, the row the device is told.
+"""Sampling parameters of a request: `SamplingParams` on the host, and `Knobs`, their row on the device.
 
-Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), and a function in
-`sample`.
+Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), a function in
+`processors` and a line of `sample.PIPELINE`.
 """
 
 import math
@@ -30,7 +30,8 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
 class RequestOutputKind(Enum):
-    """What `LLMEngine` and `AsyncLLM` report of a request on its way: all, the new, or only the end."""
+    """Outputs that `LLMEngine` and `AsyncLLM` report of a running request: all tokens, the new ones, or only
+    the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -40,13 +41,13 @@ class RequestOutputKind(Enum):
 @known_names
 @dataclass
 class SamplingParams:
-    """How one request's tokens are chosen, how many, and what is reported of them; settable until it is
-    submitted.
+    """Parameters of one request: how its tokens are chosen, how many, and what is reported; settable until it
+    is submitted.
 
     Construction and every assignment raise ValueError (a value is not allowed) or TypeError (it has the wrong
-    type, or the name is unknown); the message names the field, its value and what is allowed. What several
-    fields must agree on is checked at construction and by `clone`, which whoever submits calls. Sequences are
-    kept as tuples. Positions are vLLM's.
+    type, or the name is unknown); the message names the field, its value and what is allowed. Rules between
+    fields are checked at construction and by `clone`, which is called at submission. Sequences are kept as
+    tuples. Positions are vLLM's.
     """
 
     n: int = knob(1, "number of completions of the prompt, each with its own random numbers")
@@ -184,7 +185,7 @@ class BeamSearchParams:
 
 
 def check_together(p: SamplingParams) -> None:
-    """What fields must agree on. Raises ValueError."""
+    """Check rules between fields. Raises ValueError."""
     most = math.inf if p.max_tokens is None else p.max_tokens
     require(p.min_tokens <= most, "min_tokens", p.min_tokens, f"0 to max_tokens ({p.max_tokens})")
     require(p.n == 1 or not p.greedy, "n", p.n, "1 with temperature 0, where all completions would be equal")
@@ -218,7 +219,7 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
 
 @pytree
 class Knobs:
-    """One request's parameters as the device reads them; in `SamplingState` leaves have a row a slot."""
+    """Parameters of one request on the device; in `SamplingState` every leaf has a row for each slot."""
 
     temperature: Any  # float32, 0 is greedy
     top_k: Any  # int32, 0 is off

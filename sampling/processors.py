@@ -19,8 +19,8 @@ from .state import BANNED, EARLY, MASKED, SamplingState
 
 @pytree
 class SamplingRows:
-    """What the functions of this file may read beside the logits. The state stays by slot: its dense rows are
-    gathered (`rows.state.bias[rows.slot]`) only where they are needed."""
+    """Inputs of logits processors besides the logits. The state stays by slot: its dense rows are gathered
+    (`rows.state.bias[rows.slot]`) only where they are needed."""
 
     knobs: Knobs  # of each row
     position: Any  # int32 [B], of the token that is being chosen

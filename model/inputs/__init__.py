@@ -1,1 +1,1 @@
-"""What layers are told of a token beside the stream that goes through them."""
+"""Per-layer inputs: numbers of each token that enter every layer besides the residual stream."""

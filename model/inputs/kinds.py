@@ -1,4 +1,4 @@
-"""Sizes of what every layer is told of its token."""
+"""Sizes of the per-layer inputs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

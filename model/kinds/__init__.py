@@ -1,1 +1,1 @@
-"""What the parts of a layer may be: sizes and kinds of mixers and norms, frozen and hashable."""
+"""Kinds of mixers and norms with their sizes, frozen and hashable."""
