@@ -43,7 +43,7 @@ def biased(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
 
 def has_bans(rows: SamplingRows) -> Bool[Array, " B"]:
     """Rows with bad words of several tokens, or with stop ids below min_tokens."""
-    return jnp.any(rows.knobs.bad_words[:, :, -1] != NO_TOKEN, axis=1) | below_min_tokens(rows)
+    return (rows.knobs.bad_words[:, 0, -1] != NO_TOKEN) | below_min_tokens(rows)
 
 
 def below_min_tokens(rows: SamplingRows) -> Bool[Array, " B"]:
