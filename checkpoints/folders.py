@@ -83,7 +83,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def nested_in(folder: Path) -> str | None:
-    """What a folder's model is beside one of text, in the words of its `config.json`, or None."""
+    """The `model_type` of a folder whose text model is nested in a larger one, or None."""
     raw = read_json(folder / "config.json")
     return raw["model_type"] if is_nested(raw) else None
 

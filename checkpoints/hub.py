@@ -107,7 +107,7 @@ class SnapshotRequest:
             raise CheckpointError(f"{self.model}: {self.why(error)}") from error
 
     def offline(self, error: CheckpointError) -> Path:
-        """What the cache has, where the hub did not answer, or not with the model."""
+        """Return the snapshot in the cache after the hub failed. Raises CheckpointError if it has none."""
         try:
             folder = self.snapshot(self.revision, local_files_only=True)
         except (OSError, ValueError):  # the latter for what cannot be an id
@@ -119,7 +119,7 @@ class SnapshotRequest:
         return folder
 
     def why(self, error: Exception) -> str:
-        """What kept the hub from answering, and what to do about it."""
+        """Explain why the hub failed, and what to do about it."""
         from huggingface_hub import constants, errors
 
         hub = constants.ENDPOINT

@@ -62,7 +62,7 @@ def without(folder: Path, missing: str) -> CheckpointError:
 
 
 def near(path: Path) -> str:
-    """What may have been meant by a path that is not there."""
+    """Suggest a folder for a path that does not exist."""
     parent = path.parent
     if not parent.is_dir():
         return f", nor is there a folder {parent}"

@@ -54,7 +54,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as it lies in a safetensors file."""
+    """A tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -118,7 +118,7 @@ def check_header(file: Path, size: int, tensors: int) -> None:
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
+    """True if no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
     bfloat16."""
     if x.dtype.kind in "iu":
         return True
@@ -157,7 +157,7 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
 
 
 def same_numbers(a: TensorSource, b: TensorSource) -> bool:
-    """Whether two tensors are read with the same dtype, shape and bits."""
+    """True if two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
         return False
     rows = math.prod(a.shape) // max(1, width(a.shape))
