@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .folders import DESCRIBING
-from .kinds import named, near
+from .folders import DESCRIBING, named, near
 from .tensors import CheckpointError
 
 ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)

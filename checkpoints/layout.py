@@ -12,7 +12,7 @@ from ..model.transformer import decoder_spec
 from ..model.tree import Spec, paths
 from .families.family import Family
 from .families.stored import Stored, stored_shape
-from .joined import Joined
+from .tensors import Joined
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class PagePool:
         self._name_of: dict[int, bytes] = {}
         # pages evicted from the prefix cache with their hashes, if they are recorded
         self.evicted: list[tuple[int, bytes]] | None = None
-        self.heard: PageListener | None = None
+        self.listener: PageListener | None = None
 
     @property
     def free(self) -> int:
@@ -53,8 +53,8 @@ class PagePool:
             del self._page_of[name]
             if self.evicted is not None:
                 self.evicted.append((page, name))
-            if self.heard is not None:
-                self.heard.removed(name)
+            if self.listener is not None:
+                self.listener.removed(name)
         self.references[page] = 1
         return page
 
@@ -99,5 +99,5 @@ class PagePool:
         """Drop every name: the pages' contents are gone or belong to other weights."""
         self._page_of.clear()
         self._name_of.clear()
-        if self.heard is not None:
-            self.heard.cleared()
+        if self.listener is not None:
+            self.listener.cleared()

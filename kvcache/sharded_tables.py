@@ -70,9 +70,9 @@ class ShardedPageTables(PageTables):
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
         return self._of(found).marks(names, found)
 
-    def tell(self, heard: PageListener) -> None:
+    def listen(self, listener: PageListener) -> None:
         for shard in self.shards:
-            shard.tell(heard)
+            shard.listen(listener)
 
     def name(
         self,

@@ -191,9 +191,9 @@ class PageTables:
         ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
         return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
 
-    def tell(self, heard: PageListener) -> None:
+    def listen(self, listener: PageListener) -> None:
         """Report changes of the first group's prefix cache to a listener."""
-        self.pools[0].heard = heard
+        self.pools[0].listener = listener
 
     def name(
         self,
@@ -208,9 +208,9 @@ class PageTables:
             for i in range(since, len(names)):
                 if pages[i] != GONE and (window != STATE or self._stays(i, marks)):
                     is_new = pool.name(pages[i], names[i])
-                    if is_new and pool.heard is not None:
+                    if is_new and pool.listener is not None:
                         page = tokens[i * self.page_size : (i + 1) * self.page_size]
-                        pool.heard.stored(names[i - 1] if i else None, names[i], page)
+                        pool.listener.stored(names[i - 1] if i else None, names[i], page)
 
     def release(self, tables: Tables, end: int) -> None:
         """Release all pages of a sequence, and its reservations."""

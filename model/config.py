@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .inputs.kinds import LayerInput
-from .kinds.attention import PLAIN_NORM, ROPE, GroupedQuery, Latent, NormKind
+from .kinds import PLAIN_NORM, ROPE, GroupedQuery, Latent, NormKind
 from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
 from .rope import Rope
 
@@ -100,6 +99,15 @@ class Experts:
 
 Keyed = GroupedQuery | Latent
 Mixer = Keyed | DeltaNet | ShortConv | Mamba
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """Per-layer inputs, made from a token and its embedding, besides the residual stream (Gemma 3n and 4)."""
+
+    size: int  # P, numbers of a layer
+    vocab_size: int  # V of their embedding
+    activation: Activation = "gelu_tanh"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from .attention import Attend, AttentionParams, LatentRows, Made, Selection
 from .config import Latent, LayerKind, NormKind
-from .kinds.attention import Indexer
+from .kinds import Indexer
 from .layers import biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Rotation, rotate
 from .tree import Spec, pytree

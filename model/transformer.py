@@ -11,7 +11,7 @@ from .attention import Attend, Attention, attention_spec, mix_heads
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
-from .inputs.layer import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
+from .inputs import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution

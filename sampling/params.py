@@ -7,9 +7,9 @@ Names, defaults and meaning are vLLM's. A new parameter is a field here (and in 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from jaxtyping import Int32
@@ -217,24 +217,47 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
     return [sequence for sequence in sequences if sequence]
 
 
+class KnobInputs(NamedTuple):
+    """Inputs of a request's row on the device."""
+
+    params: SamplingParams
+    seed: int  # 0..2**32-1 (`fold_seed`)
+    stop_ids: Sequence[int]  # the model's end ids (unless ignored) and the request's own
+    prompt_len: int  # position of the first generated token
+    bad_words: Sequence[Sequence[int]]  # tokenized; those of one token act through `dense_bias`
+
+
+def row(dtype: Any, value: Callable[[KnobInputs], Any]) -> Any:
+    """A field of `Knobs`, and its value for a request."""
+    return field(metadata={"value": lambda a: np.asarray(value(a), dtype)[()]})
+
+
 @pytree
 class Knobs:
     """Parameters of one request on the device; in `SamplingState` every leaf has a row for each slot."""
 
-    temperature: Any  # float32, 0 is greedy
-    top_k: Any  # int32, 0 is off
-    top_p: Any  # float32
-    min_p: Any  # float32
-    presence_penalty: Any  # float32
-    frequency_penalty: Any  # float32
-    repetition_penalty: Any  # float32
-    seed: Any  # uint32
-    min_position: Any  # int32, no stop id is drawn for a position below it
-    logprobs: Any  # int32, 0 or more where log-probabilities are wanted, else NO_LOGPROBS
-    has_bias: Any  # bool, whether the slot's row of `bias` is to be read
-    is_constrained: Any  # bool, whether its rows of `allowed` are
-    stop_ids: Any  # int32 [MAX_STOP_IDS], padded with NO_TOKEN
-    bad_words: Any  # int32 [MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
+    temperature: Any = row(np.float32, lambda a: 0 if a.params.greedy else a.params.temperature)  # 0: greedy
+    top_k: Any = row(np.int32, lambda a: min(max(a.params.top_k, 0), MAX_INT32))  # 0: off
+    top_p: Any = row(np.float32, lambda a: a.params.top_p)
+    min_p: Any = row(np.float32, lambda a: a.params.min_p)
+    presence_penalty: Any = row(np.float32, lambda a: a.params.presence_penalty)
+    frequency_penalty: Any = row(np.float32, lambda a: a.params.frequency_penalty)
+    repetition_penalty: Any = row(np.float32, lambda a: a.params.repetition_penalty)
+    seed: Any = row(np.uint32, lambda a: a.seed)
+    # no stop id is drawn for a position below it
+    min_position: Any = row(np.int32, lambda a: min(a.prompt_len + a.params.min_tokens, MAX_INT32))
+    # 0 or more where log-probabilities are wanted
+    logprobs: Any = row(
+        np.int32, lambda a: NO_LOGPROBS if a.params.logprobs is None else max(a.params.logprobs, 0)
+    )
+    has_bias: Any = row(
+        np.bool_, lambda a: has_bias(a.params, a.bad_words)
+    )  # the slot's row of `bias` is read
+    # the slot's rows of `allowed` are read
+    is_constrained: Any = row(np.bool_, lambda a: a.params.structured_outputs is not None)
+    stop_ids: Any = row(np.int32, lambda a: stop_row(a.stop_ids))  # [MAX_STOP_IDS], padded with NO_TOKEN
+    # [MAX_BAD_WORDS,MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
+    bad_words: Any = row(np.int32, lambda a: bad_word_rows(a.bad_words))
 
 
 def knobs_row(
@@ -245,28 +268,9 @@ def knobs_row(
     prompt_len: int,
     bad_words: Sequence[Sequence[int]] = (),
 ) -> Knobs:
-    """The device's row of one request, in numpy.
-
-    `seed` is 0..2**32-1 (`fold_seed`), `prompt_len` the position of the first generated token, `stop_ids` the
-    model's end ids (unless ignored) and the request's own, `bad_words` the tokenized words, of which those of
-    one token act through `dense_bias`. Raises ValueError above the limits of this file.
-    """
-    return Knobs(
-        temperature=np.float32(0 if params.greedy else params.temperature),
-        top_k=np.int32(min(max(params.top_k, 0), MAX_INT32)),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        presence_penalty=np.float32(params.presence_penalty),
-        frequency_penalty=np.float32(params.frequency_penalty),
-        repetition_penalty=np.float32(params.repetition_penalty),
-        seed=np.uint32(seed),
-        min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
-        logprobs=np.int32(NO_LOGPROBS if params.logprobs is None else max(params.logprobs, 0)),
-        has_bias=np.bool_(has_bias(params, bad_words)),
-        is_constrained=np.bool_(params.structured_outputs is not None),
-        stop_ids=stop_row(stop_ids),
-        bad_words=bad_word_rows(bad_words),
-    )
+    """The device's row of one request, in numpy. Raises ValueError above the limits of this file."""
+    given = KnobInputs(params, seed, stop_ids, prompt_len, bad_words)
+    return Knobs(**{knob.name: knob.metadata["value"](given) for knob in fields(Knobs)})
 
 
 def has_bias(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool:

@@ -73,7 +73,7 @@ class Books:
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0
         if isinstance(memory, EventPrefixIndex):
             self._translator, self._pages, self._count = Translator(ROOT, PAGE), ReplicaPages(memory, PAGE), 0
-            self.tables.tell(self)
+            self.tables.listen(self)
 
     # ------------------------------------------------------------ what the pool says, straight to the router
 

@@ -4,7 +4,7 @@ layers that predict several tokens ahead are left out."""
 from dataclasses import replace
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
-from ...model.kinds.attention import Indexer
+from ...model.kinds import Indexer
 from ...refusals import shown
 from . import deepseek, deepseek_v3, fields, parts
 from .family import Family

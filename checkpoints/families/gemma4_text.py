@@ -5,8 +5,7 @@ are, and experts stand beside the feed-forward layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
-from ...model.inputs.kinds import LayerInput
+from ...model.config import Dense, Experts, GroupedQuery, LayerInput, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from ...refusals import shown
 from . import fields, gemma2, parts, ropes

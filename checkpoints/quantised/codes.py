@@ -18,9 +18,8 @@ import numpy as np
 from ...model.tree import Spec
 from ...model.weights.compress import contracted_at
 from ...model.weights.quant import Quantised, Scheme
-from ..joined import Joined
 from ..layout import Parameter, ParameterGroup
-from ..tensors import TensorSource, aligned, read
+from ..tensors import Joined, TensorSource, aligned, read
 
 Index = tuple[np.ndarray, ...]
 

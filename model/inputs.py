@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from ..config import Dense, ModelConfig
-from ..ffn import activate
-from ..layers import Norm, einsum, norm_spec, normalise, scaled
-from ..tree import Spec, pytree
+from .config import Dense, ModelConfig
+from .ffn import activate
+from .layers import Norm, einsum, norm_spec, normalise, scaled
+from .tree import Spec, pytree
 
 
 @pytree

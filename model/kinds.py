@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..rope import Rope
+from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
 

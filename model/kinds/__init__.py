@@ -1,1 +1,0 @@
-"""Kinds of mixers and norms with their sizes, frozen and hashable."""
