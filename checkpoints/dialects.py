@@ -1,8 +1,8 @@
-"""What families write around the text of a chat, and how their vocabularies split one: facts that a folder
-leaves to the code that its publisher serves it with.
+"""Tables of what a folder leaves to its publisher's serving code: markers of reasoning and of tool calls, and
+pre-tokenizers of tiktoken vocabularies.
 
-A chat template that knows how a model reasons and calls tools writes the marks of both. So it says which row
-of a table a model follows: the first of which it has all signs.
+A chat template that knows how a model reasons and calls tools writes the markers of both. So it selects a
+model's row of a table: the first of which it has all `signs`.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands before and after reasoning, and around the answer behind it where that has marks of its
-    own: one of `opens`, and `closes`."""
+    """Markers of reasoning: `begin` and `end` around it, and around the answer after it one of `opens`, and
+    `closes`, for models that mark answers."""
 
     signs: tuple[str, ...]
     begin: str
@@ -24,9 +24,9 @@ class Marks:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of tools stand between `begin` and `end`, which is "" where they end with the message; `name` is
-    that of vLLM's `--tool-call-parser` for the notation between them; of Mistral's two, which have one there,
-    the older has a name of its own. Llama's models may leave `begin` out at the beginning of a message."""
+    """Markers of tool calls: they stand between `begin` and `end`, "" where they end with the message.
+    `name`: vLLM's `--tool-call-parser` for the notation between them; the older of Mistral's two notations,
+    which share one there, has its own name. Llama's models may omit `begin` at the start of a message."""
 
     signs: tuple[str, ...]
     name: str
@@ -104,12 +104,12 @@ R = TypeVar("R", bound=TemplateRule)
 
 
 def marks_of(template: str) -> Marks | None:
-    """How a model of this chat template marks its reasoning, if it reasons."""
+    """Reasoning markers of a model with this chat template, or None."""
     return first(REASONING, template)
 
 
 def calls_of(template: str) -> Calls | None:
-    """How a model of this chat template writes calls of tools, if it calls any."""
+    """Tool-call markers of a model with this chat template, or None."""
     return first(CALLS, template)
 
 
@@ -122,9 +122,9 @@ def first(rows: Iterable[R], template: str) -> R | None:
 
 @dataclass(frozen=True)
 class PretokenizerRules:
-    """What a tiktoken vocabulary does not say of itself: how texts are split into words (`pattern`), whether
-    their characters are composed before (Unicode's NFC), and the special tokens that follow the ranks, in
-    which `{id}` stands for the token's own id."""
+    """Pre-tokenizer of a tiktoken vocabulary. `pattern`: splits texts into words. `composes`: texts are
+    normalised first (Unicode's NFC). `special`: tokens after the ranks; `{id}` is replaced by the token's
+    id."""
 
     pattern: str
     composes: bool = False

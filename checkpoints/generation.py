@@ -1,4 +1,4 @@
-"""What a checkpoint says of its use: the tokens that end a text, and its authors' sampling parameters."""
+"""Generation defaults of a checkpoint: the tokens that end a text, and its authors' sampling parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,8 @@ TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: (
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint says of its use: the tokens that end a text, and its authors' sampling parameters."""
+    """Generation defaults of a checkpoint. `sampling`: parameters that its authors recommend, by our
+    names."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -58,8 +59,8 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
 
 
 def pooling_in(folder: Path) -> str | None:
-    """How a folder of Sentence Transformers pools hidden states, in its own words where that is not
-    supported."""
+    """Pooling of a folder of Sentence Transformers; one that is not supported keeps its name there. None if
+    the folder says nothing."""
     file, modules = folder / "1_Pooling" / "config.json", folder / "modules.json"
     if modules.exists() and '.Dense"' in modules.read_text():  # a layer that is not read
         return "dense"

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .folders import DESCRIBING
-from .kinds import named, near
+from .folders import DESCRIBING, named, near
 from .tensors import CheckpointError
 
 ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -107,7 +106,7 @@ class SnapshotRequest:
             raise CheckpointError(f"{self.model}: {self.why(error)}") from error
 
     def offline(self, error: CheckpointError) -> Path:
-        """What the cache has, where the hub did not answer, or not with the model."""
+        """Return the snapshot in the cache after the hub failed. Raises CheckpointError if it has none."""
         try:
             folder = self.snapshot(self.revision, local_files_only=True)
         except (OSError, ValueError):  # the latter for what cannot be an id
@@ -119,7 +118,7 @@ class SnapshotRequest:
         return folder
 
     def why(self, error: Exception) -> str:
-        """What kept the hub from answering, and what to do about it."""
+        """Explain why the hub failed, and what to do about it."""
         from huggingface_hub import constants, errors
 
         hub = constants.ENDPOINT

@@ -290,8 +290,8 @@ def check_tensor(found: TensorSource, expected: tuple[int, ...]) -> None:
 
 
 def is_ignored(name: str, family: Family, config: ModelConfig) -> bool:
-    """Whether a tensor is known to change nothing; a group named `beyond` matches only layers past the last,
-    one named `borrows` those that read the keys of others."""
+    """True if a tensor is known to change nothing. A pattern's group `beyond` matches only layers past the
+    last, its group `borrows` those that read the keys of others."""
     found = next((m for pattern in family.ignored if (m := re.fullmatch(pattern, name))), None)
     if found is None:
         return False
@@ -325,7 +325,7 @@ def check_leaves(expected: dict[str, tuple[int, ...]], leaves: dict[str, Any]) -
 
 
 def one_dtype(leaves: dict[str, Any], own: Mapping[str, np.dtype]) -> np.dtype:
-    """That of all parameters but those which have their own."""
+    """The dtype of all parameters, without those that have their own. Raises ValueError if they differ."""
     dtypes = {np.dtype(leaf.dtype) for path, leaf in leaves.items() if path not in own}
     if len(dtypes) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a model's parameters lie in a Hugging Face folder: which of them share a tensor, and which are cut
+"""Layout of a model's parameters in a Hugging Face folder: which of them share a tensor, and which are cut
 into several."""
 
 import re
@@ -12,12 +12,12 @@ from ..model.transformer import decoder_spec
 from ..model.tree import Spec, paths
 from .families.family import Family
 from .families.stored import Stored, stored_shape
-from .joined import Joined
+from .tensors import Joined
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of our parameters, and how it is stored."""
+    """A parameter, and its storage."""
 
     path: str
     spec: Spec
@@ -33,7 +33,7 @@ class ParameterGroup:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of each tensor."""
+        """Shape of each stored tensor."""
         return stored_shape([(p.stored, p.spec.shape) for p in self.parameters])
 
     def parts(self, arrays: Sequence[np.ndarray], i: int) -> Joined:

@@ -34,7 +34,7 @@ RECORDS = {"Quantised": Quantised, "LowRank": LowRank}
 
 
 def is_orbax(path: str | Path) -> bool:
-    """Whether a folder was meant to be one of ours."""
+    """True if a folder has the marks of our Orbax checkpoints, complete or not."""
     return (Path(path) / MANIFEST).is_file() or (Path(path) / PARAMS).is_dir()
 
 
@@ -58,7 +58,7 @@ def save(path: str | Path, params: Any) -> None:
 
 
 def storage(key: Any, value: Any) -> Any:
-    """How one parameter lies in the checkpoint: in chunks, if its longest axis has factors to cut it by.
+    """Storage of one parameter: in chunks, if its longest axis has factors to cut it by.
 
     Orbax cuts by divisors, down to chunks of one row where an axis has no others, and reading those takes
     minutes.
@@ -130,7 +130,7 @@ def read_specs(path: str | Path) -> Decoder:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `duetto.json` says: sizes of files in bytes, and which parameters are records of several
+    """Contents of `duetto.json`: sizes of files in bytes, and which parameters are records of several
     arrays."""
 
     files: Mapping[str, int]
@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_stated(record: Any) -> bool:
-    """Whether this is what `records_of` writes of a record."""
+    """True if this is what `records_of` writes of a record."""
     kind = RECORDS.get(str(record.get("type"))) if isinstance(record, dict) else None
     if kind is None:
         return False

@@ -15,16 +15,66 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from .joined import PIECE, Joined
-
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MAX_TENSORS = 1 << 18  # in one file: the largest models of today have half as many, in a hundred files
 MAX_HEADER = MAX_TENSORS << 7  # bytes
+PIECE = 1 << 20  # bytes; larger ones fall out of the CPU's caches while they are transposed
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded, in one sentence: the file, the tensor or field, what was found,
     what is expected."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Views [before, own, after] of the arrays: the tensor holds them side by side along `own`.
+
+    Where they lie in turns, it holds the first of each, then the second of each, and so on; all are then
+    equally long.
+    """
+
+    parts: tuple[np.ndarray, ...]
+    in_turns: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    def blocks(self, itemsize: int) -> Iterator["Joined"]:
+        """The tensor from its first number to its last, in blocks of about PIECE bytes of the file."""
+        for run in self.runs():
+            count = len(run.parts[0])
+            step = max(1, PIECE * count // max(1, run.size * itemsize))
+            for i in range(0, count, step):
+                yield Joined(tuple(part[i : i + step] for part in run.parts), run.in_turns)
+
+    def runs(self) -> Iterator["Joined"]:
+        """Arrays with nothing before them follow one another, so that each is a run of its own."""
+        if self.in_turns or len(self.parts[0]) != 1:
+            yield self
+            return
+        for part in self.parts:
+            yield Joined((part[0][:, None],))
+
+    def values(self) -> np.ndarray:
+        """The numbers in the file's order."""
+        if self.in_turns:
+            return np.stack(self.parts, axis=2)
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=1)
+
+    def fill(self, values: np.ndarray) -> None:
+        """Put numbers in the file's order into the arrays."""
+        before, _, after = self.parts[0].shape
+        values, start = values.reshape(before, -1, after), 0
+        for i, part in enumerate(self.parts):
+            own = part.shape[1]
+            part[...] = values[:, i :: len(self.parts)] if self.in_turns else values[:, start : start + own]
+            start += own
 
 
 class TensorSource(Protocol):
@@ -54,7 +104,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as it lies in a safetensors file."""
+    """A tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -118,7 +168,7 @@ def check_header(file: Path, size: int, tensors: int) -> None:
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
+    """True if no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
     bfloat16."""
     if x.dtype.kind in "iu":
         return True
@@ -157,7 +207,7 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
 
 
 def same_numbers(a: TensorSource, b: TensorSource) -> bool:
-    """Whether two tensors are read with the same dtype, shape and bits."""
+    """True if two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
         return False
     rows = math.prod(a.shape) // max(1, width(a.shape))

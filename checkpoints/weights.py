@@ -5,8 +5,7 @@ from pathlib import Path
 
 from ..refusals import shown
 from .families.family import Family
-from .folders import read_json
-from .kinds import without
+from .folders import read_json, without
 from .nested import text_tensors
 from .tensors import CheckpointError, Tensor, contents
 

@@ -22,10 +22,10 @@ from ..model.recurrent.kinds import STATE
 from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
-from .choosing import Index, SelectedKeys, choose
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
+from .sparse_attention import Index, SelectedKeys, choose
 from .states import StatePool, empty_states, state_bytes
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
@@ -68,7 +68,7 @@ class Batch:
     # int32 [B,M] for each window: the row's pages in order, any number where none is read
     page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], which slot of the sampling state the row owns
-    # int32 [B], the prompt's token behind the row, negative where there is none; None where nobody scores
+    # int32 [B], the prompt's token behind the row, negative where there is none; None where nothing is scored
     after: Any = None
     # int32 [rows]: which of the B*T places hold a token, B*T where none; None where all are computed
     packed: Any = None
@@ -289,6 +289,7 @@ def new_tokens(batch: Batch) -> Bool[Array, "B T"]:
     return real & ~(jnp.pad(same, (1, 0))[:, None] & (at == 0))
 
 
+@jax.named_scope("cache_write")
 def stored(
     pools: Pools,
     batch: Batch,

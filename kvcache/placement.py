@@ -59,7 +59,7 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
         return split(own, PartitionSpec(axes)) if axes else whole(own)
 
     def of(has: Callable[[Mixer], Any]) -> tuple[Any, ...]:
-        """Of each layer that of the mixer that has such pools."""
+        """The sharding of each layer's mixer for which `has` holds, or None."""
         each = zip(layers, layers_of(params), strict=True)
         return tuple(
             next((pool(mixer, layer) for mixer in kind.mixers if has(mixer)), None) for kind, layer in each

@@ -1,4 +1,4 @@
-"""Who owns which page: a free list, reference counts, and names under which written pages are found again."""
+"""Page pool: a free list, reference counts, and the hashes by which written pages are found again."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class PageListener(Protocol):
-    """Whoever is told which pages can be found."""
+    """Receiver of changes to the prefix cache."""
 
     def stored(self, parent: bytes | None, name: bytes, tokens: Sequence[int]) -> None:
         """A page of these tokens can be found; it is behind its parent, or the first."""
@@ -32,13 +32,13 @@ class PagePool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
-        # pages and the names that they have lost, where somebody asks for them
+        # pages evicted from the prefix cache with their hashes, if they are recorded
         self.evicted: list[tuple[int, bytes]] | None = None
-        self.heard: PageListener | None = None
+        self.listener: PageListener | None = None
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns, named or not."""
+        """Number of pages without an owner, whether they can still be found or not."""
         return len(self._free)
 
     def issue(self, count: int) -> list[int]:
@@ -53,8 +53,8 @@ class PagePool:
             del self._page_of[name]
             if self.evicted is not None:
                 self.evicted.append((page, name))
-            if self.heard is not None:
-                self.heard.removed(name)
+            if self.listener is not None:
+                self.listener.removed(name)
         self.references[page] = 1
         return page
 
@@ -85,7 +85,7 @@ class PagePool:
         return self._page_of.get(name)
 
     def idle(self, pages: Iterable[int]) -> int:
-        """How many of these pages are in the free list, and would leave it when shared."""
+        """Number of these pages that are in the free list, and would leave it when shared."""
         return sum(self.references[page] == 0 for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
@@ -99,5 +99,5 @@ class PagePool:
         """Drop every name: the pages' contents are gone or belong to other weights."""
         self._page_of.clear()
         self._name_of.clear()
-        if self.heard is not None:
-            self.heard.cleared()
+        if self.listener is not None:
+            self.listener.cleared()

@@ -1,8 +1,8 @@
-"""Pools in eight bits: every head of a token has codes and a scale of its own.
+"""8-bit KV cache: every head of a token has codes and a scale of its own.
 
-Codes and scale follow from the head's own numbers, so a token's bits depend on no neighbour in its page,
-whoever writes it, and when. Scales are bfloat16: the range of float32, and an error that a code's hides.
-Numbers are made of codes before they are multiplied; the product of a code and a scale is exact in float32.
+Codes and scale follow from the head's own numbers, so a token's bits depend neither on its neighbours in the
+page nor on which step writes it. Scales are bfloat16: the range of float32, and an error that a code's hides.
+Codes are decoded before they are multiplied; the product of a code and a scale is exact in float32.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ Pool = Shaped[Array, "K P W H"] | QuantisedPool  # on CPUs floats of 8 and 16 bi
 
 
 def kept_as(kv_cache_dtype: str, dtype: Any) -> Kept:
-    """How a cache keeps numbers under a value of the option: "auto" is as they are computed."""
+    """Scheme or dtype of a cache for a value of `kv_cache_dtype`; "auto" is the computed dtype."""
     return SCHEMES.get(kv_cache_dtype, dtype)
 
 

@@ -41,12 +41,12 @@ def head_axes(mesh: Any, K: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def over_shards(spec: PartitionSpec) -> PartitionSpec:
-    """Of a sharding what is split over shards."""
+    """The part of a sharding that is split over shards."""
     return PartitionSpec(*(DATA if DATA in listed(axes) else None for axes in spec))
 
 
 def splits_experts(params: Decoder) -> bool:
-    """Whether experts are split over shards."""
+    """True if experts are split over shards."""
     moes = (layer.ffn for layer in params.layers if isinstance(layer.ffn, MoE))
     return any(w.parts is not None and DATA in w.parts.numbers for w in moes)
 

@@ -58,12 +58,12 @@ def check(params: Decoder, found: Sequence[range]) -> None:
 
 
 def is_apart(params: Params) -> bool:
-    """Whether feed-forward layers lie on other devices than the rest."""
+    """True if feed-forward layers lie on other devices than the rest."""
     return any(devices(layer.ffn) - devices(layer.any_norm) for layer in target_of(params).layers)
 
 
 def stations(params: Params) -> int:
-    """How many groups of devices a step visits: a pipeline's stages, attention's and the feed-forward
+    """Number of device groups that a step visits: a pipeline's stages, attention's and the feed-forward
     layers', or one."""
     return 2 if is_apart(params) else len(stages(params))
 
@@ -83,7 +83,7 @@ def attention_of(layer: Layer) -> Layer:
 
 
 def borrows(layer: Layer) -> bool:
-    """Whether a layer reads another's keys."""
+    """True if a layer reads another's keys."""
     return isinstance(layer.attention, Attention) and layer.attention.k is None
 
 
@@ -122,5 +122,5 @@ def joined(parts: Iterable[KVCache]) -> KVCache:
 
 
 def around(params: Decoder) -> Decoder:
-    """What stands before the layers and behind them."""
+    """The parameters before the first layer and after the last."""
     return replace(params, layers=())

@@ -68,6 +68,7 @@ class StateRows:
 
         return jax.tree.map(read, pool.states)
 
+    @jax.named_scope("cache_write")
     def write(
         self, pool: StatePool, end: Int[Array, " B"], state: RecurrentState, wanted: Bool[Array, " B"]
     ) -> StatePool:
@@ -90,7 +91,7 @@ class StateRows:
         return apart(page, wanted & (page >= 0), pool.pages)
 
     def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Whether a state behind `end` tokens is one that is kept: a page ends there, or the row."""
+        """True if the state after `end` tokens is kept: a page ends there, or the row."""
         last = self.start + self.count
         return (end <= last) & ((end % pool.page_size == 0) | (end == last)) & (self.count > 0)
 
@@ -151,8 +152,8 @@ def stepped(
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """What a layer's tokens [B,T] of a verification would do to its state: what each convolution `seen`, and
-    their terms for the memory, if there is one."""
+    """Pending update of a layer's state by the tokens [B,T] of a verification. `seen`: inputs of each
+    convolution. `terms`: of the memory, or None."""
 
     seen: list[Any]
     terms: Any  # Terms, None without a memory
@@ -229,7 +230,7 @@ class VerifyAttend:
         return jax.tree.map(lambda own: own[self.row_of_place, 0], x)
 
     def _spanned(self, seen: Float[Array, "B seen ..."], span: int) -> Float[Array, "rows span ..."]:
-        """What a convolution sees of each row of one token."""
+        """Inputs of a convolution for each row of one token."""
         B, T = self.row_of_place.shape
         row, place = jnp.minimum(self.place_of_row // T, B - 1), self.place_of_row % T
         return seen[row[:, None], place[:, None] + jnp.arange(span, dtype=jnp.int32)[None]]

@@ -73,6 +73,11 @@ class PageTables:
         self.full = self.pools[0] if windows[0] is None else None
 
     @property
+    def shards(self) -> "Sequence[PageTables]":
+        """The tables of each data-parallel shard; without shards these alone."""
+        return [self]
+
+    @property
     def occupancy(self) -> float:
         """Share of the pages that sequences own, in the group where it is highest."""
         return max(1 - (pool.free + self.lent) / pool.pages for pool in self.pools)
@@ -91,6 +96,11 @@ class PageTables:
         seen = [self._first(g, count * self.page_size) for g in range(len(here))]
         return [[GONE] * seen[g] + cast(list[int], found[seen[g] : count]) for g, found in enumerate(here)]
 
+    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> Sequence[Tables]:
+        """Pages of the longest prefix in each shard with less than `most` sequences, the best shard first;
+        `running`: sequences of each shard."""
+        return [self.find(names)] if running[0] < most else []
+
     def _place(self, g: int, name: bytes, away: Away | None) -> int | None:
         page = self.pools[g].find(name)
         return AWAY if page is None and away is not None and away(g, name) else page
@@ -108,7 +118,7 @@ class PageTables:
         return max(0, start - (1 if window == STATE else window - 1)) // self.page_size
 
     def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        """Whether a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
+        """True if a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
         room = all(
             self.claimed + reserved + self._charge(g, end) <= pool.pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
@@ -168,7 +178,7 @@ class PageTables:
             pages[low:first] = [GONE] * (first - low)
 
     def _stays(self, i: int, marks: Collection[int]) -> bool:
-        """Whether the state behind page i can be found again."""
+        """True if the state after page i can be found again."""
         return (i + 1) % self.stride == 0 or i in marks
 
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
@@ -181,9 +191,9 @@ class PageTables:
         ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
         return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
 
-    def tell(self, heard: PageListener) -> None:
-        """Let somebody know which pages of the first group can be found."""
-        self.pools[0].heard = heard
+    def listen(self, listener: PageListener) -> None:
+        """Report changes of the first group's prefix cache to a listener."""
+        self.pools[0].listener = listener
 
     def name(
         self,
@@ -198,9 +208,9 @@ class PageTables:
             for i in range(since, len(names)):
                 if pages[i] != GONE and (window != STATE or self._stays(i, marks)):
                     is_new = pool.name(pages[i], names[i])
-                    if is_new and pool.heard is not None:
+                    if is_new and pool.listener is not None:
                         page = tokens[i * self.page_size : (i + 1) * self.page_size]
-                        pool.heard.stored(names[i - 1] if i else None, names[i], page)
+                        pool.listener.stored(names[i - 1] if i else None, names[i], page)
 
     def release(self, tables: Tables, end: int) -> None:
         """Release all pages of a sequence, and its reservations."""
@@ -210,7 +220,7 @@ class PageTables:
 
     @property
     def is_lending(self) -> bool:
-        """Whether pages are lent or claimed: who is admitted then has to fit to its end beside them."""
+        """True if pages are lent or claimed: a new sequence must then fit to its end beside them."""
         return bool(self.lent or self.claimed)
 
     def growth(self, pages: Tables, end: int) -> int:
@@ -231,7 +241,7 @@ class PageTables:
         return [pool.issue(count) for pool in self.pools]
 
     def take_back(self, lent: Tables) -> None:
-        """The pages that were lent; nobody finds what is in them."""
+        """Take back lent pages, which have no hashes."""
         self.lent = 0
         for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
             pool.release(pages)

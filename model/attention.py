@@ -62,8 +62,8 @@ class Selection:
         return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
     def bounds(self, places: int, count: Count) -> "TopKBounds":
-        """Those of the best keys at so many places; `count` says of how many keys of each query something
-        holds. A key that is not seen is of order 0."""
+        """Bounds of the selected keys among `places` positions. `count(holds)` returns for how many keys of
+        each query a predicate of (order, position) holds; a hidden key has order 0."""
 
         def is_reached(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
             return count(lambda order, at: order >= x[..., None]) >= self.keys
@@ -84,7 +84,8 @@ class Selection:
 
 
 class TopKBounds(NamedTuple):
-    """Of the best keys: their least order, and the last place where a key of that order is one of them."""
+    """Bounds of the selected keys. `least`: their lowest order. `last`: the last position at which a key of
+    that order is still selected."""
 
     least: Any  # uint32 [B,T]
     last: Any  # uint32 [B,T]
@@ -101,8 +102,8 @@ def places_of(S: int, first: Any = 0) -> UInt32[Array, "1 1 S"]:
 def largest(
     bits: int, shape: tuple[int, ...], holds: Callable[[UInt32[Array, "B T"]], Bool[Array, "B T"]]
 ) -> UInt32[Array, "B T"]:
-    """The largest numbers of so many bits for which something holds that holds for 0, and from some number on
-    does not."""
+    """The largest `bits`-bit numbers for which `holds`, a predicate that holds for 0 and up to some
+    number."""
 
     def bit(i: Int[Array, ""], found: UInt32[Array, "B T"]) -> UInt32[Array, "B T"]:
         more = found | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
@@ -113,12 +114,12 @@ def largest(
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How queries read a layer's keys. A query sees `window` keys, itself included; None is all before it.
-    Where it is `chunked` those are left out that lie before the last multiple of it.
+    """Parameters of a layer's attention.
 
-    `sinks` are scores of seeing nothing. `expand` makes keys and values where a layer caches one kind of row
-    only; `rank` says that they are the rows as they are, and their first so many numbers. `selection` leaves
-    some of the keys out.
+    `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
+    multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
+    where a layer caches one kind of row only. `rank`: keys are the cached rows as they are, values the first
+    `rank` numbers of these. `selection`: hides all keys but the selected ones.
     """
 
     scale: float
@@ -148,11 +149,12 @@ class AttentionParams:
 
 @runtime_checkable
 class Attend(Protocol):
-    """How keys are kept and read, the seam between the model and every cache.
+    """The seam between the model and every cache: stores new keys and values, and attends to all that are
+    visible.
 
-    Takes the state, the layer's number, queries, new keys and values and how they are read; returns the
-    new state and what was read. A latent layer has no values; where they are chosen, its keys' own are in
-    their place. Without keys those of a layer before, of which it is the number, are read once more.
+    Takes the state, the layer's number, queries, new keys and values, and the layer's attention parameters;
+    returns the new state and the attention's output. A latent layer has no values; with a selection, the
+    indexer's keys take their place. Without keys, the layer of this number is read again.
     """
 
     def __call__(
@@ -204,7 +206,7 @@ def mix_heads(
     w: Attention,
     c: GroupedQuery,
     x: Float[Array, "B T D"],
-    turn: Rotation | None,
+    rotary: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
@@ -212,14 +214,14 @@ def mix_heads(
     """Attention of layer i over normed x, and attend's new state."""
 
     def turned(x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
-        return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
+        return x if rotary is None or c.rope is None else rotate(x, rotary, c.rope.interleaved)
 
     def heads(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
         if c.norm_turned:
             return normed(turned(x), gain, c)
         return turned(normed(x, gain, c))
 
-    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), turn)
+    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), rotary)
     k = v = None
     if w.k is not None:
         k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
@@ -233,9 +235,9 @@ def mix_heads(
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
-def grown(q: Float[Array, "B T N H"], turn: Rotation | None) -> Float[Array, "B T N H"]:
+def grown(q: Float[Array, "B T N H"], rotary: Rotation | None) -> Float[Array, "B T N H"]:
     """Queries as their positions make them grow."""
-    return q if turn is None or turn.growth is None else q * turn.growth.astype(q.dtype)
+    return q if rotary is None or rotary.growth is None else q * rotary.growth.astype(q.dtype)
 
 
 def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:

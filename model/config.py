@@ -1,12 +1,10 @@
-"""What a decoder is before it has weights: sizes and kinds. Frozen and hashable, so it is static under
-jit."""
+"""Sizes and layer kinds of a decoder without its weights. Frozen and hashable, so static under jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .inputs.kinds import LayerInput
-from .kinds.attention import PLAIN_NORM, ROPE, GroupedQuery, Latent, NormKind
+from .kinds import PLAIN_NORM, ROPE, GroupedQuery, Latent, NormKind
 from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
 from .rope import Rope
 
@@ -104,13 +102,22 @@ Mixer = Keyed | DeltaNet | ShortConv | Mamba
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """One layer: how tokens are mixed, and what is done with each of them, if anything is.
+class LayerInput:
+    """Per-layer inputs, made from a token and its embedding, besides the residual stream (Gemma 3n and 4)."""
 
-    A mixer says what its tokens leave: keys, `cached`, or a `state`, whose heads are split over devices with
-    those of the weight `cached_by`. One with keys says whether a prompt may be cut into rows that share a
-    call with those of other prompts, `can_share`. One with a state may stand `beside` one with keys; both are
-    given the same, and what they make is added.
+    size: int  # P, numbers of a layer
+    vocab_size: int  # V of their embedding
+    activation: Activation = "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Kind of one layer: its token mixers, and its feed-forward layer or None.
+
+    A mixer caches keys (`cached`) or a recurrent `state`, whose heads are split over devices like those of
+    the weight `cached_by`. `can_share` of a mixer with keys: a prompt may be cut into rows that share a call
+    with rows of other prompts. A mixer with a state may stand `beside` one with keys: both read the same
+    input, and their outputs are added.
     """
 
     mixer: Mixer
@@ -208,7 +215,7 @@ class ModelConfig:
 
     @property
     def block(self) -> int:
-        """What a prefill's chunks begin at multiples of, in tokens."""
+        """Alignment of a prefill's chunks, in tokens."""
         return BLOCK if STATE in self.windows else 1
 
     @property

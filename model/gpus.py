@@ -21,13 +21,13 @@ def gpu_name() -> str:
 
 
 def on_hopper() -> bool:
-    """Whether programs are compiled for a Hopper GPU."""
+    """True if programs are compiled for a Hopper GPU."""
     return any(name in gpu_name() for name in HOPPER)
 
 
 @cache
 def compiles_for_gpus() -> bool:
-    """Whether jax has a compiler for NVIDIA GPUs; without one their kernels need not even be traced."""
+    """True if jax has a compiler for NVIDIA GPUs; without one their kernels need not even be traced."""
     return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

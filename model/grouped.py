@@ -30,8 +30,8 @@ def kernel() -> Any:
 
 
 def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
-    """Whether the kernel multiplies rows with experts' matrices [E,D,F] of these shapes, on one device and
-    all of this type."""
+    """True if the kernel multiplies rows with experts' matrices [E,D,F] of these shapes and this dtype, on
+    one device."""
     return (
         kernel() is not None
         and on_hopper()

@@ -20,7 +20,7 @@ from .tree import Spec, pytree
 
 @pytree
 class Head:
-    """What the head reads of the state and of the newest token, and the state that it makes of both."""
+    """Projections of the hidden state, of the newest token's embedding, and of both to the next state."""
 
     hidden: Any  # [D,F]
     token: Any  # [D,F]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from .attention import Attend, AttentionParams, LatentRows, Made, Selection
 from .config import Latent, LayerKind, NormKind
-from .kinds.attention import Indexer
+from .kinds import Indexer
 from .layers import biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Rotation, rotate
 from .tree import Spec, pytree
@@ -91,7 +91,7 @@ def indexer_spec(c: Latent, own: Indexer, D: int) -> IndexerWeights:
 
 
 def chooser_of(kind: LayerKind) -> Indexer | None:
-    """What chooses the keys that a layer's queries see, where something does."""
+    """The indexer that selects a layer's keys, or None if its queries see all."""
     indexer = kind.mixer.indexer if isinstance(kind.mixer, Latent) else None
     return indexer if indexer and indexer.keys else None
 
@@ -107,49 +107,48 @@ def queries(w: LatentAttention, c: Latent, x: Float[Array, "B T D"]) -> Float[Ar
 
 
 def choice(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Rotation | None
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], rotary: Rotation | None
 ) -> tuple[Float[Array, "B T 1 size"] | None, Selection | None]:
-    """What a token leaves in the cache to be chosen by, and the choice of its query; none where all are
-    seen."""
+    """A token's indexer key for the cache, and its query's selection; None both where all keys are seen."""
     own, indexer = w.indexer, c.indexer
     if own is None or indexer is None or indexer.keys is None:
         return None, None
-    assert turn is not None, "an indexer turns its keys"
+    assert rotary is not None, "an indexer turns its keys"
     q = einsum("btq,qni->btni", query_latent(w, c, x), own.q_up)
     key = normalise(einsum("btd,di->bti", x, own.k_down), own.k_norm, INDEX_NORM)[:, :, None]
     weights = einsum("btd,dn->btn", x, own.weigh, jnp.float32)
     weights = weights * (indexer.num_heads * indexer.head_size) ** -0.5
-    return rotate(key, turn), Selection(rotate(q, turn), weights, indexer.keys)
+    return rotate(key, rotary), Selection(rotate(q, rotary), weights, indexer.keys)
 
 
 def turned(
-    c: Latent, x: Float[Array, "B T heads size"], turn: Rotation | None
+    c: Latent, x: Float[Array, "B T heads size"], rotary: Rotation | None
 ) -> Float[Array, "B T heads size"]:
-    return x if turn is None or c.rope is None else rotate(x, turn, c.rope.interleaved)
+    return x if rotary is None or c.rope is None else rotate(x, rotary, c.rope.interleaved)
 
 
 def cached_row(
-    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], turn: Rotation | None
+    w: LatentAttention, c: Latent, x: Float[Array, "B T D"], rotary: Rotation | None
 ) -> Float[Array, "B T 1 row"]:
-    """What a token leaves in the cache: its latent, and the turned key that all heads share."""
+    """A token's row for the cache: its latent, and the rotated key that all heads share."""
     down = biased(einsum("btd,dz->btz", x, w.kv_down), w.kv_down_bias)[:, :, None]
     latent = rms_norm(down[..., : c.rank], w.kv_norm, c.norm)
-    return jnp.concatenate([latent, turned(c, down[..., c.rank :], turn)], axis=-1)
+    return jnp.concatenate([latent, turned(c, down[..., c.rank :], rotary)], axis=-1)
 
 
 def mix_latent(
     w: LatentAttention,
     c: Latent,
     x: Float[Array, "B T D"],
-    turn: Rotation | None,
+    rotary: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """Attention of layer i over normed x, and attend's new state."""
-    q, row = queries(w, c, x), cached_row(w, c, x, turn)
-    key, selection = choice(w, c, x, turn)
-    nope, rest = q[..., : c.nope_size], turned(c, q[..., c.nope_size :], turn)
+    q, row = queries(w, c, x), cached_row(w, c, x, rotary)
+    key, selection = choice(w, c, x, rotary)
+    nope, rest = q[..., : c.nope_size], turned(c, q[..., c.nope_size :], rotary)
     scale = (c.nope_size + c.rope_size) ** -0.5 if c.scale is None else c.scale
     # a latent wider than half of a head's key and value makes reading it dearer than making them
     if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank:
@@ -164,7 +163,7 @@ def mix_latent(
 
 
 def expanded(w: LatentAttention, c: Latent) -> Callable[[LatentRows], Made]:
-    """How every head's keys and values are made of cached rows."""
+    """Function that makes every head's keys and values from cached rows."""
 
     def expand(rows: LatentRows) -> Made:
         latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank :]

@@ -77,7 +77,7 @@ def narrow_product(
 
 
 def is_row(equation: str, x: Float[Array, "..."]) -> bool:
-    """Whether x [1,...,1,D] is one row of a product."""
+    """True if x [1,...,1,D] is one row of a product."""
     of_x, of_w = equation.partition("->")[0].split(",")
     rows = x.shape[: x.ndim - sum(axis in of_w for axis in of_x)]
     return of_x[0] not in of_w and len(rows) > 0 and max(rows) == 1

@@ -31,7 +31,7 @@ class PairConfig:
 
     @property
     def block(self) -> int:
-        """What a prefill's chunks begin at multiples of, in tokens."""
+        """Alignment of a prefill's chunks, in tokens."""
         return max(config.block for config in (self.target, self.draft) if config)
 
     @property

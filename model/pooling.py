@@ -20,8 +20,9 @@ LOW = 14  # bits of a number's lower half: 2^16 of them add up to less than 2^31
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What an embedding is made of: the hidden state of the "last" token, or the "mean" of all (None: as the
-    model's authors say, else the last), its first `dimensions` numbers, of length 1 where normalised.
+    """Parameters of an embedding. `pooling`: the hidden state of the "last" token or the "mean" of all (None:
+    the model's own, else last). `dimensions`: numbers that are kept, the first ones. `normalize`: scale to
+    length 1.
 
     Raises ValueError naming the field, its value and what is allowed.
     """
@@ -41,8 +42,8 @@ class PoolingParams:
 
 @pytree
 class Pooled:
-    """What the rows of a step give: each one's last hidden state, float32 [B,D], and the sum of all of them
-    in fixed point, of which `low` has the lower bits, int32 [B,D]."""
+    """Pooled hidden states of a step's rows. `last`: of the last token, float32 [B,D]. `high` and `low`:
+    upper and lower bits of the sum over tokens in fixed point, int32 [B,D]."""
 
     last: Any
     high: Any
@@ -71,7 +72,7 @@ class Pooler:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token has to be computed, also those whose keys are in the cache."""
+        """True if every token has to be computed, also one whose keys are cached."""
         return self.params.pooling == "mean"
 
     @property

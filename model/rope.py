@@ -82,8 +82,8 @@ Angles = Float32[Array, "B T 1 pairs"]  # of every position, for each pair of di
 
 
 class Rotation(NamedTuple):
-    """How far positions turn their queries and keys, and what their queries are multiplied by. Nothing is
-    turned where there are no pairs."""
+    """Rotation of queries and keys at each position: cosine and sine of each pair's angle, none if there are
+    no pairs. `growth`: factor of the queries, or None."""
 
     cos: Angles
     sin: Angles
@@ -93,7 +93,8 @@ class Rotation(NamedTuple):
 def rotation(
     positions: Int[Array, "B T"], rope: Rope, H: int, long: Bool[Array, " B"] | None = None
 ) -> Rotation:
-    """How far to turn H dimensions at each position; `long` are the rows beyond the rope's boundary."""
+    """Rotation of H dimensions at each position. `long`: rows whose sequence is beyond the rope's
+    boundary."""
     frequencies = jnp.asarray(rope.frequencies(H))[None, None, None, :]
     if rope.boundary is not None and long is not None:
         stretched = jnp.asarray(rope.frequencies(H, long=True))[None, None, None, :]
@@ -111,7 +112,7 @@ def rotation(
 
 
 def growth(positions: Int[Array, "B T"], rope: Rope) -> Float32[Array, "B T 1 1"]:
-    """Of queries (Llama 4, and Ministral 3 after it)."""
+    """Factor by which queries grow with their position (Llama 4, and Ministral 3 after it)."""
     times = ((positions + rope.growth_from) // rope.original_max_position).astype(jnp.float32)
     return 1 + rope.query_growth * jnp.log1p(times)[..., None, None]
 

@@ -16,7 +16,7 @@ def apart(index: Int[Array, "*shape"], write: Bool[Array, "*shape"], size: int) 
 
 
 def first_of_each(ids: Int[Array, "B ids"]) -> Bool[Array, "B ids"]:
-    """Whether an id of a row stands there for the first time."""
+    """True at the first occurrence of each id in its row."""
     n = ids.shape[1]
     before = jnp.tril(jnp.ones((1, n, n), bool), -1)
     return ~jnp.any((ids[:, :, None] == ids[:, None, :]) & before, axis=2)

@@ -21,7 +21,7 @@ SPLIT = ("heads", "kv_heads", "state_heads", "ffn", "expert_ffn", "vocab")
 RULES: Mapping[str, Axes] = dict.fromkeys(SPLIT, "tensor")
 DATA = "data"  # of a mesh whose devices along it have rows of their own, and all weights but whole experts
 KV, GROUP = "kv", "group"  # of a mesh with fewer key heads than devices: devices of a group share one
-# Mesh axes that must divide an axis at least, the first so many of its rule; of all others all must. Keys of
+# Number of mesh axes, the first of a rule, that must divide an axis; for all others every axis must. Keys of
 # one head may lie on several devices, a vocabulary or a recurrent layer whole on each.
 LEAST = {"kv_heads": 1, "state_heads": 0, "vocab": 0}
 MOST = 256  # devices that are tried for an error's text
@@ -29,10 +29,12 @@ MOST = 256  # devices that are tried for an error's text
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread: every layer over `tensor` devices, with whole experts on each (`experts`) or a
-    part of every expert; the layers over so many `stages` of such devices; and rows over `data` groups of
-    them, over which whole experts are split too. Feed-forward layers may have `ffn` devices
-    of their own."""
+    """Parallel layout of a model.
+
+    `tensor`: devices that split every layer. `experts`: whole experts on each device, instead of a part of
+    every expert. `stages`: pipeline stages of such devices. `data`: groups of them with rows of their own,
+    over which whole experts are split too. `ffn`: devices of their own for feed-forward layers.
+    """
 
     tensor: int = 1
     experts: bool = False
@@ -55,7 +57,7 @@ class Layout:
         return {DATA: self.data} | (each if self.tensor > 1 else {})
 
     def lacks(self, layers: Sequence[LayerKind]) -> str | None:
-        """What cannot be split so, or None."""
+        """The part that this layout cannot split, in words; None if it fits."""
         n, few = self.tensor, {K for K in key_heads(layers) if K % self.tensor}
         if few and (len(few) > 1 or n % min(few)):
             return " and ".join(map(str, sorted(few))) + " key heads"
@@ -138,7 +140,7 @@ def shardings(specs: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, Axes] |
 
 
 def sharding(spec: Spec, mesh: Mesh | AbstractMesh, rules: Mapping[str, Axes] = RULES) -> NamedSharding:
-    """How one array is split."""
+    """Sharding of one array."""
     named = zip(spec.axes, spec.shape, strict=True)
     axes = [dividing(name, size, listed(rules.get(name)), mesh) for name, size in named]
     return NamedSharding(mesh, PartitionSpec(*axes))
@@ -205,21 +207,19 @@ def automatic_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def in_shards(x: Any) -> bool:
-    """Whether an array of a program that is traced is what devices have under `shard_map`: there jax calls no
-    partitioner back."""
+    """True if a traced array is a device's own part under `shard_map`, where jax calls no partitioner."""
     return bool(jax.typeof(x).sharding.mesh.manual_axes)
 
 
 def on_several_devices(tree: Any) -> bool:
-    """Whether arrays of a tree, which may be those of a program that is traced, lie on a mesh; what a device
-    does by itself under `shard_map` does not."""
+    """True if arrays of a tree, traced or not, lie on a mesh of several devices; parts under `shard_map` do
+    not."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return any(ways(mesh, automatic_axes(mesh)) > 1 for mesh in meshes)
 
 
 def in_any_shard(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Whether it holds for the rows of any shard of a step: what shards do in turn, and exchange, they do as
-    often as each other."""
+    """True if the flag is set in any shard: shards that exchange data in a loop must run it equally often."""
     if DATA not in jax.typeof(flag).sharding.mesh.manual_axes:
         return flag
     return jax.lax.pmax(flag.astype(jnp.int32), DATA) > 0

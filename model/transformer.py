@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,7 +11,7 @@ from .attention import Attend, Attention, attention_spec, mix_heads
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
 from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
-from .inputs.layer import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
+from .inputs import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
 from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
@@ -34,8 +35,8 @@ SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytree
 class Layer:
-    """What a layer has; a norm that the family does not have is None. A layer with keys and a state has both
-    `attention` and `recurrent`."""
+    """Parameters of a layer; a norm that the family does not have is None. A layer with keys and a state has
+    both `attention` and `recurrent`."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None  # of a layer that keeps keys
@@ -53,7 +54,7 @@ class Layer:
 
     @property
     def any_norm(self) -> Norm:
-        """One of the layer's, each of which is whole on every device."""
+        """A norm of the layer; all are replicated on its devices."""
         return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
 
 
@@ -99,6 +100,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
     )
 
 
+@jax.named_scope("embed")
 def embed(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
@@ -107,11 +109,12 @@ def embed(
     return x if params.positions is None else x + params.positions[positions]
 
 
+@jax.named_scope("rotary")
 def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> list[Rotation | None]:
-    """Each layer's rotation; layers of one kind share it."""
+    """Each layer's rotary embedding; layers of one kind share it."""
     found: dict[Any, Rotation | None] = {}
 
-    def turn(kind: LayerKind) -> Rotation | None:
+    def of_kind(kind: LayerKind) -> Rotation | None:
         if kind.keys is None or (rope := kind.keys.rope) is None:
             return None
         size = kind.keys.turned
@@ -119,7 +122,7 @@ def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"
             found[rope, size] = rotation(positions, rope, size, beyond(rope, lengths))
         return found[rope, size]
 
-    return [turn(kind) for kind in c.layers]
+    return [of_kind(kind) for kind in c.layers]
 
 
 def layer(
@@ -127,43 +130,63 @@ def layer(
     kind: LayerKind,
     c: ModelConfig,
     x: Float[Array, "B T D"],
-    turn: Rotation | None,
+    rotary: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
-    own: Float[Array, "B T P"] | None = None,
+    layer_input: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x and attend's state after layer i; `own` is the layer's own input, where it has one."""
-    outer, inner, state = attention_half(w, kind, c, x, turn, attend, state, i)
+    """x + mix(norm(x)), then x + ffn(norm(x)); returns x and attend's state after layer i.
+
+    `layer_input`: the layer's own input (Gemma 3n and 4), or None.
+    """
+    inner = normed(c, x, w.attention_norm)
+    state, mixed = mix(w, kind, inner, rotary, attend, state, i)
+    outer = added(c, x, mixed, w.attention_post_norm)
     if kind.ffn is None:
         return outer, state
-    return after_ffn(w, c, outer, ffn_half(w.ffn, kind, inner), own), state
+    made = ffn_half(w.ffn, kind, ffn_input(w, c, x, inner, outer))
+    return after_ffn(w, c, outer, made, layer_input), state
 
 
-def attention_half(
+def mix(
     w: Layer,
     kind: LayerKind,
-    c: ModelConfig,
     x: Float[Array, "B T D"],
-    turn: Rotation | None,
+    rotary: Rotation | None,
     attend: Attend,
     state: Any,
     i: int,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
-    """x after the mixers of layer i, what its feed-forward layer is given, and attend's state."""
-    inner = normed(c, x, w.attention_norm)
-    state, mixed = mix(w, kind, inner, turn, attend, state, i)
-    outer = added(c, x, mixed, w.attention_post_norm)
+) -> tuple[Any, Float[Array, "B T D"]]:
+    """Attend's state after the mixers of layer i, and the sum of their outputs for normed x."""
+    made = []
+    for mixer, (scale_in, scale_out) in zip(kind.mixers, kind.scales, strict=False):
+        mixing = SUBLAYERS[type(mixer)][1]
+        turn = rotary if mixer is kind.keys else None
+        with jax.named_scope("attention" if mixer.state is None else "recurrent"):
+            state, out = mixing(w.of(mixer), mixer, scaled(x, scale_in), turn, attend, state, i)
+            made.append(scaled(out, scale_out))
+    return state, sum(made[1:], made[0])
+
+
+def ffn_input(
+    w: Layer,
+    c: ModelConfig,
+    x: Float[Array, "B T D"],
+    inner: Float[Array, "B T D"],
+    outer: Float[Array, "B T D"],
+) -> Float[Array, "B T D"]:
+    """The feed-forward layer's input: from `outer`, x after the mixers, or in parallel to them from x, whose
+    norm may be `inner`, the mixers' own."""
     if c.parallel is None:
-        inner = normed(c, outer, w.ffn_norm)
-    elif w.ffn_norm is not None:
-        inner = normed(c, x, w.ffn_norm)
-    return outer, inner, state
+        return normed(c, outer, w.ffn_norm)
+    return inner if w.ffn_norm is None else normed(c, x, w.ffn_norm)
 
 
 def ffn_half(w: Any, kind: LayerKind, inner: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """What the feed-forward layer makes, which knows of no other token and keeps nothing."""
-    return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, inner)
+    """The feed-forward layer, which mixes no tokens and keeps no state."""
+    with jax.named_scope("experts" if isinstance(kind.ffn, Experts) else "ffn"):
+        return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, inner)
 
 
 def after_ffn(
@@ -171,15 +194,34 @@ def after_ffn(
     c: ModelConfig,
     outer: Float[Array, "B T D"],
     made: Float[Array, "B T D"],
-    own: Float[Array, "B T P"] | None = None,
+    layer_input: Float[Array, "B T P"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """x after a layer whose feed-forward layer has made this of it."""
+    """x after a layer whose feed-forward layer's output is `made`."""
     out = added(c, outer, made, w.ffn_post_norm)
     if w.input is not None:
-        out = with_input(w.input, c, out, own)
+        out = with_input(w.input, c, out, layer_input)
     return out if w.scale is None else out * w.scale[None, None]
 
 
+def attention_half(
+    w: Layer,
+    kind: LayerKind,
+    c: ModelConfig,
+    x: Float[Array, "B T D"],
+    rotary: Rotation | None,
+    attend: Attend,
+    state: Any,
+    i: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+    """`layer` up to its feed-forward layer, where that lies on other devices: x after the mixers, the
+    feed-forward layer's input, and attend's state."""
+    inner = normed(c, x, w.attention_norm)
+    state, mixed = mix(w, kind, inner, rotary, attend, state, i)
+    outer = added(c, x, mixed, w.attention_post_norm)
+    return outer, ffn_input(w, c, x, inner, outer), state
+
+
+@jax.named_scope("norm")
 def normed(c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
     return x if norm is None else normalise(x, norm, c.norm)
 
@@ -188,25 +230,6 @@ def added(
     c: ModelConfig, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None
 ) -> Float[Array, "B T D"]:
     return x + scaled(normed(c, y, post), c.residual_scale)
-
-
-def mix(
-    w: Layer,
-    kind: LayerKind,
-    x: Float[Array, "B T D"],
-    turn: Rotation | None,
-    attend: Attend,
-    state: Any,
-    i: int,
-) -> tuple[Any, Float[Array, "B T D"]]:
-    """Attend's state after the mixers of layer i, and the sum of what they make of normed x."""
-    made = []
-    for mixer, (given, own) in zip(kind.mixers, kind.scales, strict=False):
-        mixing = SUBLAYERS[type(mixer)][1]
-        own_turn = turn if mixer is kind.keys else None
-        state, out = mixing(w.of(mixer), mixer, scaled(x, given), own_turn, attend, state, i)
-        made.append(scaled(out, own))
-    return state, sum(made[1:], made[0])
 
 
 def forward(
@@ -221,14 +244,14 @@ def forward(
     """Hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would copy their
     weights.
 
-    `lengths` are the tokens of each row's whole sequence, which decide on longrope's frequencies; by default
-    those up to the last position given.
+    `lengths`: tokens of each row's whole sequence, by which longrope chooses its frequencies; by default the
+    last position + 1.
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
     x = embed(params, config, tokens, positions)
-    own = inputs_of(params.inputs, config, tokens, x)
-    x, state = through(params.layers, config, x, positions, lengths, attend, state, own)
-    return normalise(x, params.norm, config.norm), state
+    inputs = inputs_of(params.inputs, config, tokens, x)
+    x, state = through(params.layers, config, x, positions, lengths, attend, state, inputs)
+    return normed(config, x, params.norm), state
 
 
 def through(
@@ -241,14 +264,15 @@ def through(
     state: Any,
     inputs: Sequence[Float[Array, "B T P"] | None] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x and attend's state after consecutive layers, which are all that `config` has; `inputs` are their
-    own."""
+    """x and attend's state after consecutive layers, all that `config` has; `inputs`: of each layer its own,
+    if any."""
     inputs = [None] * len(layers) if inputs is None else inputs
-    for i, turn in enumerate(turns(config, positions, lengths)):
-        x, state = layer(layers[i], config.layers[i], config, x, turn, attend, state, i, inputs[i])
+    for i, rotary in enumerate(turns(config, positions, lengths)):
+        x, state = layer(layers[i], config.layers[i], config, x, rotary, attend, state, i, inputs[i])
     return x, state
 
 
+@jax.named_scope("unembed")
 def unembed(params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
     """Logits in float32."""
     head = params.embed if params.head is None else params.head

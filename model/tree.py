@@ -48,11 +48,11 @@ def static(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Spec:
-    """One parameter before it has numbers: its shape, its axes' names, and how it is initialised.
+    """Specification of a parameter: shape, axes' names and initialisation.
 
     `axes` names each dimension by meaning ("model", "heads", ...); shardings map those names to a mesh. A
-    fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`. One
-    with a `dtype` keeps it whatever the model's is.
+    fresh parameter is drawn from a normal distribution around `mean` with standard deviation `scale`.
+    `dtype`, if not None, overrides the model's.
     """
 
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ def all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
 
 
 def holds(tree: Any, kind: type) -> bool:
-    """Whether a tree has records of a kind."""
+    """True if a tree has records of a kind."""
     return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
 
 

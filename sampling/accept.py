@@ -11,11 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ..model.tree import pytree
+from .noise import gumbel, uniform
 from .params import NO_LOGPROBS
-from .sample import EDITS, Sampled, SamplingRows, changed, is_drawn, narrowed, sample, scored
+from .sample import Sampled, edited, narrowed, rows_of, sample, scored, who_wants
 from .search import argmax_here, pairwise_sum, whole
 from .state import MASKED, SamplingState
 
@@ -26,10 +27,9 @@ NONE_KEPT = -1  # where the number of the guess that was kept would stand
 
 @pytree
 class DraftTokens:
-    """What may stand at one position of each row: guesses in the order in which they are tried.
+    """Draft tokens for one position of each row, in the order in which they are tried.
 
-    `probs` are those that each guess was drawn from, given the guesses before it; None where no guess is
-    drawn at random.
+    `probs`: distribution that each was drawn from, given those before it; None for drafts without randomness.
     """
 
     token: Any  # int32 [B,guesses]
@@ -42,7 +42,8 @@ class DraftTokens:
 
 @runtime_checkable
 class Rule(Protocol):
-    """What stands at a position of each row, and which of its guesses that is, or NONE_KEPT."""
+    """Acceptance rule: returns the token at a position of each row, and the index of the accepted draft
+    token, or NONE_KEPT."""
 
     def __call__(
         self,
@@ -102,16 +103,16 @@ def target_probs(
     state: SamplingState,
 ) -> Float[Array, "B V"]:
     """The distribution of the token that `sample` draws from; its bits do not depend on B."""
-    logits = whole(logits.astype(jnp.float32))
-    rows = SamplingRows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
-    edited = changed(logits, rows, EDITS)
-    likeliest = jax.nn.one_hot(argmax_here(edited), logits.shape[1], dtype=jnp.float32)
-    drawn = is_drawn(rows)
+    rows = rows_of(position, slot, live, state)
+    wanted = who_wants(rows)
+    x = edited(whole(logits.astype(jnp.float32)), rows, wanted)
+    likeliest = jax.nn.one_hot(argmax_here(x), x.shape[1], dtype=jnp.float32)
+    drawn = wanted["draw"]
     return jax.lax.cond(
         jnp.any(drawn),
-        lambda x, r: jnp.where(drawn[:, None], normalised(jnp.exp(narrowed(x, r))), likeliest),
+        lambda x, r: jnp.where(drawn[:, None], normalised(jnp.exp(narrowed(x, r, wanted))), likeliest),
         lambda x, r: likeliest,
-        edited,
+        x,
         rows,
     )
 
@@ -130,7 +131,7 @@ def acceptance(p: Float[Array, "B V"], q: Float[Array, "B V"], token: Int[Array,
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What is left to draw from after a rejection, norm(max(0, p - q)); p where rounding leaves nothing."""
+    """Residual distribution after a rejection, norm(max(0, p - q)); p where rounding leaves nothing."""
     rest = jnp.maximum(p - q, 0.0)
     total = pairwise_sum(rest)
     return jnp.where(total > 0, rest / jnp.maximum(total, jnp.finfo(p.dtype).tiny), p)
@@ -169,11 +170,8 @@ def decide(
     `draw_guess` does.
     """
 
-    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " guesses"]:
-        return jax.random.uniform(noise_key(seed, position, ACCEPT), guesses.token.shape[1:], jnp.float32)
-
     keep, rest = trials(p, guesses)
-    which = first_of(jax.vmap(noise)(seed, position) < keep)
+    which = first_of(uniform(seed, position, keep.shape[1], ACCEPT) < keep)
     chosen = jnp.take_along_axis(guesses.token, jnp.maximum(which, 0)[:, None], axis=1)[:, 0]
     return jnp.where(which == NONE_KEPT, draw_probs(rest, seed, position, RESAMPLE), chosen), which
 
@@ -181,20 +179,12 @@ def decide(
 # ---------------------------------------------------------------- draws
 
 
-def noise_key(seed: UInt[Array, ""], position: Int[Array, ""], purpose: int) -> Key[Array, ""]:
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return jax.random.fold_in(key, purpose)
-
-
 def draw_probs(
     p: Float[Array, "B V"], seed: UInt[Array, " B"], position: Int[Array, " B"], purpose: int
 ) -> Int[Array, " B"]:
     """A token from each row's probabilities by the Gumbel-max trick."""
 
-    def noise(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
-        return jax.random.gumbel(noise_key(seed, position, purpose), p.shape[1:], jnp.float32)
-
-    score = jnp.where(p > 0, jnp.log(p) + jax.vmap(noise)(seed, position), MASKED)
+    score = jnp.where(p > 0, jnp.log(p) + gumbel(seed, position, p.shape[1], purpose), MASKED)
     return argmax_here(score)
 
 

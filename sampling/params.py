@@ -1,15 +1,15 @@
-"""What a request asks of the sampler: `SamplingParams` on the host, and `Knobs`, the row the device is told.
+"""Sampling parameters of a request: `SamplingParams` on the host, and `Knobs`, their row on the device.
 
-Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), and a function in
-`sample`.
+Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), a function in
+`processors` and a line of `sample.PIPELINE`.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from jaxtyping import Int32
@@ -30,7 +30,8 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 
 
 class RequestOutputKind(Enum):
-    """What `LLMEngine` and `AsyncLLM` report of a request on its way: all, the new, or only the end."""
+    """Outputs that `LLMEngine` and `AsyncLLM` report of a running request: all tokens, the new ones, or only
+    the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -40,13 +41,13 @@ class RequestOutputKind(Enum):
 @known_names
 @dataclass
 class SamplingParams:
-    """How one request's tokens are chosen, how many, and what is reported of them; settable until it is
-    submitted.
+    """Parameters of one request: how its tokens are chosen, how many, and what is reported; settable until it
+    is submitted.
 
     Construction and every assignment raise ValueError (a value is not allowed) or TypeError (it has the wrong
-    type, or the name is unknown); the message names the field, its value and what is allowed. What several
-    fields must agree on is checked at construction and by `clone`, which whoever submits calls. Sequences are
-    kept as tuples. Positions are vLLM's.
+    type, or the name is unknown); the message names the field, its value and what is allowed. Rules between
+    fields are checked at construction and by `clone`, which is called at submission. Sequences are kept as
+    tuples. Positions are vLLM's.
     """
 
     n: int = knob(1, "number of completions of the prompt, each with its own random numbers")
@@ -184,7 +185,7 @@ class BeamSearchParams:
 
 
 def check_together(p: SamplingParams) -> None:
-    """What fields must agree on. Raises ValueError."""
+    """Check rules between fields. Raises ValueError."""
     most = math.inf if p.max_tokens is None else p.max_tokens
     require(p.min_tokens <= most, "min_tokens", p.min_tokens, f"0 to max_tokens ({p.max_tokens})")
     require(p.n == 1 or not p.greedy, "n", p.n, "1 with temperature 0, where all completions would be equal")
@@ -216,24 +217,47 @@ def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[in
     return [sequence for sequence in sequences if sequence]
 
 
+class KnobInputs(NamedTuple):
+    """Inputs of a request's row on the device."""
+
+    params: SamplingParams
+    seed: int  # 0..2**32-1 (`fold_seed`)
+    stop_ids: Sequence[int]  # the model's end ids (unless ignored) and the request's own
+    prompt_len: int  # position of the first generated token
+    bad_words: Sequence[Sequence[int]]  # tokenized; those of one token act through `dense_bias`
+
+
+def row(dtype: Any, value: Callable[[KnobInputs], Any]) -> Any:
+    """A field of `Knobs`, and its value for a request."""
+    return field(metadata={"value": lambda a: np.asarray(value(a), dtype)[()]})
+
+
 @pytree
 class Knobs:
-    """One request's parameters as the device reads them; in `SamplingState` leaves have a row a slot."""
+    """Parameters of one request on the device; in `SamplingState` every leaf has a row for each slot."""
 
-    temperature: Any  # float32, 0 is greedy
-    top_k: Any  # int32, 0 is off
-    top_p: Any  # float32
-    min_p: Any  # float32
-    presence_penalty: Any  # float32
-    frequency_penalty: Any  # float32
-    repetition_penalty: Any  # float32
-    seed: Any  # uint32
-    min_position: Any  # int32, no stop id is drawn for a position below it
-    logprobs: Any  # int32, 0 or more where log-probabilities are wanted, else NO_LOGPROBS
-    has_bias: Any  # bool, whether the slot's row of `bias` is to be read
-    is_constrained: Any  # bool, whether its rows of `allowed` are
-    stop_ids: Any  # int32 [MAX_STOP_IDS], padded with NO_TOKEN
-    bad_words: Any  # int32 [MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
+    temperature: Any = row(np.float32, lambda a: 0 if a.params.greedy else a.params.temperature)  # 0: greedy
+    top_k: Any = row(np.int32, lambda a: min(max(a.params.top_k, 0), MAX_INT32))  # 0: off
+    top_p: Any = row(np.float32, lambda a: a.params.top_p)
+    min_p: Any = row(np.float32, lambda a: a.params.min_p)
+    presence_penalty: Any = row(np.float32, lambda a: a.params.presence_penalty)
+    frequency_penalty: Any = row(np.float32, lambda a: a.params.frequency_penalty)
+    repetition_penalty: Any = row(np.float32, lambda a: a.params.repetition_penalty)
+    seed: Any = row(np.uint32, lambda a: a.seed)
+    # no stop id is drawn for a position below it
+    min_position: Any = row(np.int32, lambda a: min(a.prompt_len + a.params.min_tokens, MAX_INT32))
+    # 0 or more where log-probabilities are wanted
+    logprobs: Any = row(
+        np.int32, lambda a: NO_LOGPROBS if a.params.logprobs is None else max(a.params.logprobs, 0)
+    )
+    has_bias: Any = row(
+        np.bool_, lambda a: has_bias(a.params, a.bad_words)
+    )  # the slot's row of `bias` is read
+    # the slot's rows of `allowed` are read
+    is_constrained: Any = row(np.bool_, lambda a: a.params.structured_outputs is not None)
+    stop_ids: Any = row(np.int32, lambda a: stop_row(a.stop_ids))  # [MAX_STOP_IDS], padded with NO_TOKEN
+    # [MAX_BAD_WORDS,MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
+    bad_words: Any = row(np.int32, lambda a: bad_word_rows(a.bad_words))
 
 
 def knobs_row(
@@ -244,28 +268,9 @@ def knobs_row(
     prompt_len: int,
     bad_words: Sequence[Sequence[int]] = (),
 ) -> Knobs:
-    """The device's row of one request, in numpy.
-
-    `seed` is 0..2**32-1 (`fold_seed`), `prompt_len` the position of the first generated token, `stop_ids` the
-    model's end ids (unless ignored) and the request's own, `bad_words` the tokenized words, of which those of
-    one token act through `dense_bias`. Raises ValueError above the limits of this file.
-    """
-    return Knobs(
-        temperature=np.float32(0 if params.greedy else params.temperature),
-        top_k=np.int32(min(max(params.top_k, 0), MAX_INT32)),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        presence_penalty=np.float32(params.presence_penalty),
-        frequency_penalty=np.float32(params.frequency_penalty),
-        repetition_penalty=np.float32(params.repetition_penalty),
-        seed=np.uint32(seed),
-        min_position=np.int32(min(prompt_len + params.min_tokens, MAX_INT32)),
-        logprobs=np.int32(NO_LOGPROBS if params.logprobs is None else max(params.logprobs, 0)),
-        has_bias=np.bool_(has_bias(params, bad_words)),
-        is_constrained=np.bool_(params.structured_outputs is not None),
-        stop_ids=stop_row(stop_ids),
-        bad_words=bad_word_rows(bad_words),
-    )
+    """The device's row of one request, in numpy. Raises ValueError above the limits of this file."""
+    given = KnobInputs(params, seed, stop_ids, prompt_len, bad_words)
+    return Knobs(**{knob.name: knob.metadata["value"](given) for knob in fields(Knobs)})
 
 
 def has_bias(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool:

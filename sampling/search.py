@@ -72,7 +72,7 @@ def whole(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
 
 
 def argmax_of_parts(x: Float[Array, "B part"], axes: tuple[str, ...]) -> Int[Array, " B"]:
-    """Of each device's first largest the first that is the largest."""
+    """Argmax over devices: the first largest of the devices' own."""
     own = argmax_here(x)
     value = jnp.take_along_axis(x, own[:, None], axis=1)[:, 0]
     ids = own + jax.lax.axis_index(axes).astype(jnp.int32) * x.shape[1]
@@ -83,13 +83,13 @@ def argmax_of_parts(x: Float[Array, "B part"], axes: tuple[str, ...]) -> Int[Arr
 
 
 def can_part(x: Float[Array, "B V"]) -> bool:
-    """Whether x lies on several devices that can share V."""
+    """True if x lies on several devices that can share V."""
     mesh = jax.typeof(x).sharding.mesh
     return on_several_devices(x) and x.shape[1] % ways(mesh, automatic_axes(mesh)) == 0
 
 
 def by_parts(work: Callable[[Float[Array, "B part"], tuple[str, ...]], T], x: Float[Array, "B V"]) -> T:
-    """What every device makes of its part of V, and of what others made."""
+    """Run `work` on every device's part of V; it exchanges results itself."""
     mesh = jax.typeof(x).sharding.mesh
     axes, everywhere = automatic_axes(mesh), PartitionSpec()
     split = PartitionSpec(None, axes)
@@ -127,8 +127,8 @@ def by_halves(
 def by_digits(
     distance: Int[Array, "B V"], weight: Num[Array, "B V"], goal: Num[Array, " B"]
 ) -> Int[Array, " B"]:
-    """The same without a loop, DIGIT bits a pass (a radix select): of the borders that these bits tell apart,
-    so many are too near as the digit says."""
+    """`by_halves` without a loop: a radix select, DIGIT bits a pass. A digit is the number of borders, among
+    those that its bits tell apart, that are too near."""
     border, left = jnp.zeros(len(goal), jnp.int32), BITS
     while left:
         digit = (left - 1) % DIGIT + 1

@@ -1,4 +1,4 @@
-"""What the sampler keeps of the running requests: one pytree on the device, a row for each slot."""
+"""Sampler state of the running requests: one pytree on the device, a row for each slot."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ EARLY = -1e26  # would end the output before min_tokens
 
 @pytree
 class Allowed:
-    """What grammars allow, of each slot at positions in a row: a bit a token."""
+    """Token masks of grammars for each slot, at consecutive positions: one bit a token."""
 
     masks: Any  # uint32 [C,positions,words]
     first: Any  # int32 [C], the first of these positions
@@ -102,8 +102,8 @@ def load_masks(
     first: Int[Array, " K"],
     masks: UInt32[Array, "K positions words"],
 ) -> Allowed:
-    """What is allowed, with that of some slots at the positions from `first` on; a slot that is not there is
-    nothing."""
+    """The masks with those of some slots replaced, from position `first` on; a slot beyond the last is
+    ignored."""
     return Allowed(
         masks=allowed.masks.at[slot].set(masks, mode="drop"),
         first=allowed.first.at[slot].set(first, mode="drop"),
@@ -111,7 +111,7 @@ def load_masks(
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """Whether a request's admission needs `load_history`; the other requests' dense rows are never read."""
+    """True if a request's admission needs `load_history`; the other requests' dense rows are never read."""
     penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     return bool(penalties or params.bad_words or params.logit_bias or params.allowed_token_ids)
 
@@ -119,7 +119,7 @@ def needs_history(params: SamplingParams) -> bool:
 def dense_bias(
     params: SamplingParams, V: int, bad_words: Sequence[Sequence[int]] = ()
 ) -> Float32[np.ndarray, " {V}"]:
-    """What is added to every logit: `logit_bias`, MASKED where not allowed or a bad word.
+    """The bias of every logit: `logit_bias`, MASKED where not allowed or a bad word.
 
     Raises ValueError for ids outside the vocabulary, and where no token is left.
     """
@@ -171,5 +171,5 @@ def commit(
 
 
 def stops(state: SamplingState, slot: Int[Array, " B"], token: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether each token is among its slot's stop ids."""
+    """True where a token is among its slot's stop ids."""
     return jnp.any(state.knobs.stop_ids[slot] == token[:, None], axis=1)

@@ -1,4 +1,4 @@
-"""What the text of an output must be: names and meaning are those of vLLM's `StructuredOutputsParams`."""
+"""Structured outputs: names and meaning are those of vLLM's `StructuredOutputsParams`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an output must be, said in one of five ways; whitespace is for JSON alone.
+    """Constraint on an output, given in one of five ways; the whitespace fields are for JSON alone.
 
-    Construction raises ValueError or TypeError, naming the field, its value and what is allowed. Whether a
-    schema, expression or grammar can be compiled is known when a request is submitted.
+    Construction raises ValueError or TypeError, naming the field, its value and what is allowed. A schema,
+    expression or grammar that cannot be compiled is refused when a request is submitted.
     """
 
     json: str | Mapping[str, Any] | None = knob(None, "a JSON Schema, as an object or its text")
@@ -71,7 +71,7 @@ def is_object(text: str) -> bool:
 
 
 def structured(value: Any) -> StructuredOutputsParams | None:
-    """What a request's field says, given as an object of JSON too. Raises TypeError or ValueError."""
+    """Parse a request's field, also an object of JSON. Raises TypeError or ValueError."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):

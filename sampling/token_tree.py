@@ -107,7 +107,7 @@ class TokenTree:
 
     @property
     def is_comb(self) -> bool:
-        """Whether only the first child of a node has children: guesses beside one chain."""
+        """True if only the first child of a node has children: a chain with alternatives at each position."""
         firsts = {0, *self.children[:, 0].tolist()}
         return all(parent in firsts for parent in self.parents[1:])
 

@@ -26,7 +26,7 @@ from duetto.checkpoints.dialects import calls_of, marks_of
 from duetto.checkpoints.huggingface import load
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.inputs.layer import inputs_of
+from duetto.model.inputs import inputs_of
 from duetto.model.layers import normalise
 from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
 from duetto.serve.cli.convert import convert

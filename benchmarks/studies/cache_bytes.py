@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from duetto.kvcache.pages import empty_cache
 from duetto.kvcache.tables import GONE, PageTables
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.kinds.attention import Indexer
+from duetto.model.kinds import Indexer
 from duetto.model.tree import nbytes
 
 PAGE, CHUNK = 64, 512

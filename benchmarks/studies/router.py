@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.studies.server import started
 from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, with_prefixes
-from duetto.kvcache.names import extend, root
+from duetto.kvcache.page_hash import extend, root
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import KVEventBatch, Translator
 from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best, in_turn
@@ -71,7 +71,7 @@ class Books:
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0
         if isinstance(memory, EventPrefixIndex):
             self._translator, self._pages, self._count = Translator(ROOT, PAGE), ReplicaPages(memory, PAGE), 0
-            self.tables.tell(self)
+            self.tables.listen(self)
 
     # ------------------------------------------------------------ what the pool says, straight to the router
 

@@ -116,14 +116,14 @@ def pairs(file: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def as_a(parameter: Parameter, rank: int) -> Parameter:
-    """How a module's lora_A [r, in] lies beside a parameter, as [*inputs, r]."""
+    """Storage of a module's lora_A [r, in] for a parameter, kept as [*inputs, r]."""
     shape, k = parameter.spec.shape, inputs_at(parameter.path)
     letters = parameter.stored.ours[:k]
     return lying(parameter, f"r,{letters}->{letters}r", (*shape[:k], rank))
 
 
 def as_b(group: ParameterGroup, rank: int) -> ParameterGroup:
-    """How a module's lora_B [out, r] lies beside the parameters that share its weight, as [r, *outputs]
+    """Storage of a module's lora_B [out, r] for the parameters that share its weight, kept as [r, *outputs]
     each."""
 
     def one(p: Parameter) -> Parameter:

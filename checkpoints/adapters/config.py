@@ -62,7 +62,7 @@ class AdapterConfig:
         return int(matched(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied by."""
+        """Factor of the product of a module's two matrices."""
         rank = self.rank_of(module)
         return matched(self.alphas, module, self.alpha) / (rank**0.5 if self.rooted else rank)
 

@@ -1,5 +1,5 @@
-"""What DeepSeek-V2, -V3 (arXiv 2405.04434 and 2412.19437) and those that took over a part of them have in
-common: latent attention, mixtures of experts, and names of tensors."""
+"""Shared parts of DeepSeek-V2, -V3 (arXiv 2405.04434 and 2412.19437) and families derived from them: latent
+attention, mixtures of experts, and names of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,7 +4,7 @@ layers that predict several tokens ahead are left out."""
 from dataclasses import replace
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
-from ...model.kinds.attention import Indexer
+from ...model.kinds import Indexer
 from ...refusals import shown
 from . import deepseek, deepseek_v3, fields, parts
 from .family import Family
@@ -37,7 +37,7 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 
 def indexer(raw: fields.Raw, turned: int) -> Indexer:
-    """Of whose heads as many numbers are turned as of the others'."""
+    """The indexer, whose heads rotate as many dimensions as the attention's heads: `turned`."""
     size = fields.integer(raw, "index_head_dim", 128)
     if size < turned:
         raise ValueError(f"index_head_dim is {size}, expected qk_rope_head_dim {turned} or more")

@@ -32,7 +32,8 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 
 def types(raw: fields.Raw, window: int | None) -> list[str]:
-    """Those of `sliding_window_pattern`, which may be a word like "LLLG" where `layer_types` say the same."""
+    """Layer types by `sliding_window_pattern`, which may be a word like "LLLG"; all full where there is no
+    window, or `layer_types` decide."""
     if window is None or raw.get("layer_types") is not None:
         return ["full_attention"] * parts.num_layers(raw)
     return parts.patterned(raw, fields.integer(raw, "sliding_window_pattern", 4))

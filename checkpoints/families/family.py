@@ -1,5 +1,4 @@
-"""What is known of a family of models: everything that loading and saving its checkpoints needs, and nothing
-else."""
+"""Description of a model family: everything that loading and saving its checkpoints needs."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace

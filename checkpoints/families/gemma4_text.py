@@ -5,8 +5,7 @@ are, and experts stand beside the feed-forward layer."""
 from collections.abc import Mapping
 from typing import Any
 
-from ...model.config import Dense, Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
-from ...model.inputs.kinds import LayerInput
+from ...model.config import Dense, Experts, GroupedQuery, LayerInput, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from ...refusals import shown
 from . import fields, gemma2, parts, ropes
@@ -118,8 +117,8 @@ def kv_heads(raw: fields.Raw, default: int) -> int:
 
 
 def borrowed(raw: fields.Raw, types: list[str]) -> list[int]:
-    """How many layers back those are whose keys each layer reads: the last `num_kv_shared_layers` read those
-    of the last one of their type before them, the others (0) their own."""
+    """Distance of each layer to the layer whose keys it reads. The last `num_kv_shared_layers` read those of
+    the last earlier layer of their type, the others (0) their own."""
     first = len(types) - fields.count(raw, "num_kv_shared_layers", 0)
     if set(types) != set(types[: max(first, 0)]):
         raise ValueError(
@@ -151,7 +150,7 @@ def attention(raw: fields.Raw, kind: str, size: int, kv: int, **kinds: Any) -> G
 
 
 def rope(raw: fields.Raw, kind: str, size: int) -> Rope:
-    """That of a type of layers, for `size` dimensions of a head."""
+    """Rope of a type of layers, for `size` dimensions of a head."""
     both = fields.value(raw, "rope_parameters", ROPES)
     found = both.get(kind) if isinstance(both, Mapping) else None
     if found is None or not isinstance(found, Mapping):

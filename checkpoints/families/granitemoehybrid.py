@@ -40,7 +40,7 @@ def width(raw: fields.Raw) -> int:
 
 
 def turn(raw: fields.Raw) -> Rope | None:
-    """That of attention, if `position_embedding_type` is "rope"."""
+    """Rope of the attention layers, if `position_embedding_type` is "rope"."""
     kinds = {"nope": False, "rope": True}
     turned = fields.chosen(raw, "position_embedding_type", "nope", kinds)
     return rope(raw, fields.head_size(raw), length=2048) if turned else None

@@ -129,7 +129,7 @@ def ffns(raw: fields.Raw) -> list[Dense | Experts]:
 
 
 def experts(raw: fields.Raw) -> Experts:
-    """Of fields with two names those of the hub's files count first."""
+    """The experts. Of fields with two names the one of the hub's files takes precedence."""
 
     def field(read: Any, hub: str, own: str, default: Any) -> Any:
         return read(raw, fields.named(raw, hub, own), default)

@@ -1,5 +1,4 @@
-"""What families that are shaped like Llama have in common: names of tensors, and pieces of the
-configuration."""
+"""Shared parts of Llama-like families: names of tensors, and pieces of the configuration."""
 
 from typing import Any
 

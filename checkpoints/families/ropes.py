@@ -35,8 +35,8 @@ def rope(raw: Raw, size: int, *, length: int, theta: float = 10000.0, partial: b
 
 
 def two_ropes(raw: Raw, size: int, length: int, thetas: tuple[float, float]) -> tuple[Rope, Rope]:
-    """Those of layers without and with a window, whose thetas are these where `rope_parameters` says no
-    others; `rope_scaling` is for the former only."""
+    """Ropes of layers without and with a window. `thetas`: their defaults where `rope_parameters` has none;
+    `rope_scaling` is for the former only."""
     only(raw, "partial_rotary_factor", 1)
     both = value(raw, "rope_parameters", {})
     if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
@@ -57,7 +57,7 @@ def two_ropes(raw: Raw, size: int, length: int, thetas: tuple[float, float]) -> 
 
 
 def rotary_size(raw: Raw, size: int, default: float = 1.0) -> int:
-    """How many of a head's dimensions are turned: a share of them, rounded down."""
+    """Number of a head's dimensions that are rotated: a share of them, rounded down."""
     stated = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = number(raw, "partial_rotary_factor", default)
     if isinstance(stated, Mapping):
@@ -138,7 +138,7 @@ def yarn(plain: Rope, found: Raw, length: int) -> Rope:
 
 
 def yarn_scale(found: Raw, factor: float) -> float:
-    """Of cosine and sine: with both of DeepSeek's fields their quotient, which leaves the rest to the
+    """Factor of cosine and sine. With both of DeepSeek's fields it is their quotient; the rest goes into the
     scores."""
     if found.get("mscale") and found.get("mscale_all_dim"):
         return weighted(found, factor, "mscale") / weighted(found, factor, "mscale_all_dim")
@@ -156,7 +156,7 @@ def weighted(found: Raw, factor: float, name: str) -> float:
 
 
 def latent_magnitude(raw: Raw) -> float:
-    """What DeepSeek's `mscale_all_dim` multiplies all scores of latent attention by."""
+    """Factor of all scores of latent attention, from DeepSeek's `mscale_all_dim`."""
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = value(found, "rope_type", value(found, "type", "default"))
     if kind == "default" or not found.get("mscale_all_dim"):
@@ -188,7 +188,7 @@ def stretch(found: Raw, by_length: float, absent: Any) -> float:
 
 
 def factors(found: Raw, name: str, size: int) -> tuple[float, ...]:
-    """One number above 0 for each pair of dimensions."""
+    """Factors of the pairs of dimensions, each above 0."""
     stated = value(found, name, REQUIRED)
     if not isinstance(stated, list) or len(stated) != size:
         raise ValueError(

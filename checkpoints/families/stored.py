@@ -1,5 +1,5 @@
-"""How one parameter lies in a Hugging Face file: its tensor's name, and how its axes are ordered, merged and
-joined there."""
+"""Storage of one parameter in a Hugging Face file: its tensor's name, and how its axes are ordered, merged
+and joined there."""
 
 import math
 import re
@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def stacked(self) -> bool:
-        """Whether each entry of our first axis is a tensor of its own."""
+        """True if each entry of our first axis is a tensor of its own."""
         return self.ours[0] not in "".join(self.groups)
 
     @property

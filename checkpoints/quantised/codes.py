@@ -18,9 +18,8 @@ import numpy as np
 from ...model.tree import Spec
 from ...model.weights.compress import contracted_at
 from ...model.weights.quant import Quantised, Scheme
-from ..joined import Joined
 from ..layout import Parameter, ParameterGroup
-from ..tensors import TensorSource, aligned, read
+from ..tensors import Joined, TensorSource, aligned, read
 
 Index = tuple[np.ndarray, ...]
 
@@ -56,10 +55,10 @@ class CodesSource:
 
 @dataclass(frozen=True)
 class TensorCodes:
-    """What a quantised tensor is made of, in the axes in which it is read.
+    """A quantised tensor in the axes in which it is read.
 
-    `values` are its codes, two to a byte along the axis `packed` where there is one. The number at i, j, ...
-    has the scale (and the zero) at blocks[0][i], blocks[1][j], ...
+    `values`: its codes, two to a byte along the axis `packed` if there is one. The number at i, j, ... has
+    the scale (and the zero) at blocks[0][i], blocks[1][j], ...
     """
 
     scheme: Scheme
@@ -87,7 +86,7 @@ class QuantisedGroup:
 
     @property
     def possible(self) -> bool:
-        """Whether records can hold the codes: projections, and no two codes of a byte in different places."""
+        """True if `Quantised` can hold the codes: a projection, with both codes of a byte in one place."""
         first, parameters = self.codes[0], self.group.parameters
         return (
             len({(c.scheme, c.scale_dtype, c.packed) for c in self.codes}) == 1
@@ -214,5 +213,5 @@ def granule(tensors: list[list[np.ndarray]], axis: int) -> int:
 
 
 def coarse(index: np.ndarray, steps: list[slice]) -> np.ndarray:
-    """One entry of each block."""
+    """The entry of each block."""
     return index[tuple(step if n > 1 else slice(None) for step, n in zip(steps, index.shape, strict=True))]

@@ -23,8 +23,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which four bits of a word hold its colum
 
 
 class LastRead:
-    """What was read last of one tensor or expert: rows are asked for piece after piece, and some formats lie
-    crosswise."""
+    """Cache of the last tensor or expert that was read: rows are read piece after piece, and some formats
+    store them crosswise."""
 
     def __init__(self):
         self.key: Any = None
@@ -199,7 +199,7 @@ class Mxfp4:
         return scales_of(replace(self.scales, code="F8_E8M0")).transpose(0, 2, 1)
 
     def expert(self, e: int) -> tuple[np.ndarray, np.ndarray]:
-        """One expert's bytes [o,i/2] and exponents [o,i/32]."""
+        """Bytes [o,i/2] and exponents [o,i/32] of an expert."""
         _, outputs, count, _ = self.blocks.shape
         bytes_of = partial(self.blocks.raw, e * outputs * count, (e + 1) * outputs * count, U8)
         packed = self.held.get((self.name, e), bytes_of).reshape(outputs, -1)
@@ -208,7 +208,7 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Packing:
-    """How integers lie in words of 32 bits: AWQ's along the outputs in an order of its own, GPTQ's along the
+    """Packing of integers in 32-bit words: AWQ's along the outputs in an order of its own, GPTQ's along the
     inputs."""
 
     bits: int

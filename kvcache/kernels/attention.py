@@ -48,7 +48,7 @@ Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `par
 def supported(
     q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: AttentionParams
 ) -> bool:
-    """Whether the kernels read these queries and pools."""
+    """True if the kernels can read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
     chosen, pools = reading.selection is not None, (k, v)
     readable = not chosen and all(pool is None or keeps_numbers(pool, q.dtype) for pool in pools)
@@ -62,7 +62,7 @@ def supported(
 
 
 def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
-    """Whether a pool's numbers, or its scales, lie as such: a CPU's are bits."""
+    """True if a pool holds numbers, or scales, of this dtype; on a CPU it holds their bits."""
     return pool.scales.dtype == SCALE if isinstance(pool, QuantisedPool) else pool.dtype == dtype
 
 
@@ -122,8 +122,8 @@ def on_each_device(reading: AttentionParams, interpret: bool, mesh: Any, shapes:
 
 
 def specs_of(pages: LayerPages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:
-    """How queries, pages and sinks are split: key heads over some axes of a mesh, their query heads over
-    others."""
+    """PartitionSpecs of queries, pages and sinks: key heads over the axes `axis` of a mesh, their query heads
+    over `group`."""
     own, each = axis or None, group or None
     specs = (own,), (own, each), (None, None, own, each), (None, None, own), ()
     pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
@@ -172,7 +172,7 @@ attention_of_shards = jax.jit(shards_attention, static_argnums=(3, 4))
 def settings(
     q: Float[Array, "B T K G H"], rows: int, reading: AttentionParams, interpret: bool
 ) -> dict[str, Any]:
-    """How a kernel with products of `rows` rows is compiled. Wide heads leave room for fewer stages."""
+    """Compiler settings of a kernel with products of `rows` rows. Wide heads leave room for fewer stages."""
     stages = 3 if pl.next_power_of_2(q.shape[-1]) * q.dtype.itemsize <= 256 else 2
     many = rows > 64 if reading.rank is None else rows > 16
     params = triton.CompilerParams(num_warps=8 if many else 4, num_stages=stages)
@@ -220,7 +220,8 @@ def one_query(
     reading: AttentionParams,
     interpret: bool,
 ) -> Float[Array, "B 1 K G U"]:
-    """Parts of the keys, which so many blocks as fill a GPU share; then their sum."""
+    """Split-K decode attention (FlashDecoding): a kernel over parts of the keys, in as many blocks as fill a
+    GPU, and one that adds the parts up."""
     (B, _, K, G, _), U = q.shape, value_size(q, reading)
     heads, rows, split = division(K, G, reading)
     blocks = blocks_of(rows, reading)
@@ -252,7 +253,8 @@ def most_tiles(pages: LayerPages, reading: AttentionParams) -> int:
 
 
 def division(K: int, G: int, reading: AttentionParams) -> tuple[int, int, partial[Any]]:
-    """How many blocks read a part, how many query heads each has, and how a row's keys are split."""
+    """Blocks that read one part, query heads of each block, and the function that splits a row's keys into
+    parts."""
     rows = min(MOST_ROWS, max(SMALL, pl.next_power_of_2(G)))
     heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
     most = max(1, min(2 * PROCESSORS, blocks_of(rows, reading)) // heads)  # a long row alone fills a GPU
@@ -271,8 +273,8 @@ def least_part(rows: int, reading: AttentionParams) -> int:
 
 
 def parts_of(low: Any, end: Any, size: int, most: int, least: int) -> tuple[Any, Any, Any]:
-    """Of single queries that read keys in [low, end): the first tile, the number of tiles, and that of one
-    part, of which there are `most` at most."""
+    """First tile, number of tiles, and tiles of one part, for single queries that read keys in [low, end); at
+    most `most` parts."""
     first = low // size
     tiles = jnp.maximum(pl.cdiv(end, size) - first, 0)
     return first, tiles, jnp.maximum(pl.cdiv(tiles, most), least)
@@ -290,7 +292,8 @@ def shares(pages: LayerPages, split: Split, reading: AttentionParams) -> Int[Arr
 def part_kernel(
     q: Any, pages: LayerPages, before: Any, *sums: Any, rows: int, split: Split, reading: AttentionParams
 ):
-    """Every so many-th part of all rows' parts: how they are dealt out changes no part."""
+    """Process the parts block, block + blocks, ... of all rows; the assignment to blocks changes no part's
+    bits."""
     B, _, K, G, _ = q.shape
     groups = pl.cdiv(G, rows)
     heads, blocks, block = K * groups, pl.num_programs(0), pl.program_id(0)

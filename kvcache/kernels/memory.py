@@ -1,5 +1,5 @@
-"""One token's step through a memory that stays where it lies, on NVIDIA GPUs: a Pallas kernel (Triton
-backend) that reads a state's page, and writes its own, once each.
+"""Single-token step of a recurrent memory in place, on NVIDIA GPUs: a Pallas kernel (Triton backend) that
+reads a state's page and writes its new page once each.
 
 XLA would pass over the states of all rows eight times: it gathers them, and reads them for each sum.
 """
@@ -34,7 +34,7 @@ class StatePages(NamedTuple):
 
 
 def steps_in_place(pool: MemoryPool) -> bool:
-    """Whether the kernel can be compiled for such a memory, and where it is."""
+    """True if the kernel can be compiled for this memory, on its devices."""
     here = not in_shards(pool) or not automatic_axes(jax.typeof(pool).sharding.mesh)
     return compiles_for_gpus() and here and set(pool.shape[2:]) <= set(SIZES)
 
@@ -49,7 +49,7 @@ def step_pages(
 
 
 def local(pool: MemoryPool, place: StatePages, x: Terms, interpret: bool) -> tuple[Any, Any]:
-    """What a device does with the heads that it has."""
+    """The step for the heads of one device."""
     N, _, H, U = pool.shape
     B, width = len(place.source), min(U, max(MOST // H, 16))
     return pl.pallas_call(

@@ -60,7 +60,8 @@ def pieces(reading: AttentionParams, H: int) -> tuple[Piece, ...]:
 
 
 def seen(start: Any, count: Any, first: Any, tokens: int, reading: AttentionParams) -> tuple[Any, Any]:
-    """The range of keys that so many tokens from a position on read; none where no token is real."""
+    """The range [low, end) of keys that `tokens` tokens from position `first` on read; empty if no token is
+    real."""
     low = jnp.maximum(reading.first(first), 0)
     return low, jnp.where(first < start + count, jnp.minimum(start + count, first + tokens), 0)
 

@@ -108,8 +108,8 @@ def weighed_experts(
     chosen: Int[Array, "tokens A"],
     tile: int,
 ) -> tuple[Float[Array, "tokens A D"], Float[Array, "tokens A"]]:
-    """What each token's experts make, and the weights of that, which are ones where inputs are weighted: then
-    each choice is a token of its own."""
+    """Outputs of each token's experts, and their weights. Where inputs are weighted these are ones, and each
+    choice is a token of its own."""
     if not c.weighs_inputs:
         return each_expert(experts, c, x, chosen, tile), weights
     inputs = (x[:, None].astype(jnp.float32) * weights[..., None]).astype(x.dtype)
@@ -136,7 +136,7 @@ def each_expert(
 
 
 def has_kernel(f: FFN, dtype: Any) -> bool:
-    """Whether a GPU multiplies rows of a type with these experts without going through tiles of them."""
+    """True if a GPU kernel multiplies rows of this dtype with these experts, without `by_tiles`."""
     weights = f.gate, f.up, f.down
     shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
     alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)

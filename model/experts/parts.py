@@ -33,11 +33,11 @@ class ExpertAxes(NamedTuple):
         return cls(numbers, inner_axes(w.experts, 1), inner_axes(w.shared, 0) if w.shared else ())
 
     def among(self, names: Collection[str]) -> "ExpertAxes":
-        """Those axes that are among some."""
+        """The axes that are in `names`."""
         return ExpertAxes(*(tuple(name for name in axes if name in names) for axes in self))
 
     def specs(self, held: LocalExperts) -> LocalExperts:
-        """How the arrays are split; other axes are whole."""
+        """PartitionSpecs of the arrays; axes that are not split stay whole."""
 
         def of(first: int, axes: tuple[str, ...], i: int) -> PartitionSpec:
             beside = (None,) * (i - first)
@@ -68,7 +68,7 @@ def unparted(params: Any) -> Any:
 
 
 def is_parted(params: Any) -> bool:
-    """Whether a tree has layers that say so."""
+    """True if some layer of the tree says how its experts are split."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, MoE))
     return any(isinstance(w, MoE) and w.parts is not None for w in leaves)
 
@@ -151,8 +151,9 @@ def of_all(
 
 
 def added_at_home(total: Float[Array, "all D"], shards: tuple[str, ...]) -> Float[Array, "tokens D"]:
-    """What every shard made of one's tokens, added up there in the shards' order. A reduce-scatter sends as
-    many bytes, but may add up in an order of its own in each: bits would depend on a token's shard."""
+    """Exchange the shards' partial sums and add up those of a shard's own tokens, in the shards' order. A
+    reduce-scatter sends as many bytes, but may add up in another order in each shard: bits would depend on a
+    token's shard."""
     n = jax.lax.axis_size(shards)
     sent = jax.lax.all_to_all(total.reshape(n, -1, total.shape[1]), shards, 0, 0)
     found = sent[0].astype(jnp.float32)
@@ -162,7 +163,7 @@ def added_at_home(total: Float[Array, "all D"], shards: tuple[str, ...]) -> Floa
 
 
 def once(x: Float[Array, "*shape"], axes: Sequence[str]) -> Float[Array, "*shape"]:
-    """What is alike along axes of a mesh, on the first device of each, and zeros on the others."""
+    """x on the first device along these axes of a mesh, zeros on the others; x is replicated along them."""
     return jnp.where(jax.lax.axis_index(tuple(axes)) == 0, x, 0) if axes else x
 
 

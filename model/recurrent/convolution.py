@@ -46,7 +46,13 @@ def convolution_spec(c: ShortConv, D: int, depth: int) -> ShortConvolution:
 
 
 def mix_convolution(
-    w: ShortConvolution, c: ShortConv, x: Float[Array, "B T D"], turn: None, attend: Recur, state: Any, i: int
+    w: ShortConvolution,
+    c: ShortConv,
+    x: Float[Array, "B T D"],
+    rotary: None,
+    attend: Recur,
+    state: Any,
+    i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """The convolution of layer i over normed x, and attend's new state."""
 

@@ -74,7 +74,7 @@ def delta_spec(c: DeltaNet, D: int, depth: int) -> DeltaAttention:
 
 
 def mix_delta(
-    w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"], turn: None, attend: Recur, state: Any, i: int
+    w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"], rotary: None, attend: Recur, state: Any, i: int
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """The recurrence of layer i over normed x, and attend's new state."""
     q, k = (einsum("btd,dkh->btkh", x, own) for own in (w.q, w.k))
@@ -100,7 +100,7 @@ def decays(w: DeltaAttention, x: Float[Array, "B T D"]) -> Float[Array, "B T K G
 
 
 def gates(w: DeltaAttention, c: DeltaNet, x: Float[Array, "B T D"]) -> Float[Array, "B T K G U"]:
-    """What the normed outputs are multiplied by."""
+    """Gates that multiply the normed outputs."""
     x = x if w.gate_down is None else einsum("btd,dr->btr", x, w.gate_down)
     # in the model's dtype, as queries are: XLA joins products of one dtype, and copies odd ones to do so
     made = einsum("btd,dkgu->btkgu", x, w.gate).astype(jnp.float32)

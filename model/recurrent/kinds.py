@@ -16,7 +16,7 @@ class Leaves(NamedTuple):
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Of all that is kept."""
+        """Shapes of all that a layer keeps: tails, then the memory."""
         return self.tails if self.memory is None else (*self.tails, self.memory)
 
 
@@ -24,8 +24,8 @@ class Leaves(NamedTuple):
 class DeltaNet:
     """Gated DeltaNet (Yang et al., arXiv 2412.06464): the gated delta rule behind short convolutions.
 
-    With a `decay_rank` every key dimension has a decay of its own, made through so many dimensions (Kimi
-    Delta Attention, arXiv 2510.26692).
+    `decay_rank`: with it every key dimension has a decay of its own, projected through this many dimensions
+    (Kimi Delta Attention, arXiv 2510.26692).
     """
 
     key_heads: int  # K

@@ -28,7 +28,7 @@ Fade = tuple[Float[Array, "*blocks C size"], Float[Array, "*blocks C size"]]
 
 @pytree
 class Terms:
-    """What tokens do to a memory; in float32. Axes before the heads are [B] or [B,T]."""
+    """Coefficients of tokens in the recurrence, float32. Axes before the heads are [B] or [B,T]."""
 
     q: Any  # [...,N,H]
     k: Any  # [...,N,H]
@@ -39,7 +39,7 @@ class Terms:
 
     @property
     def by_dimension(self) -> bool:
-        """Whether each key dimension has a decay of its own."""
+        """True if each key dimension has a decay of its own."""
         return self.decay.ndim == self.k.ndim
 
 
@@ -80,8 +80,9 @@ def read_out(memory: Memory, q: Float[Array, "N B H"]) -> Float[Array, "N B U"]:
 
 @pytree
 class Blocks:
-    """What the tokens of each block do to a memory, [blocks,N,B,...]: `solved` and `read` make changes of
-    what it holds, `asking` and `mixed` the outputs of it and of these, `key` and `left` its next content."""
+    """Coefficients of blocks of C tokens, [blocks,N,B,...]. `solved` and `read`: the change of the memory,
+    from a block's values and from the memory before it. `asking` and `mixed`: the outputs, from the memory
+    and from that change. `key` and `left`: the memory after the block."""
 
     solved: Any  # [...,C,U]
     read: Any  # [...,C,H], None without a rate
@@ -98,8 +99,8 @@ def scan(
     write: Callable[[Any, Int[Array, ""], Memory], Any],
     pools: Any,
 ) -> tuple[Any, Outputs]:
-    """Take `count` of T tokens of each row through a memory, block by block. `write(pools, j, memory)` is
-    told it after block j; returns the last pools, and the outputs."""
+    """Take `count` of T tokens of each row through a memory, block by block. Calls `write(pools, j, memory)`
+    after block j; returns the last pools, and the outputs."""
     T = x.k.shape[1]
     blocks = in_blocks(padded(x, count))
 
@@ -129,7 +130,7 @@ def padded(x: Terms, count: Int[Array, " B"]) -> Terms:
 
 
 def in_blocks(x: Terms) -> Blocks:
-    """What blocks do, of all tokens at once."""
+    """Coefficients of all blocks, computed at once."""
 
     def cut(leaf: Any) -> Any:  # [B,T,N,...] -> [blocks,N,B,C,...]
         leaf = leaf.reshape(leaf.shape[0], -1, BLOCK, *leaf.shape[2:])
@@ -161,8 +162,8 @@ def since_began(decay: Float[Array, "*blocks C size"]) -> Fade:
 def related(
     q: Float[Array, "*blocks C H"], reach: Bool[Array, "C C"], k: Float[Array, "*blocks C H"], fade: Fade
 ) -> Float[Array, "*blocks C C"]:
-    """How much each token's query is like the key of each token of the block that it may `reach`, as that has
-    faded since."""
+    """Products of each token's query with the keys of its block that it may `reach`, faded since those
+    tokens."""
     since = sum(part[..., :, None, :] - part[..., None, :, :] for part in fade)
     reach = jnp.expand_dims(reach[..., None], range(q.ndim - 2))
     weights = jnp.exp(jnp.where(reach, since, -jnp.inf))

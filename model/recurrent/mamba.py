@@ -85,7 +85,7 @@ def mamba_spec(c: Mamba, D: int, depth: int) -> MambaMixer:
 
 
 def mix_mamba(
-    w: MambaMixer, c: Mamba, x: Float[Array, "B T D"], turn: None, attend: Recur, state: Any, i: int
+    w: MambaMixer, c: Mamba, x: Float[Array, "B T D"], rotary: None, attend: Recur, state: Any, i: int
 ) -> tuple[Any, Float[Array, "B T D"]]:
     """The recurrence of layer i over normed x, and attend's new state."""
 
@@ -130,7 +130,7 @@ def terms(c: Mamba, skip: Float[Array, "K G"], parts: tuple[Any, ...], beside: t
 def gated(
     w: MambaMixer, c: Mamba, out: Float[Array, "B T K V"], z: Float[Array, "B T K V"]
 ) -> Float[Array, "B T K V"]:
-    """What goes into the last projection, in float32; a norm is of all values of a key head."""
+    """Input of the last projection, in float32; a norm is over all values of a key head."""
 
     def normed(x: Float[Array, "B T K V"]) -> Float[Array, "B T K V"]:
         return normalise(x, Norm(w.norm.astype(jnp.float32)), NormKind(eps=c.eps))

@@ -20,8 +20,8 @@ Pools = Any  # where states are written
 
 @pytree
 class RecurrentState:
-    """What a layer remembers of the tokens before, in float32: of each convolution its newest inputs
-    [heads,B,kernel-1,size], and a memory [heads,B,H,U] or None. Heads are first, as in every pool."""
+    """State of a layer after some tokens, float32. `tails`: newest inputs of each convolution
+    [heads,B,kernel-1,size]. `memory`: [heads,B,H,U] or None. Heads are first, as in every pool."""
 
     tails: tuple[Any, ...]
     memory: Any = None
@@ -50,8 +50,8 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """How a layer's tokens take its state on: short convolutions, and a linear recurrence over the `terms`
-    that these make; without one the outputs are the first convolution's."""
+    """Update of a layer's state by tokens: short convolutions, then a linear recurrence over the `terms` made
+    of their outputs. Without `terms` the first convolution's outputs are the layer's."""
 
     leaves: Leaves  # what it keeps
     convolutions: tuple[Convolution, ...]
@@ -70,17 +70,17 @@ class Recurrence:
         return RecurrentState(tails, memory), out[:, None]
 
     def tails(self, seen: list[Seen]) -> tuple[Any, ...]:
-        """What convolutions remember after one token."""
+        """Tails of the convolutions after one token."""
         return tuple(jnp.moveaxis(x[:, 1:], (2, 1), (0, 2)) for x in seen)
 
     def one(self, seen: list[Seen], beside: Any) -> linear.Terms | Part:
-        """What single tokens, of which each convolution sees as many as its kernel spans, do to a memory; the
-        outputs of a layer without one."""
+        """Terms of single tokens, from as many inputs as each kernel spans; without a recurrence the layer's
+        outputs."""
         parts = self._convolved(seen, 1)
         return parts[0] if self.terms is None else linear.faded(self.terms(parts, beside))
 
     def seen(self, state: RecurrentState, parts: tuple[Part, ...]) -> list[Seen]:
-        """What each convolution sees: the inputs that the state remembers, and the new ones."""
+        """Inputs of each convolution: its tail, then the new ones."""
         tails = (jnp.moveaxis(tail, (0, 2), (2, 1)) for tail in state.tails)
         return [
             jnp.concatenate([tail, part.astype(jnp.float32)], axis=1)
@@ -95,8 +95,8 @@ class Recurrence:
         write: Callable[[Pools, Int[Array, ""], RecurrentState], Pools],
         pools: Pools,
     ) -> tuple[Pools, Float[Array, "B T N U"]]:
-        """Take `count` of T tokens of each row through the state, block by block. `write(pools, j, state)` is
-        told it after block j; returns the last pools, and the outputs."""
+        """Take `count` of T tokens of each row through the state, block by block. Calls `write(pools, j,
+        state)` after block j; returns the last pools, and the outputs."""
         seen, T = self.seen(state, new.parts), new.shape[1]
         parts = self._convolved(seen, T)
 
@@ -123,13 +123,13 @@ def convolved(own: Convolution, x: Seen, T: int) -> Part:
 
 
 def newest(x: Seen, end: Int[Array, " B"], T: int) -> Float[Array, "heads B before size"]:
-    """What a convolution remembers after `end` of T new tokens, of all that it sees."""
+    """Tail of a convolution after `end` of T new tokens, cut from all its inputs."""
     at = end[:, None] + jnp.arange(x.shape[1] - T, dtype=jnp.int32)[None]
     return jnp.moveaxis(jnp.take_along_axis(x, at[..., None, None], axis=1), (2, 1), (0, 2))
 
 
 def empty_state(leaves: Leaves, rows: int) -> RecurrentState:
-    """Of rows without a token."""
+    """State of rows without a token: zeros."""
 
     def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads B ..."]:
         return jnp.zeros((shape[0], rows, *shape[1:]), jnp.float32)
@@ -140,10 +140,10 @@ def empty_state(leaves: Leaves, rows: int) -> RecurrentState:
 
 @runtime_checkable
 class Recur(Protocol):
-    """How states are kept, the other half of the seam between the model and every cache.
+    """The seam between recurrent layers and every cache of states.
 
-    Takes the state of the seam, the layer's number, how its tokens take a state on, and the tokens; returns
-    the seam's new state, and the outputs [B,T,N,U] in float32.
+    Takes the seam's state, the layer's number, the recurrence, and new tokens; returns the seam's new state,
+    and the outputs [B,T,N,U] in float32.
     """
 
     def recur(

@@ -76,14 +76,13 @@ def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "*ro
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """Room beside a model's weights for so many adapters of at most a rank."""
+    """Capacity for LoRA adapters beside a model's weights: `count` adapters of at most `rank`."""
 
     count: int
     rank: int
 
     def specs(self, weight: Spec, path: str) -> tuple[Spec, Spec]:
-        """Those of `a` and `b` beside the weight at a path: split over a mesh as its inputs and outputs
-        are."""
+        """Specs of `a` and `b` for the weight at a path: split over a mesh like its inputs and outputs."""
         first = inputs_at(path)
         sizes, axes = (self.count, self.rank), ("adapters", "rank")
         a = Spec((*weight.shape[:first], *sizes), (*weight.axes[:first], *axes), scale=SCALE)
@@ -91,7 +90,7 @@ class AdapterSizes:
 
 
 def inputs_at(path: str) -> int:
-    """How many first axes of a layer's projection are summed over."""
+    """Number of first axes over which a layer's projection sums."""
     return len(CONTRACTED[path.rpartition(".")[2]])
 
 
@@ -126,7 +125,7 @@ def unadapted(params: T) -> T:
 
 
 def stacks_of(params: Any) -> dict[str, tuple[Any, Any]]:
-    """What is beside the weights, by their paths."""
+    """Adapters' stacks (a, b) by the path of their weight."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_record)
     return {
         jax.tree_util.keystr(key, simple=True, separator="."): (w.a, w.b) for key, w in leaves if is_record(w)
@@ -139,7 +138,7 @@ def with_owners(params: T, owner: Int[Array, " B"]) -> T:
 
 
 def places_in(params: Any) -> int:
-    """How many adapters may be beside a tree's weights."""
+    """Number of adapters for which a tree has room."""
     return next((a.shape[-2] for a, _ in stacks_of(params).values()), 0)
 
 

@@ -106,7 +106,7 @@ def is_weight(x: Any) -> bool:
 
 
 def compressed(weight: Any, contracted: tuple[int, ...], method: Method, donate: bool = False) -> Any:
-    """One weight, compressed; itself where that cannot be, or would not make it smaller."""
+    """Compress one weight; returns it unchanged where that is impossible, or would not make it smaller."""
     if is_spec(weight):
         return compressed_spec(weight, contracted, method)
     if isinstance(weight, Quantised) and weight.scheme == method:
@@ -174,7 +174,7 @@ def quantize_params(params: T, scheme: Method, donate: bool = False) -> T:
 
 
 def plan_for(form: str | None) -> CompressionPlan:
-    """What one of FORMS does with weights that are arrays."""
+    """Compression plan of one of FORMS for weights that are arrays."""
     return projections(form) if form in SCHEMES else CompressionPlan(())  # type: ignore[arg-type]
 
 

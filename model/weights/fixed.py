@@ -30,7 +30,7 @@ ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiproc
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts a product: columns of a warpgroup, inner numbers of a step, steps in flight."""
+    """Tiling of a kernel's product: columns of a warpgroup, inner numbers of a step, steps in flight."""
 
     columns: int
     depth: int
@@ -89,7 +89,7 @@ class Fixed:
 def kernel_for(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
 ) -> Callable[..., Float[Array, "..."]] | None:
-    """What multiplies x and w on the GPU that is compiled for; None where that has no kernel."""
+    """The kernel that multiplies x and w on the GPU that is compiled for, or None."""
     if x.dtype != w.dtype or not on_hopper() or shipped(KERNEL) is None:
         return None
     if (inputs := leading(equation)) and dtype == x.dtype:
@@ -163,7 +163,7 @@ def unfixed(params: T) -> T:
 
 
 def is_fixed(params: Any) -> bool:
-    """Whether a tree has such weights."""
+    """True if a tree has `Fixed` weights."""
     return holds(params, Fixed)
 
 

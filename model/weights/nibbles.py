@@ -21,7 +21,7 @@ from ..sharding import in_shards, ways
 
 ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
 COLUMNS = (128, 64)  # the most that divide
-BLOCKS, PARTS = 128, 8  # blocks to be had by cutting the inner dimension, into at most so many parts
+BLOCKS, PARTS = 128, 8  # most blocks, and most parts of the inner dimension
 ZERO = 8  # the code of zero where there are no others
 SCALES = ("bfloat16", "float16", "float32")
 
@@ -35,8 +35,8 @@ class NibbleCodes(NamedTuple):
 
 
 class NibbleTiles(NamedTuple):
-    """How a product is cut: columns of a block, parts of the inner dimension, and bytes of a column that
-    share a scale."""
+    """Tiling of a product. `columns`: of a block. `parts`: pieces of the inner dimension. `group`: bytes of a
+    column that share a scale."""
 
     columns: int
     parts: int
@@ -49,7 +49,8 @@ class NibbleTiles(NamedTuple):
 
 
 def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
-    """The cut of a weight of [inner, columns] numbers with so many groups; None where there is none."""
+    """Tiling for a weight of [inner, columns] numbers with `groups` groups, or None if the kernel cannot
+    multiply it."""
     group, width = inner // 2 // groups, next((n for n in COLUMNS if columns % n == 0), 0)
     if not width or not group or inner % (2 * BYTES) or (group % BYTES and BYTES % group):
         return None
@@ -60,8 +61,7 @@ def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
 
 
 def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
-    """Whether scales are those of a matrix: each output has its own, of groups that follow each other along
-    the inputs."""
+    """True if each output has its own scales, for consecutive groups of inputs."""
     split = next((i for i in range(inputs) if scales[i] != shape[i]), inputs)
     return scales[inputs:] == shape[inputs:] and set(scales[split + 1 : inputs]) <= {1}
 

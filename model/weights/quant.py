@@ -72,7 +72,7 @@ class Quantised:
         )
 
     def has_kernel(self, x: Float[Array, "..."], inputs: int) -> bool:
-        """Whether GPUs have one for products of x that sum over the weight's first axes."""
+        """True if a GPU kernel multiplies x, summing over the weight's first `inputs` axes."""
         shape, scales = self.shape, self.scales.shape
         return (
             self.scheme == "int4"
@@ -86,7 +86,7 @@ class Quantised:
 
     @property
     def has_scales_of_outputs(self) -> bool:
-        """Whether codes of 8 bits have a scale for each number of an axis, or one for all."""
+        """True if 8-bit codes have one scale for each number of an axis, or one for all."""
         sizes = zip(self.scales.shape, self.values.shape, strict=True)
         return self.scheme in ("int8", "fp8") and all(n in (1, size) for n, size in sizes)
 
@@ -161,7 +161,7 @@ def by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: Any) -> 
 
 
 def leading(equation: str) -> int:
-    """How many first axes of w, which are x's last ones, a product sums over; 0 for any other product."""
+    """Number of first axes of w, x's last ones, over which a product sums; 0 for any other product."""
     left, right, out = terms(equation)
     summed = "".join(letter for letter in right if letter in left and letter not in out)
     kept = left.removesuffix(summed) + right.removeprefix(summed)

@@ -101,7 +101,7 @@ def untransposed(params: T) -> T:
 
 
 def is_transposed(params: Any) -> bool:
-    """Whether a tree has such projections."""
+    """True if a tree has `Transposed` projections."""
     return holds(params, Transposed)
 
 

@@ -2,9 +2,17 @@
 
 from dataclasses import replace
 
-from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
-from duetto.model.inputs.kinds import LayerInput
-from duetto.model.kinds.attention import Indexer
+from duetto.model.config import (
+    Dense,
+    Experts,
+    GroupedQuery,
+    Latent,
+    LayerInput,
+    LayerKind,
+    ModelConfig,
+    NormKind,
+)
+from duetto.model.kinds import Indexer
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.rope import Rope
 

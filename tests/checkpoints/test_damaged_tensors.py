@@ -9,8 +9,7 @@ import pytest
 from cases.folders import Q, assert_equal, change_tensors, config_with, decoder, refusal, shard, write_index
 
 from duetto.checkpoints.huggingface import load, save
-from duetto.checkpoints.joined import Joined
-from duetto.checkpoints.tensors import CheckpointError, contents, read
+from duetto.checkpoints.tensors import CheckpointError, Joined, contents, read
 
 
 @pytest.mark.parametrize("length", [0, 7, 100, 4000, -1])

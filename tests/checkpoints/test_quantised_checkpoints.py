@@ -61,7 +61,7 @@ def test_a_small_llama_is_read_to_the_bit(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("case", ["awq", "gptq ordered", "fp8 blocks"])
 def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", 700)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", 700)
     method, pack = LLAMA_CASES[case]
     equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
 
@@ -94,14 +94,14 @@ TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callabl
 def test_tiny_models_are_read_to_the_bit(
     case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", piece)
     family, sizes, method, pack, chosen = TINY_CASES[case]
     equal_models(*quantise(random_folder(family, sizes), tmp_path / "made", method, pack, chosen))
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 999])
 def test_mxfp4_is_read_to_the_bit(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("duetto.checkpoints.joined.PIECE", piece)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", piece)
     folder = tmp_path / "made"
     wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})  # blocks of 32 divide both
     equal_models(*quantise(wide, folder, {"quant_method": "mxfp4"}, mxfp4, experts))

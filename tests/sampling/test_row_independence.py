@@ -83,10 +83,14 @@ def test_features_that_are_off_change_no_bit():
     rows = sampler.SamplingRows(
         jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state
     )
-    for wants, change in (*sampler.EDITS, *sampler.NARROWINGS):
-        assert wants(rows).tolist() == [True, False]
-        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wants(rows), change, x, rows))
+    wanted = sampler.who_wants(rows)
+    for name in (*sampler.EDITS, *sampler.NARROWINGS):
+        assert wanted[name].tolist() == [True, False]
+        change = sampler.PIPELINE[name][1]
+        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wanted[name], change, x, rows))
         assert after[1].tobytes() == np.asarray(x[1]).tobytes()
+    together = np.asarray(jax.jit(sampler.edited)(x, rows, wanted))
+    assert together[1].tobytes() == np.asarray(x[1]).tobytes()
 
 
 def test_stale_history_of_a_slot_is_not_read():

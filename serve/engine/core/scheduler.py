@@ -8,8 +8,8 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ....kvcache.dealing import ShardedPageTables, shard_of
-from ....kvcache.names import extend
+from ....kvcache.page_hash import extend
+from ....kvcache.sharded_tables import shard_of
 from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.tiering import NoOffload
 from ...options.checks import round_up
@@ -267,7 +267,7 @@ class Scheduler:
     def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
         """The pages found for a request where it may be seated, the best place first."""
         names = self.usable(request)
-        if isinstance(self.tables, ShardedPageTables):
+        if len(self.tables.shards) > 1:
             return self.tables.in_order(names, loads, self.limits.shard_seats)
         found, request.ticket = self.tiers.look(names, request.ticket)
         return [] if found is None else [found]

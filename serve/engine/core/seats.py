@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ....kvcache.dealing import ShardedPageTables
+from ....kvcache.sharded_tables import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import knobs_row
 from ....sampling.state import dense_bias, needs_history, words_of

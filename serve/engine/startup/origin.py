@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.folders import read_config_json
+from ....checkpoints.folders import overridden, read_config_json
 from ....checkpoints.generation import GenerationDefaults
 from ....checkpoints.hub import resolve
-from ....checkpoints.overrides import overridden
 from ....checkpoints.tensors import CheckpointError
 from ....sampling.params import MAX_STOP_IDS
 from ...options.engine import STORED, EngineOptions

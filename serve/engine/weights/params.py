@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....kvcache.names import root
+from ....kvcache.page_hash import root
 from ....model.transformer import Decoder
 from ....model.tree import paths
 from ....model.weights.adapted import adapted, stacks_of, unadapted

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
-from ....kvcache.dealing import ShardedPageTables, shard_of
+from ....kvcache.sharded_tables import shard_of
 from ....model.recurrent.kinds import STATE
 from ...engine.core.engine import Engine
 from ...engine.core.plan import ScheduledTokens, SchedulerOutput
@@ -137,10 +137,9 @@ class DecodeFastForward:
     def _have_pages(self, rows: int) -> bool:
         """Whether some steps of so many rows lack no page."""
         tables = self.engine.tables
-        parts = tables.shards if isinstance(tables, ShardedPageTables) else [tables]
         return all(
             part.full is None or part.full.free * part.page_size >= FEWEST * (rows + part.page_size)
-            for part in parts
+            for part in tables.shards
         )
 
     def give_back(self) -> None:
@@ -171,7 +170,7 @@ class DecodeFastForward:
         tables, number = self.engine.tables, self.number + 1
         if any(len(row.request.tokens) > row.start + 1 for row in self._joining):
             return False
-        parts = tables.shards if isinstance(tables, ShardedPageTables) else [tables]
+        parts = tables.shards
         wanted = [0] * len(parts)
         for row in (*self._turns[number], *self._joining):
             pages = row.request.pages

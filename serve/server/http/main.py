@@ -78,7 +78,7 @@ def published(llm: LLM, config: EventsConfig) -> Publisher | None:
     if not config.is_on or root is None:
         return None
     publisher = Publisher(config, root, llm.engine.tables.page_size)
-    llm.engine.tables.tell(publisher)
+    llm.engine.tables.listen(publisher)
     return publisher
 
 

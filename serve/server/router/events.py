@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ....kvcache.names import extend
+from ....kvcache.page_hash import extend
 from ...host.streams import tell
 from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, zmq
 from ...kv.routing.prefix_index import EventPrefixIndex

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ....kvcache.names import extend, root
+from ....kvcache.page_hash import extend, root
 from ...kv.routing.placement import Prompt
 from ...text.openai.fields import of_response
 from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages

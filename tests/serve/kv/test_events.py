@@ -11,7 +11,7 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
-from duetto.kvcache.names import extend
+from duetto.kvcache.page_hash import extend
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import (
     AllBlocksCleared,
@@ -66,7 +66,7 @@ def names_of(tokens: list[int], page_size: int, start: bytes) -> list[bytes]:
 def test_what_a_router_hears_is_what_the_pool_has():
     tables, draw = PageTables([None], [12], 4, work=8), random.Random(0)
     noted = Noted()
-    tables.tell(noted)
+    tables.listen(noted)
     prompts = [[draw.choice((1, 2)) for _ in range(12)] + [3] * 8 for _ in range(12)]
     for i, prompt in enumerate(draw.choices(prompts, k=300)):
         names = names_of(prompt, 4, ROOT)
@@ -90,7 +90,7 @@ def llm(tiny) -> Iterator[LLM]:
 def test_an_engine_tells_of_prompts_and_of_what_it_has_generated(llm):
     scheduler, size = llm.engine.scheduler, llm.engine.tables.page_size
     noted = Noted(size, scheduler.root)
-    llm.engine.tables.tell(noted)
+    llm.engine.tables.listen(noted)
     draw = random.Random(1)
     prompts = [[draw.randrange(3, 300) for _ in range(3 * size + 1)] for _ in range(4)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=size, ignore_eos=True), use_tqdm=False)
@@ -103,7 +103,7 @@ def test_an_engine_tells_of_prompts_and_of_what_it_has_generated(llm):
         assert found == len(llm.engine.tables.find(full)[0]) >= 3
     llm.engine.scheduler.forget()
     assert not noted.names
-    pool.heard = None
+    pool.listener = None
 
 
 def test_events_have_the_form_that_vllm_gives_them():

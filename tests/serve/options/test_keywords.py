@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from duetto import SamplingParams
+from duetto.checkpoints.folders import overridden
 from duetto.checkpoints.huggingface import read_config
-from duetto.checkpoints.overrides import overridden
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.model.kinds.attention import GroupedQuery
+from duetto.model.kinds import GroupedQuery
 from duetto.sampling.neutral import NEUTRAL
 from duetto.serve.engine.startup.folder import DEMO, load_folder
 from duetto.serve.engine.startup.origin import Origin

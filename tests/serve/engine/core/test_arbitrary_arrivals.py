@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from duetto.kvcache.dealing import ShardedPageTables, shard_of
-from duetto.kvcache.names import extend
+from duetto.kvcache.page_hash import extend
 from duetto.kvcache.pool import PagePool
+from duetto.kvcache.sharded_tables import shard_of
 from duetto.kvcache.tables import GONE, PageTables
 from duetto.serve.engine.core.engine import MAX_FAILURES
 from duetto.serve.engine.core.request import Request
@@ -215,9 +215,8 @@ class Serving(RuleBasedStateMachine):
         self._check_names()
 
     @property
-    def shards(self) -> list[PageTables]:
-        tables = self.engine.tables
-        return tables.shards if isinstance(tables, ShardedPageTables) else [tables]
+    def shards(self) -> Sequence[PageTables]:
+        return self.engine.tables.shards
 
     def pools(self) -> Iterator[tuple[int, int, PagePool]]:
         """Of each group and shard the pool, and the number of its first page among those of all shards."""

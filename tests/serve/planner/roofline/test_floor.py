@@ -6,7 +6,7 @@ import pytest
 
 from duetto.kvcache.pages import row_bytes
 from duetto.model.config import Dense, Latent, LayerKind, ModelConfig
-from duetto.model.kinds.attention import Indexer
+from duetto.model.kinds import Indexer
 from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.floor import Demand, demand

@@ -10,7 +10,6 @@ import pytest
 from cases.models import RANDOM, TINY
 from cases.simulated import Even, simulation
 
-from duetto.kvcache.dealing import ShardedPageTables
 from duetto.kvcache.pool import PagePool
 from duetto.model.sharding import Layout
 from duetto.model.transformer import decoder_spec
@@ -58,7 +57,7 @@ def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shar
 
 
 def first_pools(tables) -> list[PagePool]:
-    return [part.pools[0] for part in (tables.shards if isinstance(tables, ShardedPageTables) else [tables])]
+    return [part.pools[0] for part in tables.shards]
 
 
 def test_times_of_a_lone_request_are_those_of_its_calls():

@@ -1,4 +1,5 @@
-"""Pages of several shards: each has pools of its own, and a sequence's pages are all in one of them."""
+"""Page tables of data-parallel shards: each has pools of its own, and a sequence's pages are all in one
+shard."""
 
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
@@ -23,20 +24,24 @@ def shard_of(tables: Tables) -> int:
 
 
 class ShardedPageTables(PageTables):
-    """The tables of several shards behind what those of one say: each is asked about the sequences whose
-    pages are in it. Pages have the numbers of their shard."""
+    """Page tables of all shards with the interface of one. Calls go to the shard of a sequence's pages; page
+    numbers are the shard's own."""
 
     def __init__(self, make: Callable[[], PageTables], shards: int):
-        self.shards = [make() for _ in range(shards)]
-        self.windows, self.page_size = self.shards[0].windows, self.shards[0].page_size
+        self._shards = [make() for _ in range(shards)]
+        self.windows, self.page_size = self._shards[0].windows, self._shards[0].page_size
         self.lent = self.claimed = 0
+
+    @property
+    def shards(self) -> Sequence[PageTables]:
+        return self._shards
 
     @property
     def occupancy(self) -> float:
         return max(shard.occupancy for shard in self.shards)
 
     def find(self, names: Sequence[bytes], away: Away | None = None) -> Tables:
-        """Of the shard that has most."""
+        """Pages of the longest prefix, in the shard that has the longest."""
         return max(self.find_each(names), key=lambda found: len(found[0]))
 
     def find_each(self, names: Sequence[bytes]) -> list[ShardTables]:
@@ -44,8 +49,8 @@ class ShardedPageTables(PageTables):
         return [ShardTables(shard.find(names), i) for i, shard in enumerate(self.shards)]
 
     def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> list[ShardTables]:
-        """What the shards have that could take a sequence, the best first, where so many run in each and
-        `most` can: of those about as busy as each other the one that has most of it."""
+        """Pages found in each shard with less than `most` running sequences, the best shard first: the least
+        busy, and among about equally busy ones that with the longest prefix."""
         found = [(running[own.shard], own) for own in self.find_each(names) if running[own.shard] < most]
         ranked = [((n // AS_BUSY, -len(own[0]), n, own.shard), own) for n, own in found]
         return [own for _, own in sorted(ranked, key=itemgetter(0))]
@@ -65,9 +70,9 @@ class ShardedPageTables(PageTables):
     def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
         return self._of(found).marks(names, found)
 
-    def tell(self, heard: PageListener) -> None:
+    def listen(self, listener: PageListener) -> None:
         for shard in self.shards:
-            shard.tell(heard)
+            shard.listen(listener)
 
     def name(
         self,

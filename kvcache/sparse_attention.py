@@ -1,8 +1,8 @@
-"""Which keys of their pages the rows' queries see, where a layer chooses: decided before attention reads any.
+"""Sparse attention: select each query's keys before attention reads any (DeepSeek-V3.2's lightning indexer).
 
-All keys are scored, block by block; then the bounds of the best are found by halving the range of what a
-score may be, with nothing but comparisons and whole numbers. So a choice depends neither on the width of the
-page table nor on the rows beside it, and where a query may see as many keys as there are nothing is scored.
+All keys are scored, block by block; then the bounds of the best are found by bisection of the scores' range,
+with comparisons and whole numbers only. So a selection depends neither on the width of the page table nor on
+the rows beside it. Where every query may see all its keys nothing is scored.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Index = Callable[[Int[Array, " rows"], Int[Array, " rows"]], Float[Array, "1 row
 
 
 class SelectedKeys(NamedTuple):
-    """Of the rows' queries: the order of all keys, and the bounds of those that they see."""
+    """Selection of the rows' queries: the order of all keys, and the bounds of the selected ones."""
 
     selection: Selection
     pos: Any  # int32 [B,T]
@@ -27,7 +27,7 @@ class SelectedKeys(NamedTuple):
     bounds: TopKBounds  # of [B,T]
 
     def sees(self, rows: Int[Array, " rows"], j: Int[Array, ""], S: int) -> Bool[Array, "rows T S"]:
-        """Whether queries of some rows see the keys of block j, if these lie before them."""
+        """True where queries of some rows see the keys of block j, if these lie before them."""
         order = jax.lax.dynamic_slice_in_dim(self.order, j * S, S, axis=2)[rows]
         bounds = TopKBounds(self.bounds.least[rows], self.bounds.last[rows])
         return bounds.hold(order, places_of(S, j * S)) | (self.pos[rows] < self.selection.keys)[..., None]
@@ -36,7 +36,7 @@ class SelectedKeys(NamedTuple):
 def choose(
     selection: Selection, pos: Int[Array, "B T"], end: Int[Array, " B"], places: int, index: Index
 ) -> SelectedKeys:
-    """The choice of queries at positions `pos` of rows that end at `end`, among so many places at most;
+    """Select keys for queries at positions `pos` of rows that end at `end`, among at most `places` positions.
     `index(rows, j)` reads the indexer's keys of block j of some rows."""
     rows = jnp.arange(len(end), dtype=jnp.int32)
     S = jax.eval_shape(index, rows, rows).shape[2]

@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from ..config import Dense, ModelConfig
-from ..ffn import activate
-from ..layers import Norm, einsum, norm_spec, normalise, scaled
-from ..tree import Spec, pytree
+from .config import Dense, ModelConfig
+from .ffn import activate
+from .layers import Norm, einsum, norm_spec, normalise, scaled
+from .tree import Spec, pytree
 
 
 @pytree
 class PerLayerEmbedding:
-    """How the inputs of all layers are made of a token and of its embedding."""
+    """Parameters that make the inputs of all layers from a token and its embedding."""
 
     embed: Any  # [V,L,P]
     project: Any  # [D,L,P]
@@ -25,7 +25,7 @@ class PerLayerEmbedding:
 
 @pytree
 class PerLayerGate:
-    """What a layer makes of its own: a gated product, of which the input is the one factor."""
+    """Parameters of one layer: its input gates a projection of the residual stream."""
 
     gate: Any  # [D,P]
     down: Any  # [P,D]
@@ -54,7 +54,7 @@ def input_spec(c: ModelConfig) -> PerLayerGate | None:
 def inputs_of(
     w: PerLayerEmbedding | None, c: ModelConfig, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
 ) -> list[Float[Array, "B T P"]] | list[None]:
-    """Those of each layer; x are the tokens' embeddings."""
+    """The inputs of each layer; `x`: embeddings of the tokens."""
     if w is None or c.layer_input is None:
         return [None] * c.num_layers
     own = scaled(w.embed[tokens], c.layer_input.size**0.5)

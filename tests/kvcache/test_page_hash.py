@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.kvcache.names import extend, root
+from duetto.kvcache.page_hash import extend, root
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 

@@ -1,4 +1,4 @@
-"""Names of pages: a page is called after all tokens up to its end, so equal prefixes have equal names."""
+"""Page hashes: a page's name is the hash of all tokens up to its end, so equal prefixes have equal names."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def root(*salt: str) -> bytes:
-    """The name before the first page: whatever changes a page's bits besides its tokens (model, dtype)."""
+    """The hash before the first page: of all that changes a page's bits besides its tokens (model, dtype)."""
     return hashlib.blake2b("\0".join(salt).encode(), digest_size=16).digest()
 
 
@@ -19,11 +19,10 @@ def extend(
     start: bytes,
     prompt: int | None = None,
 ) -> None:
-    """Append the names that `names` lacks of the first `pages` pages of `tokens` (a chain of hashes, as in
-    vLLM's prefix cache); those pages are full.
+    """Append the hashes that `names` lacks of the first `pages` pages of `tokens`; those pages are full. Each
+    hash covers its page and the hash before it, as in vLLM's prefix cache.
 
-    Where decode writes other bits than prefill, pages with tokens behind the first `prompt` have names of
-    their own.
+    Where decode writes other bits than prefill, pages with tokens after the first `prompt` have other hashes.
     """
     assert pages * page_size <= len(tokens), f"{pages} pages of {page_size} from {len(tokens)} tokens"
     first, size = len(names), 4 * page_size

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cases.models import RANDOM
 
-from duetto.kvcache.choosing import choose
 from duetto.kvcache.kernels.attention import supported
 from duetto.kvcache.pages import BLOCK
+from duetto.kvcache.sparse_attention import choose
 from duetto.model.attention import AttentionParams, Selection
 from duetto.model.config import Latent
 from duetto.model.latent import chooser_of

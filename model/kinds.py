@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..rope import Rope
+from .rope import Rope
 
 ROPE, NEIGHBOURS = Rope(), Rope(interleaved=True)
 
@@ -47,7 +47,7 @@ class GroupedQuery:
     gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
     value_norm: NormKind | None = None  # of values, without gains
     keys_as_values: bool = False  # values are made of what the projection of keys is, before norm and turn
-    # Keys and values are those of the layer so many before it, which it reads alike; 0 is its own
+    # Keys and values are those of the layer this many layers before it; 0 is its own
     # (cross-layer attention, Brandon et al., arXiv 2405.12981).
     borrows: int = 0
 
@@ -99,7 +99,8 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What chooses the keys that a query of a latent layer sees (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Sizes of the indexer that selects the keys that a query of a latent layer sees (DeepSeek-V3.2, arXiv
+    2512.02556)."""
 
     num_heads: int
     head_size: int  # of its queries, and of the one key that a token leaves for it in the cache
@@ -138,7 +139,8 @@ class Latent:
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
-        """One row for all heads, of which values are made too; in their place lie the indexer's keys."""
+        """Heads and size of the cached row, shared by all heads and the source of values too, and of the
+        indexer's keys, which lie in the place of values."""
         index = (1, self.indexer.head_size) if self.indexer and self.indexer.keys else None
         return (1, self.rank + self.rope_size), index
 

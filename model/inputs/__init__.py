@@ -1,1 +1,0 @@
-"""What layers are told of a token beside the stream that goes through them."""
