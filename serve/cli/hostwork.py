@@ -2,9 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from ..llm.intake import InputProcessor
 from ..llm.session import Session
 from ..llm.ticket import RequestGroup
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import Programs, StepArguments
+from ..runtime.compiled.batches import BatchRow, batch_of
+from ..runtime.compiled.compile import StepArguments
 from ..runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
 from ..runtime.equal_bits.classes import ShapeClasses
-from ..runtime.steps.step import Output, Seat
+from ..runtime.programs import NullPrograms
+from ..runtime.steps.step import Output
 from ..text.tokenizer.tokenizer import Tokenizer
 
 PROMPT, ANSWER = 24, 64  # tokens of each request: one row of a prefill, and a seat that is taken anew
@@ -30,41 +32,18 @@ WARM, STEPS = 100, 400  # steps before, and those that are timed
 TOKENS = 256  # of a fixed text that all rows sample
 
 
-class IdlePrograms:
-    """The programs of a device that takes no time: rows sample the tokens of a fixed text, nothing is kept.
-
-    What they take and give is what `Programs` takes and gives; a chunk of a prompt is its last.
-    """
-
-    count, seconds, age = 0, 0.0, 0.0
-    ready: ClassVar[dict[Shape, float]] = {}
+class IdlePrograms(NullPrograms):
+    """Programs of a device that takes no time: rows sample the tokens of a fixed text, and each chunk of a
+    prompt is its last."""
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
-        self.config, self.sizes = PairConfig(config), sizes
+        super().__init__(PairConfig(config), sizes)
         draw = np.random.default_rng(0)
         self._tokens = draw.integers(3, config.vocab_size, (TOKENS, sizes.max_num_seqs), dtype=np.int32)
         self._step = 0
 
-    def products(self, shapes: Iterable[Shape]) -> None:
-        """Those of a host."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
-        return StepArguments(params, cast(Any, None), cast(Any, None))
-
-    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        return Programs.empty_batch(cast(Programs, self), shape, empty_slot)
-
-    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
-        return slots
-
-    def load_history(self, slots: Any, *history: Any) -> Any:
-        return slots
-
-    def load_masks(self, slots: Any, *masks: Any) -> Any:
-        return slots
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+        return batch_of(self.sizes, shape, rows)
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Output]:
         self._step = (self._step + 1) % TOKENS
@@ -84,7 +63,7 @@ def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats:
     limits = SchedulerConfig(seats, options.prefill_tokens, least_row(prefill), decode_steps=1)
     programs = IdlePrograms(config, sizes)
     classes = ShapeClasses(prefill, decode, same_bits=True)
-    return Engine(cast(Any, programs), classes, programs.empty(params), limits, prefix_caching=True)
+    return Engine(programs, classes, programs.empty(params), limits, prefix_caching=True)
 
 
 def step_seconds(

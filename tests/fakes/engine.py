@@ -137,7 +137,7 @@ def start(
     limits = SchedulerConfig(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
-    return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs
+    return Engine(programs, classes, state, limits, caching, speculation), programs
 
 
 def ask(

@@ -17,11 +17,12 @@ from ....model.weights.adapted import unadapted
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, NoOffload
 from ...options.checks import round_up
-from ...runtime.compiled.compile import Programs, StepArguments
+from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.promise import arrived
 from ...runtime.compiled.shapes import Shape, least_row
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
+from ...runtime.programs import StepPrograms
 from ..lora.writer import Writer
 from ..metrics.meter import Compilations, EngineStats, report_of
 from ..weights.params import exchanged, root_of
@@ -32,7 +33,7 @@ from .need import Need
 from .plan import ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
 from .results import DispatchedStep, InFlightSteps, note_passes, take_all
-from .rows import batch_of, calls_of_plan
+from .rows import calls_of_plan
 from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
 
@@ -48,12 +49,12 @@ class Engine:
     be deferred. Not thread-safe; callers take turns. `limits` are such that one of the last `classes` holds
     every row of decode and verification; prompts are cut to fit. With a `warmup` classes grow, and
     speculation begins at its end; behind it the first step that waits for a grammar begins another one, made
-    `later`. Times are those of `clock`, and calls are written down for their programs by `told`.
+    `later`. Times are those of `clock`.
     """
 
     def __init__(
         self,
-        programs: Programs,
+        programs: StepPrograms,
         classes: ShapeClasses,
         state: StepArguments,
         limits: SchedulerConfig,
@@ -62,9 +63,8 @@ class Engine:
         warmup: Warmup | None = None,
         later: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Programs, Shape, dict[int, ScheduledTokens]], Any] = batch_of,
     ):
-        self.programs, self._state, self._limits, self._told = programs, state, limits, told
+        self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
         self.meter, self.compilations, self.sleeper = EngineStats(clock), Compilations(), Sleep()
@@ -297,14 +297,14 @@ class Engine:
             self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
             self.meter.admitted(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
-        self.need.tell(self.warmup, self.classes, plan, self.scheduler)
+        self.need.observe(self.warmup, self.classes, plan, self.scheduler)
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
 
     def _run(self, shape: Shape, works: dict[int, ScheduledTokens]) -> DispatchedStep:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
-        batch = self._told(self.programs, shape, works)
+        batch = self.programs.batch(shape, works)
         self.meter.ran(shape, count, cached, self.sizes.shards)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)

@@ -38,16 +38,16 @@ class Need:
         """Other shapes serve from now on."""
         self._looks, self._spent, self._spared = 0, Counter[str](), Counter[Shape]()
 
-    def tell(
+    def observe(
         self, warmup: Warmup | None, classes: ShapeClasses, plan: SchedulerOutput, scheduler: Scheduler
     ) -> None:
-        """Tell a warm-up, at each step, which shape is worth compiling beside it: one at a time."""
+        """Record a step, and choose for its warm-up the next shape that is worth compiling beside serving."""
         if warmup is None:
             return
         warmup.idle, self._since = False, self._meter.now()
         missing = warmup.missing
         if missing and not warmup.has_in_hand:
-            self.saw(classes, missing, plan)
+            self.record(classes, missing, plan)
             left = seconds_left(scheduler, self._meter, self.to_come)
             warmup.wanted = self.choice(missing, left, warmup.programs.spent.mean)
 
@@ -56,7 +56,7 @@ class Need:
         """Whether there has been no step for a while, and there may be others."""
         return self.to_come is None and self._meter.now() - self._since > GRACE
 
-    def saw(self, classes: ShapeClasses, missing: Sequence[Shape], plan: SchedulerOutput) -> None:
+    def record(self, classes: ShapeClasses, missing: Sequence[Shape], plan: SchedulerOutput) -> None:
         """A step is computed by `classes`; look at some of them with each missing shape beside these."""
         self._steps += bool(plan)  # else requests of a token each might be missed for ever
         if self._steps % EVERY or not plan:

@@ -1,15 +1,11 @@
 """How a step's work is cut into rows, the rows into calls of compiled shapes, and what a call is told."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ....kvcache.pages import Batch
-from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import Shape, Sizes, holds, row_tokens, smallest
 from ...runtime.equal_bits.classes import ShapeClasses
-from ...runtime.steps.places import fill
 from .plan import ScheduledTokens, SchedulerOutput
-from .scores import tell_following
 
 
 def prompt_rows(
@@ -104,18 +100,3 @@ def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
     """Rows of at most so many tokens that one call can take, and tokens of all of them: those of one shape,
     since a larger one may lack."""
     return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))
-
-
-def batch_of(programs: Programs, shape: Shape, works: Mapping[int, ScheduledTokens]) -> Batch:
-    """The host batch of a step: of each row the tokens that are known, and its guesses. Seats have the
-    numbers of their shard."""
-    seats = programs.sizes.max_num_seqs
-    batch = programs.empty_batch(shape, seats)
-    for row, work in works.items():
-        request, slot = work.request, work.request.slot
-        assert slot is not None
-        known = request.tokens[work.start : work.start + work.count]
-        fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot % seats)
-        batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
-        tell_following(batch, row, work)
-    return batch

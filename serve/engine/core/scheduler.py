@@ -14,6 +14,7 @@ from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.tiering import NoOffload
 from ...options.checks import round_up
 from ..lora.places import Places
+from .admission import AdmissionReason, WaitingReasons
 from .gathering import PrefillBatcher, fitting
 from .plan import Guess, ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
@@ -46,9 +47,11 @@ class Scheduler:
         self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
-        self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
+        self.prefilling: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
         self.scores, self.tiers, self.places = PageScores(self.page_size), NoOffload(tables), Places(0)
+        self.reasons = WaitingReasons()
+        self._why: AdmissionReason | None = None  # the head waits in this step
         self.group = 0  # of seats, whose turn it is
         self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
 
@@ -68,14 +71,14 @@ class Scheduler:
 
     @property
     def most_flights(self) -> int:
-        """Steps that may be in flight: one of each group that decodes, of all while prompts are read."""
+        """Steps that may be in flight: one of each group that decodes, of all while prompts are prefilled."""
         groups = self.limits.groups
-        return groups if groups == 1 or self.reading else max(1, len(self._decoding))
+        return groups if groups == 1 or self.prefilling else max(1, len(self._decoding))
 
     @property
     def _decoding(self) -> Counter[int]:
         """Of each group that decodes, how many do."""
-        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.reading)
+        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.prefilling)
 
     def group_of(self, request: Request) -> int | None:
         """The group of a request's seat: decode of one group is in flight while another's is planned."""
@@ -92,15 +95,15 @@ class Scheduler:
 
         The group's must be settled too where `guess` is given.
         """
-        seats = self.open_seats()
-        steps = 1 if self.reading or seats else self.limits.decode_steps
+        most = self.admission_limit()
+        steps = 1 if self.prefilling or most else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seated = self.admit(seats)
+        seated = self.admit(most)
         chunks = list(self.chunks())
         if guess is not None:
-            rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
+            rows = [self._with_draft_tokens(work, g) for work, g in zip(rows, guess(rows), strict=True)]
         verify = any(work.guesses for work in rows)
         return (
             SchedulerOutput(seated, chunks, verify=rows)
@@ -118,7 +121,7 @@ class Scheduler:
             work.request.computed = work.start + work.count
         for work in plan.prefill:
             if work.request.slot is not None and not self._prompt_left(work.request):
-                self.reading.pop(work.request.slot, None)
+                self.prefilling.pop(work.request.slot, None)
             self.name_pages(work.request, work.start, work.request.computed)
         if self.gathering is not None:
             self.gathering.stepped(len(plan.seats), len(self.running))
@@ -148,7 +151,7 @@ class Scheduler:
         self.tables.release(request.pages, request.end)
         self.places.release(request.adapter)
         del self.running[request.slot]
-        self.reading.pop(request.slot, None)
+        self.prefilling.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
         self._drop_ticket(request)
@@ -207,14 +210,6 @@ class Scheduler:
             return request.end
         return min(request.end, self.boundary + 1)
 
-    def open_seats(self) -> int:
-        """How many requests may be seated in this step, where there is room for the first in line. None is
-        held back where all have seats, and while prompts are read, whose prefills it can share."""
-        free = 0 if self._room() is None else len(self.free_slots)
-        if not free or self.gathering is None or self.reading or len(self.waiting) <= free:
-            return free
-        return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
-
     def _in_line(self) -> list[int]:
         """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
         budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
@@ -222,55 +217,91 @@ class Scheduler:
         tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
         return fitting(tokens, budget, row)
 
-    def admit(self, most: int) -> list[Request]:
-        seated = []
-        while len(seated) < most and (found := self._room()) is not None:
-            _, request = heapq.heappop(self.waiting)
-            self._drop_finished()
-            request.marks = self.tables.marks(request.names, found)
-            request.pages = self.tables.admit(found, len(request.tokens), request.end)
-            request.computed = len(found[0]) * self.page_size
-            self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
-            self.scores.take(request)
-            if not request.preemptions:
-                request.cached = request.computed
-            request.place = self.places.take(request.adapter)
-            request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
-            request.reach = self._reach(request)
-            self.running[request.slot] = request
-            if self._prompt_left(request):  # what was preempted may be found whole
-                self.reading[request.slot] = request
-            seated.append(request)
-        return seated
+    def admission_limit(self) -> int:
+        """Return how many requests may be admitted in this step, 0 if the head of the queue has to wait.
 
-    def _room(self) -> Tables | None:
-        """The pages found for the request that is next in line, in the best shard with room; None: it waits.
+        Prefills are held back to be batched only while no prompt is being prefilled, which they could join,
+        and while more requests wait than slots are free.
+        """
+        self._why = None
+        if not self.waiting:
+            return 0
+        found = self._admissible(self.waiting[0][1])
+        if isinstance(found, AdmissionReason):
+            self._why = found
+            return 0
+        most = free = len(self.free_slots)
+        if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
+            most = self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
+        self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
+        return most
+
+    def admit(self, most: int) -> list[Request]:
+        """Move at most `most` requests from the head of the queue to the running ones: find the prefix that
+        is cached, check the budget, allocate pages and a slot. The first that does not fit ends it."""
+        admitted = []
+        while self.waiting and len(admitted) < most:
+            request = self.waiting[0][1]
+            found = self._admissible(request)
+            if isinstance(found, AdmissionReason):
+                self._why = found
+                break
+            heapq.heappop(self.waiting)
+            self._drop_finished()
+            self._allocate(request, found)
+            admitted.append(request)
+        if self.waiting and self._why is not None:
+            self.reasons.note(self.waiting[0][1], self._why)
+        return admitted
+
+    def _admissible(self, request: Request) -> Tables | AdmissionReason:
+        """Return the pages that are cached for the request at the head of the queue, in the best shard that
+        has room for the others, or the reason why it waits.
 
         It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
         each running request; while pages are lent, those of all its tokens beside what running requests may
-        take. It waits for a page of its prompt, or the scores of one, that a running request is about to
-        make, rather than compute the same again; and for pages that come from a tier.
+        take. It waits for a page of its prompt, or its scores, that a running request is about to compute,
+        and for pages that come from a tier.
         """
-        if not (self.waiting and self.free_slots and self.places.fits(self.waiting[0][1].adapter)):
-            return None
-        request, loads = self.waiting[0][1], self.limits.loads(self.running)
-        for found in self._places(request, loads):
+        if not self.free_slots:
+            return AdmissionReason.NO_SLOT
+        if not self.places.fits(request.adapter):
+            return AdmissionReason.ADAPTER
+        names, loads = self.usable(request), self.limits.loads(self.running)
+        if isinstance(self.tables, ShardedPageTables):
+            shards = self.tables.in_order(names, loads, self.limits.shard_seats)
+        else:
+            found, request.ticket = self.tiers.look(names, request.ticket)
+            if found is None:
+                return AdmissionReason.KV_TRANSFER
+            shards = [found]
+        for found in shards:
             if self._is_coming(request, found):
-                return None
+                return AdmissionReason.PREFIX_PENDING
             tokens, spare = len(request.tokens), loads[shard_of(found)]
             if self.tables.is_lending:
                 tokens, spare = request.end, self.growth
             if self.tables.fits(found, tokens, request.end, spare):
                 return found
-        return None
+        if self.tables.is_lending:
+            return AdmissionReason.PAGES_LENT
+        return AdmissionReason.NO_PAGES if len(shards) == len(loads) else AdmissionReason.SHARD_FULL
 
-    def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
-        """The pages found for a request where it may be seated, the best place first."""
-        names = self.usable(request)
-        if isinstance(self.tables, ShardedPageTables):
-            return self.tables.in_order(names, loads, self.limits.shard_seats)
-        found, request.ticket = self.tiers.look(names, request.ticket)
-        return [] if found is None else [found]
+    def _allocate(self, request: Request, found: Tables) -> None:
+        """Give a request its slot, its pages beside those found, and its adapter's place; it runs."""
+        request.marks = self.tables.marks(request.names, found)
+        request.pages = self.tables.admit(found, len(request.tokens), request.end)
+        request.computed = len(found[0]) * self.page_size
+        self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
+        self.scores.take(request)
+        if not request.preemptions:
+            request.cached = request.computed
+        request.place = self.places.take(request.adapter)
+        request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
+        request.reach = self._reach(request)
+        self.running[request.slot] = request
+        if self._prompt_left(request):  # what was preempted may be found whole
+            self.prefilling[request.slot] = request
 
     @property
     def growth(self) -> int:
@@ -281,12 +312,14 @@ class Scheduler:
         """Whether a request's page, the first that was not found, has yet to be written by a prefill of a
         running request of the same shard, or to be scored where its scores are wanted too."""
         page = len(found[0])
-        running, reading = (self.limits.of(shard_of(found), own) for own in (self.running, self.reading))
+        running, prefilling = (
+            self.limits.of(shard_of(found), own) for own in (self.running, self.prefilling)
+        )
         if page >= len(request.names):
             return False
         if self.scores.are_wanted(request, page):
             return any(self.scores.are_coming(request, page, r) for r in running)
-        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in reading)
+        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
 
     def _find(self, request: Request) -> Tables:
         """Pages of the request's known tokens that are written; at least one token is left to compute."""
@@ -303,7 +336,7 @@ class Scheduler:
         """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
         count as full."""
         budget = [self.limits.max_prefill_tokens] * self.limits.shards
-        for request in sorted(self.reading.values(), key=lambda r: r.rank):
+        for request in sorted(self.prefilling.values(), key=lambda r: r.rank):
             shard = shard_of(request.pages)
             new = min(self._prompt_left(request), budget[shard])
             if new > 0:
@@ -317,7 +350,7 @@ class Scheduler:
         nobody may be preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            if request.slot in self.reading or self.group_of(request) != self.group:
+            if request.slot in self.prefilling or self.group_of(request) != self.group:
                 continue
             count = min(request.in_turn(steps), request.reach - 1 - request.computed)
             if count <= 0:
@@ -330,7 +363,7 @@ class Scheduler:
             rows.append(ScheduledTokens(request, request.computed, count))
         return rows
 
-    def _ahead(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
+    def _with_draft_tokens(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
         """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
         way to a guess."""
         request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)

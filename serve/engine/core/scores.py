@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ....kvcache.pages import Batch
 from ....sampling.sample import Sampled, Scores
 from ...runtime.steps.scoring import NEVER
 from ...runtime.steps.step import Output
@@ -111,13 +110,6 @@ def score_fields(x: Sampled | Scores) -> tuple[jax.Array, ...]:
 def scored_from(request: Request) -> np.int32:
     """What a seat is told: the position from which on the prompt's scores are wanted."""
     return np.int32(request.unscored if request.scored else NEVER)
-
-
-def tell_following(batch: Batch, row: int, work: ScheduledTokens) -> None:
-    """Tell a row of prefill the prompt's token behind it, whose score its last hidden state gives."""
-    end, prompt = work.start + work.count, work.request.prompt
-    if batch.after is not None and end < len(prompt):
-        batch.after[row] = prompt[end]
 
 
 def take_prompt_scores(

@@ -11,16 +11,17 @@ from ....kvcache.dealing import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import knobs_row
 from ....sampling.state import dense_bias, needs_history, words_of
-from ...runtime.compiled.compile import MASKED_AT_ONCE, Programs, StepArguments
+from ...runtime.compiled.compile import MASKED_AT_ONCE, StepArguments
 from ...runtime.compiled.promise import PendingSample
 from ...runtime.compiled.shapes import Sizes
+from ...runtime.programs import StepPrograms
 from ...runtime.steps.step import Seat
 from .plan import ScheduledTokens, SchedulerConfig
 from .request import Request
 from .scores import scored_from
 
 
-def seated(programs: Programs, slots: Any, request: Request) -> Any:
+def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
     """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
     look back on."""
     assert request.slot is not None
@@ -45,7 +46,7 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def with_masks(programs: Programs, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
+def with_masks(programs: StepPrograms, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
     """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
     one that has to read a token first, or that has given its seat up."""
     works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
@@ -55,7 +56,7 @@ def with_masks(programs: Programs, slots: Any, works: Iterable[ScheduledTokens])
 
 
 def drawn(
-    programs: Programs,
+    programs: StepPrograms,
     state: StepArguments,
     undrawn: Iterable[tuple[PendingSample, Iterable[ScheduledTokens]]],
 ) -> StepArguments:
@@ -67,7 +68,7 @@ def drawn(
     return state
 
 
-def masks_of(programs: Programs, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
+def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
     """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
     the rows."""
     shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)

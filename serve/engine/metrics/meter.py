@@ -68,7 +68,7 @@ class EngineStats:
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
     medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
     flight: deque[tuple[Shape, int, float]] = field(default_factory=deque)  # what is dispatched, and when
-    heard: Callable[[Shape, int, float], None] | None = None  # told of each step's cached tokens and seconds
+    on_call: Callable[[Shape, int, float], None] | None = None  # cached tokens and seconds of each call
     arrived: float = 0.0  # when the last results did
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     beside_compiling: float = 0.0  # of `seconds`
@@ -111,8 +111,8 @@ class EngineStats:
         self.spans.setdefault(str(shape), deque(maxlen=SPANS)).append(span)
         self.phase_seconds[shape.phase] += span
         self.arrived = now
-        if self.heard is not None:
-            self.heard(shape, cached, span)
+        if self.on_call is not None:
+            self.on_call(shape, cached, span)
 
     def seconds_of(self, shape: Shape) -> float:
         """The median of a shape's last spans."""
@@ -212,6 +212,7 @@ def report_of(engine: "Engine") -> dict[str, Any]:
     own = {
         **speculation,
         **products,
+        "waiting_reasons": engine.scheduler.reasons.report(),
         "gathering": engine.gathering.report(),
         "dtype": str(engine.params.embed.dtype),
         "steps_beside_compiling_seconds": engine.meter.beside_compiling,

@@ -4,7 +4,7 @@ sample tokens that mean nothing."""
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ....sampling.sample import Sampled
 from ...engine.core.plan import ScheduledTokens
 from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
+from ...runtime.programs import NullPrograms
 from ...runtime.steps.step import Output, Seat
 from .clock import SimulatedClock, SimulatedStages
 from .times import StepCall, StepTimes
@@ -34,13 +35,12 @@ class SimulatedResult:
         return self.output
 
 
-class SimulatedPrograms:
-    """What an engine asks of `Programs`, on `SimulatedStages`. Guesses are right with the probability
-    `acceptance`, each after those before it. `inline` is a host's own processor: whoever asks for a call runs
-    it. A request that takes a seat takes `seating` seconds of the host."""
+class SimulatedPrograms(NullPrograms):
+    """Programs on `SimulatedStages`: each call takes the time that a model of time gives.
 
-    count, seconds, age = 0, 0.0, 0.0
-    ready: ClassVar[dict[Shape, float]] = {}
+    acceptance: probability that a draft token is right, if those before it are. inline: calls run on the
+    thread that dispatches them, as on a CPU. seating: seconds of host work for each admitted request.
+    """
 
     def __init__(
         self,
@@ -52,35 +52,24 @@ class SimulatedPrograms:
         inline: bool = False,
         seating: float = 0.0,
     ):
-        self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
+        super().__init__(config, sizes)
+        self.times, self.clock = times, clock
         self.stages = SimulatedStages(times.stages)
         self._acceptance, self._random, self._inline = acceptance, Random(0), inline
         self._seating = seating
-        self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
-        self._left: dict[int, float] = {}  # by seats, when their last step has left the last stage
-
-    def products(self, shapes: Iterable[Shape]) -> None:
-        """Those of a host."""
+        self._known: dict[int, int] = {}  # by slots, tokens that were known at admission
+        self._left: dict[int, float] = {}  # by slots, when their last step has left the last stage
 
     def report(self) -> dict[str, Any]:
         return {"bubbles": self.stages.bubbles}
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
-        return StepArguments(params, cast(Any, None), cast(Any, None))
 
     def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         self._known[int(slot)] = int(new.known)
         self.clock.spend(self._seating)
         return slots
 
-    def load_history(self, slots: Any, *history: Any) -> Any:
-        return slots
-
-    def load_masks(self, slots: Any, *masks: Any) -> Any:
-        return slots
+    def batch(self, shape: Shape, rows: Mapping[int, ScheduledTokens]) -> Mapping[int, ScheduledTokens]:
+        return rows
 
     def run(
         self, shape: Shape, arguments: StepArguments, works: Mapping[int, ScheduledTokens]

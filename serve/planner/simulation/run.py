@@ -1,7 +1,7 @@
 """The real engine in simulated time, and the requests of a workload for it."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from ....model.config import ModelConfig
 from ....model.pair import PairConfig
@@ -64,14 +64,13 @@ class Simulation:
         classes = classes or ShapeClasses.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)
         self.engine = Engine(
-            cast(Any, self.programs),
+            self.programs,
             classes,
             self.programs.empty(params),
             limits,
             options.enable_prefix_caching,
             Speculation(AlwaysRightDrafter(), options.guesses) if options.guesses else None,
             clock=self.clock,
-            told=cast(Any, lambda programs, shape, works: works),
         )
         self.together: DecodeFastForward | None = DecodeFastForward(self.engine, self.programs)
         self._count, self._patience = 0, options.patience(awaited=True)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,24 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ....kvcache.pages import ON_DEVICE, Batch, empty_cache
+from ....kvcache.pages import Batch, empty_cache
 from ....kvcache.placement import automatic, cache_shardings
 from ....kvcache.placement import seats as seats_of
 from ....kvcache.quantised import kept_as
 from ....kvcache.shards import in_seat, steps
 from ....kvcache.stages import around
 from ....model.pair import PairConfig, Params, target_of
-from ....sampling.params import NO_TOKEN
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.memory import release
 from ..steps.phases import Phases, TargetOnly
-from ..steps.places import packed
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import kept
+from .batches import BatchRow, batch_of, packed
 from .kept import JoinedPrograms, Lowered
 from .promise import DeferredSampling
 from .shapes import Shape, Sizes
@@ -338,15 +336,5 @@ class Programs:
             batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
-    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        """A host batch of empty rows, to be filled in: of shard i those from i * shape.rows on."""
-        B, T = self.sizes.shards * shape.rows, shape.tokens
-        tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
-        slot = np.full(B, empty_slot, np.int32)
-        tokens, start, count = (
-            np.full((B, T), ON_DEVICE, np.int32),
-            np.zeros(B, np.int32),
-            np.zeros(B, np.int32),
-        )
-        after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
-        return Batch(tokens, start, count, tables, slot, after)
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+        return batch_of(self.sizes, shape, rows)

@@ -22,10 +22,10 @@ from ....model.recurrent.kinds import STATE
 from ....model.weights.adapted import NO_ADAPTER, places_in
 from ....sampling.params import SamplingParams, knobs_row
 from ...host import clock
+from ..compiled.batches import empty_batch, fill
 from ..compiled.compile import Programs, StepArguments
 from ..compiled.promise import PendingSample, arrived
 from ..compiled.shapes import Canonical, Shape
-from ..steps.places import fill
 from ..steps.scoring import NEVER
 from ..steps.step import Output, Seat
 
@@ -138,7 +138,7 @@ class Probe:
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         scores = {}
         for first in range(0, tokens, shape.area):
-            batch = self.programs.empty_batch(shape, self.capacity)
+            batch = empty_batch(self.programs.sizes, shape, self.capacity)
             starts = range(first, min(first + shape.area, tokens), shape.tokens)
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -246,7 +246,7 @@ class Probe:
     ) -> Batch:
         """Rows of `tokens`, T without it, in pages of their own, with the sequences' tokens
         [start, start + count)."""
-        batch = self.programs.empty_batch(shape, self.capacity)
+        batch = empty_batch(self.programs.sizes, shape, self.capacity)
         for row in range(self._rows(shape, tokens)):
             own = text[row % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)

@@ -1,9 +1,6 @@
-"""Where a batch's tokens are: rows that the host writes, and a verification's tokens as rows of one each."""
-
-from collections.abc import Sequence
+"""Places of a batch's tokens: a verification's tokens as rows of one each."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ....kvcache.pages import Batch
@@ -62,32 +59,6 @@ def each_place(batch: Batch) -> Batch:
         page_tables=tuple(map(each, batch.page_tables)),
         slot=each(batch.slot),
     )
-
-
-def fill(
-    batch: Batch,
-    row: int,
-    tokens: Int[np.ndarray, " T"] | list[int],
-    start: int,
-    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
-    slot: int,
-) -> None:
-    """Write one row of a host batch; `pages` has the row's own for each window."""
-    batch.tokens[row, : len(tokens)] = tokens
-    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    for table, own in zip(batch.page_tables, pages, strict=True):
-        table[row, : len(own)] = own
-
-
-def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:
-    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may. Those of
-    several shards, with B rows each, follow each other."""
-    T, places = batch.tokens.shape[1], []
-    for count in np.split(np.asarray(batch.count), shards):
-        real = np.flatnonzero(np.arange(T) < count[:, None])
-        assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
-        places.append(np.pad(real, (0, rows - len(real)), constant_values=len(count) * T))
-    return np.concatenate(places).astype(np.int32)
 
 
 def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:

@@ -52,7 +52,7 @@ class EngineMetrics(Collector):
 def family_of(metric: Metric) -> Family:
     kinds = {Gauge: GaugeMetricFamily, Counter: CounterMetricFamily, Histogram: HistogramMetricFamily}
     kind = kinds.get(type(metric), CounterMetricFamily)
-    return kind(metric.name, metric.name.removeprefix("vllm:").replace("_", " "))
+    return kind(metric.name, metric.name.partition(":")[2].replace("_", " "))
 
 
 def add(family: Family, metric: Metric, labels: dict[str, str]) -> None:
