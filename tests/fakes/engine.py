@@ -45,17 +45,6 @@ class Halfright:
         del self.texts[request]
 
 
-class Zeros:
-    """A drafter that knows nothing and guesses all the same."""
-
-    def begin(self, request: Request, prompt: Sequence[int]) -> None: ...
-    def extend(self, request: Request, tokens: Sequence[int]) -> None: ...
-    def end(self, request: Request) -> None: ...
-
-    def guess(self, request: Request, k: int) -> list[int]:
-        return [0] * k
-
-
 class Fickle:
     """A controller that takes each number of guesses in turn, and does not always ask."""
 

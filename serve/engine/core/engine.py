@@ -175,7 +175,7 @@ class Engine:
             self.vacate()
         if self.warmup is not None:
             self.warmup.replaced(self.tables)
-        self.scheduler.forget()
+        self.tables.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self.sleeper.replaced(params)
         self.tiers.replaced(self.everything)
@@ -313,7 +313,7 @@ class Engine:
     def _commit(self, flight: list[DispatchedStep], waited: bool = False) -> list[Request]:
         """Take in what a dispatched step sampled, the finished requests released; gives those that got
         tokens. `waited` says that the next step is not on its way yet."""
-        taken = take_all(flight, self.scheduler.scores, self.meter)
+        taken = take_all(flight, self.meter)
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:

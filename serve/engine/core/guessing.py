@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ....kvcache.pages import ON_DEVICE
 from ..speculation.acceptance import UNKNOWN, Offer, form_of
 from ..speculation.controller import Controller
-from ..speculation.drafter import DeviceDrafter, Drafter
+from ..speculation.drafter import ON_THE_DEVICE, Drafter
 from .plan import Guess, ScheduledTokens
 from .request import Request
 
@@ -183,7 +183,7 @@ class Speculation:
     def _glance(self, rows: Sequence[RowResult]) -> None:
         """While steps are plain, and the next one runs already: guess for a few requests now and then."""
         self.rested += 1
-        if self.rested % STEPS_BETWEEN_GLANCES or isinstance(self.drafter, DeviceDrafter):
+        if self.rested % STEPS_BETWEEN_GLANCES or self.drafter == ON_THE_DEVICE:
             return
         first = self.rested // STEPS_BETWEEN_GLANCES * GLANCED
         for row in [rows[(first + i) % len(rows)] for i in range(min(GLANCED, len(rows)))]:

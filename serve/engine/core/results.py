@@ -13,8 +13,8 @@ from ...text.outputs import Pass
 from ..metrics.meter import EngineStats
 from .guessing import RowResult
 from .plan import ScheduledTokens
+from .prompt_logprobs import score_fields, take_prompt_scores
 from .request import Request
-from .scores import PageScores, score_fields, take_prompt_scores
 
 
 class DispatchedStep(NamedTuple):
@@ -83,7 +83,7 @@ class InFlightSteps:
         return any(self._group_of(work.request) in (None, group) for work in self.rows)
 
 
-def take_all(step: list[DispatchedStep], kept: PageScores, meter: EngineStats) -> list[RowResult]:
+def take_all(step: list[DispatchedStep], meter: EngineStats) -> list[RowResult]:
     """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
     of what all have brought."""
     taken = []
@@ -91,19 +91,17 @@ def take_all(step: list[DispatchedStep], kept: PageScores, meter: EngineStats) -
         ran = ran._replace(output=arrived(ran.output))
         tokens = np.asarray(ran.output.sampled.token).tolist()
         meter.took()
-        taken += [take(work, ran, row, tokens[row], kept) for row, work in ran.rows.items()]
+        taken += [take(work, ran, row, tokens[row]) for row, work in ran.rows.items()]
     meter.brought(taken)
     return taken
 
 
-def take(
-    work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int], kept: PageScores
-) -> RowResult:
-    """Append a row's sampled tokens to its request; scores of whole pages are `kept`."""
+def take(work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int]) -> RowResult:
+    """Append a row's sampled tokens and the scores of its prompt's to its request."""
     request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
     if request.finished:  # aborted, or stopped by its text, while this step was on its way
         return RowResult(work, 0, [], prompt)
-    take_prompt_scores(request, ran.output, row, work, kept)
+    take_prompt_scores(request, ran.output, row, work)
     if request.pool is not None and ran.output.pooled is not None:
         request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
     emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]

@@ -18,7 +18,6 @@ from .admission import AdmissionReason, WaitingReasons
 from .gathering import PrefillBatcher, fitting
 from .plan import Guess, ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
-from .scores import PageScores
 
 
 class Scheduler:
@@ -49,7 +48,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
         self.free_slots = list(range(limits.max_num_seqs))
-        self.scores, self.tiers, self.places = PageScores(self.page_size), NoOffload(tables), Places(0)
+        self.tiers, self.places = NoOffload(tables), Places(0)
         self.reasons = WaitingReasons()
         self._why: AdmissionReason | None = None  # the head waits in this step
         self.group = 0  # of seats, whose turn it is
@@ -182,11 +181,6 @@ class Scheduler:
         while self.waiting and self.waiting[0][1].finished:
             heapq.heappop(self.waiting)
 
-    def forget(self) -> None:
-        """The pages belong to other weights, and so do their scores."""
-        self.tables.forget()
-        self.scores.forget()
-
     def preempt(self, request: Request) -> None:
         """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
         name."""
@@ -260,8 +254,8 @@ class Scheduler:
 
         It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
         each running request; while pages are lent, those of all its tokens beside what running requests may
-        take. It waits for a page of its prompt, or its scores, that a running request is about to compute,
-        and for pages that come from a tier.
+        take. It waits for a page of its prompt that a running request is about to compute, and for pages that
+        come from a tier.
         """
         if not self.free_slots:
             return AdmissionReason.NO_SLOT
@@ -276,7 +270,7 @@ class Scheduler:
                 return AdmissionReason.KV_TRANSFER
             shards = [found]
         for found in shards:
-            if self._is_coming(request, found):
+            if self._is_coming(names, found):
                 return AdmissionReason.PREFIX_PENDING
             tokens, spare = len(request.tokens), loads[shard_of(found)]
             if self.tables.is_lending:
@@ -293,7 +287,6 @@ class Scheduler:
         request.pages = self.tables.admit(found, len(request.tokens), request.end)
         request.computed = len(found[0]) * self.page_size
         self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
-        self.scores.take(request)
         if not request.preemptions:
             request.cached = request.computed
         request.place = self.places.take(request.adapter)
@@ -308,29 +301,28 @@ class Scheduler:
         """Pages that running requests may still take."""
         return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
 
-    def _is_coming(self, request: Request, found: Tables) -> bool:
-        """Whether a request's page, the first that was not found, has yet to be written by a prefill of a
-        running request of the same shard, or to be scored where its scores are wanted too."""
+    def _is_coming(self, names: Sequence[bytes], found: Tables) -> bool:
+        """Return whether the prefill of a running request of the same shard has yet to write the first page
+        that was not found."""
         page = len(found[0])
-        running, prefilling = (
-            self.limits.of(shard_of(found), own) for own in (self.running, self.prefilling)
-        )
-        if page >= len(request.names):
+        if page >= len(names):
             return False
-        if self.scores.are_wanted(request, page):
-            return any(self.scores.are_coming(request, page, r) for r in running)
-        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
+        prefilling = self.limits.of(shard_of(found), self.prefilling)
+        return any(names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
 
     def _find(self, request: Request) -> Tables:
         """Pages of the request's known tokens that are written; at least one token is left to compute."""
         return self.tiers.find(self.usable(request), request.ticket)
 
     def usable(self, request: Request) -> Sequence[bytes]:
-        """Names of the pages that a request that waits can use, if they are found."""
+        """Return the names of the pages that a waiting request can use if they are found: full pages, at
+        least one token left to compute, and of a scored prompt none with tokens whose scores it lacks."""
         if self.root is None or request.is_whole:
             return []
-        full = (len(request.tokens) - 1) // self.page_size
-        return self._extend_names(request, full)[: self.scores.known(request, full)]
+        names = self._extend_names(request, (len(request.tokens) - 1) // self.page_size)
+        if request.scored and request.unscored < len(request.prompt):
+            return names[: (request.unscored - 1) // self.page_size]
+        return names
 
     def chunks(self) -> Iterable[ScheduledTokens]:
         """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full

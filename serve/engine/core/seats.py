@@ -17,8 +17,8 @@ from ...runtime.compiled.shapes import Sizes
 from ...runtime.programs import StepPrograms
 from ...runtime.steps.step import Seat
 from .plan import ScheduledTokens, SchedulerConfig
+from .prompt_logprobs import scored_from
 from .request import Request
-from .scores import scored_from
 
 
 def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:

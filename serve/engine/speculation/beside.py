@@ -17,9 +17,8 @@ from ....model.sharding import place_at
 from ....model.transformer import Decoder
 from ...options.speculation import SpeculativeConfig
 from ...runtime.steps.phases import Phases, TargetOnly
-from .chain import ChainSpeculation
+from .draft_steps import DraftSpeculation
 from .guessers import DraftModel, HeadProposer
-from .tree import TreeSpeculation
 
 SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
 
@@ -58,9 +57,7 @@ class SpeculatorWeights(NamedTuple):
             return TargetOnly(config.target, chosen.acceptance)
         draft = config.draft
         guesser = DraftModel(draft, chosen.acceptance) if draft else HeadProposer(config.target)
-        if chosen.tree is None:
-            return ChainSpeculation(config, guesser, chosen.acceptance)
-        return TreeSpeculation(config, guesser, chosen.acceptance, chosen.tree)
+        return DraftSpeculation(config, guesser, chosen.acceptance, chosen.tree)
 
 
 def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> SpeculatorWeights:

@@ -2,6 +2,7 @@
 change a result."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ....kvcache.pages import ON_DEVICE
@@ -33,30 +34,23 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
-    """Never guesses."""
+@dataclass(frozen=True)
+class ConstantDrafter:
+    """Proposes one token again and again, whatever was generated; None proposes nothing."""
+
+    token: int | None = None
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
 
     def guess(self, request: Hashable, k: int) -> list[int]:
-        return []
+        return [] if self.token is None else [self.token] * k
 
     def end(self, request: Hashable) -> None: ...
 
 
-class DeviceDrafter:
-    """Says that the device will guess: k tokens that only it knows."""
-
-    def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
-
-    def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
-
-    def guess(self, request: Hashable, k: int) -> list[int]:
-        return [ON_DEVICE] * k
-
-    def end(self, request: Hashable) -> None: ...
+NONE, ON_THE_DEVICE = ConstantDrafter(), ConstantDrafter(ON_DEVICE)  # the latter stands for what it proposes
 
 
 def host_drafter(config: SpeculativeConfig) -> Drafter:
@@ -71,4 +65,4 @@ def host_drafter(config: SpeculativeConfig) -> Drafter:
             factor=config.suffix_decoding_max_spec_factor,
             least=config.suffix_decoding_min_token_prob,
         )
-    return NoDrafter() if config.method == "none" else DeviceDrafter()
+    return NONE if config.method == "none" else ON_THE_DEVICE

@@ -264,7 +264,7 @@ class DecodeFastForward:
         """Take in what a step has brought: pages that rows have filled are named, and those that had their
         last token end."""
         read = list(flight.read)
-        taken = take_all(read, self.engine.scheduler.scores, self.engine.meter) if read else []
+        taken = take_all(read, self.engine.meter) if read else []
         if flight.shape is not None:
             self.programs.clock.wait_until(flight.at)
             self.engine.meter.took()
