@@ -221,10 +221,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
         assert output.num_cached_tokens == cached
         return prompt_bits(output)
 
-    base.engine.scheduler.forget()
+    base.engine.tables.forget()
     alone = scores(base)
     assert scores(base, cached=192) == alone
-    base.engine.scheduler.forget()
+    base.engine.tables.forget()
     shared = 0 if model.name == "longrope" else 64  # the keys of a short prompt are others there
     assert scores(base, neighbours=2, cached=shared) == alone
     (end,) = base.log_likelihood(text[:100], text[100:])
@@ -238,7 +238,7 @@ def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
     """So few pages that requests are preempted while they decode, and find their pages and scores again."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=2)
     texts = prompts(model.config.vocab_size)
-    base.engine.scheduler.forget()
+    base.engine.tables.forget()
     wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
     with serve(**TIGHT) as llm:
         for _ in range(2):
