@@ -1,4 +1,4 @@
-"""What dispatched steps bring: rows of sampled tokens and scores, for the requests that they belong to."""
+"""Results of dispatched steps: sampled tokens and scores, appended to the requests of their rows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,17 +18,16 @@ from .request import Request
 
 
 class DispatchedStep(NamedTuple):
-    """A dispatched step: its shape, the work of its rows by their numbers, and its results, which may still
-    be on their way."""
+    """Call in flight."""
 
-    shape: Shape
-    rows: Mapping[int, ScheduledTokens]
-    output: Any  # Output
+    shape: Shape  # the compiled shape
+    rows: Mapping[int, ScheduledTokens]  # work by row number
+    output: Any  # results, which may be futures
 
 
 class InFlightSteps:
-    """Dispatched steps that have not been taken in, of each the calls; `group_of` a request's seat says whose
-    rows are whose."""
+    """Dispatched steps whose results have not been read, each as its calls. `group_of` returns the group of a
+    request's slot."""
 
     def __init__(self, group_of: Callable[[Request], int | None]):
         self._group_of = group_of
@@ -38,8 +37,8 @@ class InFlightSteps:
         return len(self._steps)
 
     def are_awaited(self, may_defer: bool) -> bool:
-        """Whether the next step of their rows follows from what they bring: one of them verifies guesses, or
-        samples under a grammar where no draw may be deferred."""
+        """Return True if the next step of these rows needs their results: one of them verifies draft tokens,
+        or samples under a grammar while no draw may be deferred."""
         verify = any(ran.shape.phase == "verify" for ran in self.calls)
         return verify or not may_defer and any(work.is_constrained for work in self.rows)
 
@@ -53,7 +52,7 @@ class InFlightSteps:
 
     @property
     def undrawn(self) -> Iterator[tuple[PendingSample, Iterable[ScheduledTokens]]]:
-        """Calls whose tokens are to be drawn, and their rows."""
+        """Calls whose tokens have yet to be drawn, and their rows."""
         outputs = ((ran.output, ran.rows.values()) for ran in self.calls)
         return (
             (out, works) for out, works in outputs if isinstance(out, PendingSample) and out.output is None
@@ -70,12 +69,13 @@ class InFlightSteps:
         return self._steps.popleft()
 
     def beyond(self, most: int) -> Iterator[list[DispatchedStep]]:
-        """The oldest, until there are no more than `most`."""
+        """Remove and yield the oldest steps until at most `most` are left."""
         while len(self._steps) > max(most, 0):
             yield self.oldest()
 
     def until(self, group: int | None) -> Iterator[list[DispatchedStep]]:
-        """Those up to the last with rows of a group, or of a request without a seat; all where it is None."""
+        """Remove and yield the steps up to the last with rows of a group, or of a request without a slot; all
+        if it is None."""
         while self._steps and (group is None or self._has(group)):
             yield self.oldest()
 
@@ -84,8 +84,7 @@ class InFlightSteps:
 
 
 def take_all(step: list[DispatchedStep], meter: EngineStats) -> list[RowResult]:
-    """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
-    of what all have brought."""
+    """Wait for a step's calls in order, and append their results to the requests."""
     taken = []
     for ran in step:
         ran = ran._replace(output=arrived(ran.output))
@@ -118,7 +117,7 @@ def take(work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int]
 
 
 def note_passes(taken: list[RowResult]) -> None:
-    """Let requests know what each step verified for them, and gave."""
+    """Append to each request what the step verified for it, and how many tokens that gave."""
     for row in taken:
         if row.tokens:
             row.work.request.passes.append(Pass(row.work.guesses, len(row.tokens)))

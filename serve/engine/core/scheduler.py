@@ -25,12 +25,14 @@ class Scheduler:
     end.
 
     Admission takes all pages that a request's known tokens need. When decode needs a page and none is free,
-    the request that is last in line gives up its pages and waits again; the first in line always goes on, so
-    everything finishes. A sequence that grows beyond `boundary` tokens waits again too: all of its keys
-    become others (longrope). `recompute_outputs` says that pages written by prefill and by decode have the
-    same bits; otherwise those that decode writes have other names, and what a preempted request had generated
-    and is not found is fed through decode again, which writes the same bits as the first time. With `tiers`
-    pages are found there too, and a prompt waits in line until they have come.
+    the request that is last in the queue's order is preempted: it releases its pages and waits again. The
+    first in that order always goes on, so everything finishes.
+
+    A sequence that grows beyond `boundary` tokens is preempted once: all of its keys change (longrope).
+
+    recompute_outputs: pages written by prefill and by decode have the same bits. Otherwise the pages of
+    decode have other names, and generated tokens of a preempted request that are not found are fed through
+    decode again, which writes the same bits as the first time.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class Scheduler:
         self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}
-        self.prefilling: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
+        self.prefilling: dict[
+            int, Request
+        ] = {}  # by slot, the running requests with prompt tokens left to dispatch
         self.free_slots = list(range(limits.max_num_seqs))
         self.tiers, self.places = NoOffload(tables), Places(0)
         self.reasons = WaitingReasons()
         self._why: AdmissionReason | None = None  # the head waits in this step
         self.group = 0  # of seats, whose turn it is
-        self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
+        self.preemptions = self.aborted = 0  # aborted in the queue and not removed from it yet
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
@@ -65,34 +69,35 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Requests of the group whose turn it is, whose prompts are computed, or on their way."""
+        """Requests of the group whose turn it is that decode: their prompts are computed, or on their way."""
         return self._decoding[self.group]
 
     @property
     def most_flights(self) -> int:
-        """Steps that may be in flight: one of each group that decodes, of all while prompts are prefilled."""
+        """Most steps in flight: one of each group that decodes, or of every group while prompts are
+        prefilled."""
         groups = self.limits.groups
         return groups if groups == 1 or self.prefilling else max(1, len(self._decoding))
 
     @property
     def _decoding(self) -> Counter[int]:
-        """Of each group that decodes, how many do."""
+        """Number of decoding requests by group."""
         return Counter(slot % self.limits.groups for slot in self.running if slot not in self.prefilling)
 
     def group_of(self, request: Request) -> int | None:
-        """The group of a request's seat: decode of one group is in flight while another's is planned."""
+        """Return the group of a request's slot: one group decodes while the next one's step is planned."""
         return None if request.slot is None else request.slot % self.limits.groups
 
     def next_turn(self) -> None:
-        """After a group comes the next one that decodes."""
+        """Pass the turn to the next group that decodes."""
         if self.limits.groups > 1:
             self.group = self.limits.turn_after(self.group, self._decoding)
 
     def plan(self, settled: bool, guess: Guess | None = None) -> SchedulerOutput | None:
-        """The next step, with decode of the group whose turn it is, or None where that lacks a page: then the
-        steps in flight must be `settled` before others give way.
+        """Return the next step, with decode of the group whose turn it is. None if that lacks a page: then
+        the steps in flight must be `settled`, their results read, before a request is preempted.
 
-        The group's must be settled too where `guess` is given.
+        The group's must be settled too if `guess` is given.
         """
         most = self.admission_limit()
         steps = 1 if self.prefilling or most else self.limits.decode_steps
@@ -111,10 +116,10 @@ class Scheduler:
         )
 
     def dispatched(self, plan: SchedulerOutput) -> None:
-        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
-        now on.
+        """Record that a plan's tokens are on their way. Pages that prompts have filled can be found from now
+        on.
 
-        How many of its tokens a verified row has computed is known when it is committed.
+        How many of its tokens a verified row has computed is known when its results are read.
         """
         for work in (*plan.prefill, *plan.decode):
             work.request.computed = work.start + work.count
@@ -126,7 +131,7 @@ class Scheduler:
             self.gathering.stepped(len(plan.seats), len(self.running))
 
     def name_pages(self, request: Request, since: int, tokens: int) -> None:
-        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known
+        """Name the pages filled by a request's tokens [since, tokens), of which the first `tokens` are known
         and computed."""
         full = tokens // self.page_size
         if self.root is None or since // self.page_size == full:
@@ -145,7 +150,8 @@ class Scheduler:
         return self.boundary is not None and len(request.tokens) > self.boundary
 
     def release(self, request: Request) -> None:
-        """A running request ends or is preempted: its slot and pages are free: steps run in order."""
+        """Release the slot and the pages of a request that ends or is preempted. Steps run in order, so later
+        ones may write the pages."""
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
         self.places.release(request.adapter)
@@ -156,7 +162,7 @@ class Scheduler:
         self._drop_ticket(request)
 
     def drop_tickets(self) -> None:
-        """Nobody waits for pages any more; those who do will ask again."""
+        """Cancel all page fetches of waiting requests, which begin others when they are at the head."""
         for _, request in self.waiting:
             self._drop_ticket(request)
 
@@ -165,8 +171,8 @@ class Scheduler:
         request.ticket = None
 
     def abort(self, request: Request) -> None:
-        """Forget a finished request; those that wait leave the queue together when they are half of it:
-        aborting many is cheap."""
+        """Forget a finished request. Those in the queue are removed together once they are half of it, so
+        that aborting many is cheap."""
         if request.slot is not None:
             self.release(request)
         else:
@@ -182,16 +188,16 @@ class Scheduler:
             heapq.heappop(self.waiting)
 
     def preempt(self, request: Request) -> None:
-        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
-        name."""
+        """Put a running request back into the queue at its old place. Its tokens are kept and its pages can
+        still be found by name."""
         self.release(request)
         request.preemptions += 1
         self.preemptions += 1
         self.add(request)
 
     def _prefill_end(self, request: Request) -> int:
-        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps
-        the bits."""
+        """Return the tokens that prefill may compute: the prompt, and all but the last generated token if
+        that keeps the bits."""
         if self.recompute_outputs and len(request.tokens) > len(request.prompt):
             return max(len(request.prompt), len(request.tokens) - 1)
         return len(request.prompt)
@@ -205,7 +211,8 @@ class Scheduler:
         return min(request.end, self.boundary + 1)
 
     def _in_line(self) -> list[int]:
-        """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
+        """Return the tokens to compute of the first prompts that fit a step. They are in the heap's order,
+        nearly the queue's."""
         budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
         line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
         tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
@@ -298,7 +305,6 @@ class Scheduler:
 
     @property
     def growth(self) -> int:
-        """Pages that running requests may still take."""
         return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
 
     def _is_coming(self, names: Sequence[bytes], found: Tables) -> bool:
@@ -311,7 +317,8 @@ class Scheduler:
         return any(names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
 
     def _find(self, request: Request) -> Tables:
-        """Pages of the request's known tokens that are written; at least one token is left to compute."""
+        """Return the pages of a request's known tokens that are written; at least one token is left to
+        compute."""
         return self.tiers.find(self.usable(request), request.ticket)
 
     def usable(self, request: Request) -> Sequence[bytes]:
@@ -325,8 +332,8 @@ class Scheduler:
         return names
 
     def chunks(self) -> Iterable[ScheduledTokens]:
-        """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
-        count as full."""
+        """Yield chunks of prompts in order of rank, within a shard's token budget; a row that is not full
+        counts as full."""
         budget = [self.limits.max_prefill_tokens] * self.limits.shards
         for request in sorted(self.prefilling.values(), key=lambda r: r.rank):
             shard = shard_of(request.pages)
@@ -338,8 +345,8 @@ class Scheduler:
                 budget[shard] -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
-        """A row for every request of the group whose prompt is computed; None where one lacks a page and
-        nobody may be preempted yet."""
+        """Return a row for every decoding request of the group; None if one lacks a page and no request may
+        be preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             if request.slot in self.prefilling or self.group_of(request) != self.group:
@@ -356,8 +363,8 @@ class Scheduler:
         return rows
 
     def _with_draft_tokens(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
-        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
-        way to a guess."""
+        """Return a row of decode with as many draft tokens as its length and the free pages allow. No request
+        is preempted for them."""
         request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
         while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
             count -= 1
@@ -367,8 +374,8 @@ class Scheduler:
         return ScheduledTokens(request, work.start, 1 + count, tuple(guesses[:count]))
 
     def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
-        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need
-        be."""
+        """Allocate the pages of a request's first `tokens` tokens, if need be by preempting requests behind
+        it."""
         while not self.tables.grow(request.pages, tokens):
             if not settled:
                 return False

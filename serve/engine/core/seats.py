@@ -1,4 +1,4 @@
-"""Requests take their seats on the device, with the masks of grammars, and pages beside them."""
+"""Setup of slots on the device: a request's limits and sampling parameters, and the masks of grammars."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,8 +22,8 @@ from .request import Request
 
 
 def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
-    """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
-    look back on."""
+    """Return the slots with a request in its own: its limits and parameters, and the tokens that penalties
+    and bad words look back on."""
     assert request.slot is not None
     prompt_len, slot = len(request.prompt), np.int32(request.slot)
     knobs = knobs_row(
@@ -86,7 +86,7 @@ def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[
 
 
 def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: SchedulerConfig) -> PageTables:
-    """The host's bookkeeping of an engine's pages."""
+    """Return the page tables of an engine."""
     work, in_turn = limits.most_tokens, limits.most_in_turn
     make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
     return make() if sizes.shards == 1 else ShardedPageTables(make, sizes.shards)

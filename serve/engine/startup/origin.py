@@ -40,9 +40,8 @@ class Origin:
         weights: bool = True,
         **where: Any,
     ) -> "Origin":
-        """Of paths or ids; `where` are `download_dir` and `token` of `hub.resolve`, which says what is
-        raised.
-        """
+        """Resolve paths or ids; `where` are `download_dir` and `token` of `hub.resolve`, whose errors are
+        raised."""
         folder = DEMO if model is None else resolve(model, revision, weights=weights, **where)
         own, name = tokenizer is None, model if tokenizer is None else tokenizer
         if name is None or (own and tokenizer_revision is None):
