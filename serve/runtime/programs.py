@@ -17,41 +17,26 @@ class StepPrograms(Protocol):
     """Calls that an engine makes in every step.
 
     Cache and slots are donated: each call consumes those that it is given and returns others. They, and a
-    step's output, may be futures (`promise.arrived`).
+    step's output, may be futures (`promise.arrived`). `like` has shapes, types and placement of a step's
+    arguments, `steps` the compiled programs; `age` is in seconds since the start. The programs of the slots
+    assign one to a request, write the tokens that its penalties and bad words look back on, and the tokens
+    that grammars allow.
     """
 
     @property
     def config(self) -> PairConfig: ...
-
     @property
     def sizes(self) -> Sizes: ...
-
     @property
-    def like(self) -> StepArguments:
-        """Shapes, types and placement of a step's arguments."""
-        ...
-
+    def like(self) -> StepArguments: ...
     @property
-    def steps(self) -> Mapping[Shape, Any]:
-        """Compiled programs by shape."""
-        ...
-
+    def steps(self) -> Mapping[Shape, Any]: ...
     @property
-    def age(self) -> float:
-        """Seconds since the start."""
-        ...
+    def age(self) -> float: ...
 
-    def seat(self, slots: Any, slot: np.int32, new: Seat, /) -> Any:
-        """Assign a slot to a request."""
-        ...
-
-    def load_history(self, slots: Any, /, *history: Any) -> Any:
-        """Write the tokens that penalties and bad words of one slot look back on."""
-        ...
-
-    def load_masks(self, slots: Any, /, *masks: Any) -> Any:
-        """Write the tokens that grammars allow in some slots."""
-        ...
+    def seat(self, slots: Any, slot: np.int32, new: Seat, /) -> Any: ...
+    def load_history(self, slots: Any, /, *history: Any) -> Any: ...
+    def load_masks(self, slots: Any, /, *masks: Any) -> Any: ...
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow], /) -> Any:
         """Return what `run` takes for these rows."""
@@ -71,7 +56,6 @@ class StepPrograms(Protocol):
         ...
 
     def report(self) -> dict[str, Any]: ...
-
     def close(self) -> None: ...
 
 

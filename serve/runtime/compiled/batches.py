@@ -13,7 +13,7 @@ from .shapes import Shape, Sizes
 
 @runtime_checkable
 class BatchRow(Protocol):
-    """One row of a call, which writes itself into a batch."""
+    """A row of a call, which writes itself into a batch."""
 
     def write(self, batch: Batch, row: int, seats: int) -> None:
         """Fill in row `row`. Slots are numbered within their shard, which has `seats` of them."""

@@ -1,5 +1,4 @@
-"""How much fits: an engine's sizes from the model, the options and the memory, before anything is
-allocated."""
+"""Sizes of an engine from the model, the options and the memory, before anything is allocated."""
 
 import math
 import os
@@ -53,7 +52,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
 
 
 def chosen_bytes(kind: LayerKind, config: PairConfig, options: EngineOptions) -> int:
-    """What choosing keys takes beside attention: the scores of all keys, and those of a block in each
+    """Return the temporaries of sparse attention: the scores of all keys, and those of a block in each
     head."""
     chooser, longest = chooser_of(kind), options.max_model_len or config.target.max_position
     if chooser is None or (chooser.keys or 0) >= longest:
@@ -87,8 +86,8 @@ def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
 
 
 class StageBudget(NamedTuple):
-    """What the devices of a stage have for the keys of its layers: bytes of each, which hold one of `ways`
-    parts of a page."""
+    """Memory of a stage's devices for the keys of its layers: bytes of each, which holds one of `ways` parts
+    of a page."""
 
     span: slice
     budget: int
@@ -100,14 +99,14 @@ class StageBudget(NamedTuple):
         return dict(zip(windows_of(own), page_bytes(own, W, kept), strict=True))
 
     def bytes_of(self, pages: Mapping[int | None, int], sizes: Mapping[int | None, int]) -> int:
-        """Bytes of so many pages of each window, of which one has so many."""
+        """Return the bytes of `pages[w]` pages of each window w, of `sizes[w]` bytes each."""
         return sum(pages[window] * size for window, size in sizes.items()) // self.ways
 
 
 def rooms(
     config: PairConfig, options: EngineOptions, params: Params, memory: int | None
 ) -> list[StageBudget]:
-    """What each stage has, in bytes of memory of each accelerator."""
+    """Return the budget of each stage, in bytes of memory of each accelerator."""
     found, target = stages(params), target_of(params)
     if len(found) == 1:
         params = attending(target) if is_apart(params) else params
@@ -142,7 +141,7 @@ def cache_budget(
 
 
 def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Of pages on their way to tiers and back."""
+    """Return the bytes of pages on their way to tiers and back."""
     kept = kept_as(options.kv_cache_dtype, dtype)
     pages = OFFERED + STAGED if options.has_tiers else 0
     return pages * sum(page_bytes(config.layers, options.page_size, kept))
@@ -192,7 +191,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
 
 
 def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[StageBudget], dtype: Any) -> Sizes:
-    """The same in what each stage has for its keys, of a model that computes in a dtype."""
+    """Choose sizes within the budget of each stage, for a model that computes in `dtype`."""
     W, kept = options.page_size, kept_as(options.kv_cache_dtype, dtype)
     most = config.target.max_position
     longest = options.max_model_len or most

@@ -1,4 +1,4 @@
-"""Places of a batch's tokens: a verification's tokens as rows of one each."""
+"""Places of a batch's tokens: those of a verification as rows of one token each."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -7,12 +7,12 @@ from ....kvcache.pages import Batch
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [rows,1]: what decode computes, with its bits."""
+    """Return each token of the rows as a row of its own, [rows,1]: what decode computes, with its bits."""
     return each_place(batch) if batch.packed is None else packed_rows(batch, batch.packed)
 
 
 def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
-    """Those of the B*T places that hold a token; empty rows for the rest."""
+    """Return the places that hold a token as rows, behind them empty rows."""
     T = batch.tokens.shape[1]
     row, place = packed // T, packed % T
 
@@ -29,7 +29,7 @@ def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
 
 
 def row_of_place(batch: Batch) -> Int[Array, "B T"]:
-    """Which of `rows_of_one` a token is; any where there is none."""
+    """Return for each token its row among `rows_of_one`; any if there is none."""
     B, T = batch.tokens.shape
     if batch.packed is None:
         return jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
@@ -38,14 +38,14 @@ def row_of_place(batch: Batch) -> Int[Array, "B T"]:
 
 
 def place_of_row(batch: Batch) -> Int[Array, " rows"]:
-    """Which of the B*T places each of `rows_of_one` is; any beyond them for an empty one."""
+    """Return for each of `rows_of_one` its place among B*T; any beyond them if it is empty."""
     if batch.packed is None:
         return jnp.arange(batch.tokens.size, dtype=jnp.int32)
     return batch.packed
 
 
 def each_place(batch: Batch) -> Batch:
-    """All B*T places as rows."""
+    """Return all B*T places as rows."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -62,5 +62,5 @@ def each_place(batch: Batch) -> Batch:
 
 
 def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, padded with zeros to at least `rows`."""
+    """Pad with zeros to at least `rows` rows."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))
