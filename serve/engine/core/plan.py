@@ -98,7 +98,6 @@ class SchedulerConfig(NamedTuple):
         return (request for slot, request in taken.items() if self.shard(slot) == shard)
 
     def loads(self, taken: Collection[int]) -> list[int]:
-        """Return the number of slots taken in each shard."""
         if self.shards == 1:
             return [len(taken)]
         load = Counter(map(self.shard, taken))
@@ -128,5 +127,4 @@ class SchedulerConfig(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of one sequence that a step computes."""
         return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)

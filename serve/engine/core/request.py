@@ -25,14 +25,6 @@ class ScoreLog:
     top_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
 
-    def append(
-        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        self.logprob.append(float(logprob))
-        self.rank.append(int(rank))
-        self.top_ids.append(top_ids)
-        self.top_logprobs.append(top_logprobs)
-
     def extend(
         self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
     ) -> None:
@@ -43,9 +35,10 @@ class ScoreLog:
         self.top_logprobs += list(top_logprobs)
 
 
-def unknown_score(top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def unknown_score(top: int) -> tuple[np.ndarray, ...]:
     """Return a score that stands for one that is not known, without alternatives."""
-    return np.float32(0), np.int32(0), np.full(max(top, 0), NO_TOKEN), np.zeros(max(top, 0))  # type: ignore
+    most = max(top, 0)  # top may be -1, for all that an engine reports
+    return np.zeros(1), np.zeros(1, np.int32), np.full((1, most), NO_TOKEN), np.zeros((1, most))
 
 
 @dataclass
@@ -177,7 +170,7 @@ class Request:
                 )
             self.append(token)
             if self.params.logprobs is not None:
-                self.scores.append(*unknown_score(self.params.logprobs))
+                self.scores.extend(*unknown_score(self.params.logprobs))
         self.known, self.clock = self.generated, RequestTimes()
 
     def made_by(self, version: int) -> None:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....sampling.params import NO_TOKEN
+from ....sampling.sample import Sampled, Scores
 from ...runtime.compiled.promise import PendingSample, arrived
 from ...runtime.compiled.shapes import Shape
+from ...runtime.steps.step import Output
 from ...text.outputs import Pass
 from ..metrics.meter import EngineStats
 from .guessing import RowResult
 from .plan import ScheduledTokens
-from .prompt_logprobs import score_fields, take_prompt_scores
 from .request import Request
 
 
@@ -108,12 +109,28 @@ def take(work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int]
         request.computed = work.start + max(1, len(emitted))
     for i in emitted:
         if request.params.logprobs is not None:
-            request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
+            request.scores.extend(*score_fields(ran.output.sampled, row, slice(i, i + 1)))
         request.append(tokens[i])
         if request.finished:
             break
     request.obey()
     return RowResult(work, len(emitted), request.tokens[known:], prompt)
+
+
+def take_prompt_scores(request: Request, output: Output, row: int, work: ScheduledTokens) -> None:
+    """Append a row's scores to its request's: column i is of the prompt's token start + i + 1."""
+    if not request.scored or output.prompt is None:
+        return
+    first, end = request.unscored, min(work.end + 1, len(request.prompt))
+    if first < end:
+        assert first > work.start, f"position {first} of request {request.id} has no score"
+        columns = slice(first - work.start - 1, end - work.start - 1)
+        request.prompt_scores.extend(*score_fields(output.prompt, row, columns))
+
+
+def score_fields(x: Sampled | Scores, row: int, columns: slice) -> list[np.ndarray]:
+    """Return a row's scores in the order of a ScoreLog's arguments."""
+    return [np.asarray(field)[row, columns] for field in (x.logprob, x.rank, x.top_ids, x.top_logprobs)]
 
 
 def note_passes(taken: list[RowResult]) -> None:

@@ -25,7 +25,6 @@ def rows_of(chunk: ScheduledTokens, tokens: int) -> Iterator[ScheduledTokens]:
 
 
 def by_shards(works: Sequence[ScheduledTokens], sizes: Sizes | None) -> list[list[ScheduledTokens]]:
-    """Return work by the shard of its request's slot."""
     if sizes is None or sizes.shards == 1:
         return [list(works)]
     found: list[list[ScheduledTokens]] = [[] for _ in range(sizes.shards)]
@@ -39,7 +38,6 @@ Call = tuple[Shape, dict[int, ScheduledTokens]]  # and its work by the rows
 
 
 def calls_of_plan(classes: ShapeClasses, plan: SchedulerOutput, sizes: Sizes) -> Iterator[Call]:
-    """Yield the calls of a step in their order."""
     yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
     for shape, works in calls(classes.decode, plan.decode, sizes):
         yield shape.deferred if any(work.is_awaiting for work in works.values()) else shape, works
@@ -61,7 +59,6 @@ def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledToken
 
 
 def alone(groups: Sequence[Sequence[ScheduledTokens]]) -> Iterator[list[Sequence[ScheduledTokens]]]:
-    """Yield each shard's work apart from the others'."""
     for i, own in enumerate(groups):
         if own:
             yield [own if k == i else () for k in range(len(groups))]

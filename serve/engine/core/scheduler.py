@@ -81,7 +81,6 @@ class Scheduler:
 
     @property
     def _decoding(self) -> Counter[int]:
-        """Number of decoding requests by group."""
         return Counter(slot % self.limits.groups for slot in self.running if slot not in self.prefilling)
 
     def group_of(self, request: Request) -> int | None:
@@ -89,7 +88,6 @@ class Scheduler:
         return None if request.slot is None else request.slot % self.limits.groups
 
     def next_turn(self) -> None:
-        """Pass the turn to the next group that decodes."""
         if self.limits.groups > 1:
             self.group = self.limits.turn_after(self.group, self._decoding)
 
@@ -289,7 +287,6 @@ class Scheduler:
         return AdmissionReason.NO_PAGES if len(shards) == len(loads) else AdmissionReason.SHARD_FULL
 
     def _allocate(self, request: Request, found: Tables) -> None:
-        """Give a request its slot, its pages beside those found, and its adapter's place; it runs."""
         request.marks = self.tables.marks(request.names, found)
         request.pages = self.tables.admit(found, len(request.tokens), request.end)
         request.computed = len(found[0]) * self.page_size

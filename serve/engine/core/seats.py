@@ -15,9 +15,9 @@ from ...runtime.compiled.compile import MASKED_AT_ONCE, StepArguments
 from ...runtime.compiled.promise import PendingSample
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.programs import StepPrograms
+from ...runtime.steps.scoring import NEVER
 from ...runtime.steps.step import Seat
 from .plan import ScheduledTokens, SchedulerConfig
-from .prompt_logprobs import scored_from
 from .request import Request
 
 
@@ -34,7 +34,8 @@ def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
         bad_words=request.bad_words,
     )
     known, end, place = np.int32(len(request.tokens)), np.int32(request.reach), np.int32(request.place)
-    new = Seat(known, end, scored_from(request), knobs, place)
+    scored = np.int32(request.unscored if request.scored else NEVER)
+    new = Seat(known, end, scored, knobs, place)
     slots = programs.seat(slots, slot, new)
     if not needs_history(request.params):
         return slots
@@ -47,8 +48,8 @@ def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
 
 
 def with_masks(programs: StepPrograms, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
-    """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
-    one that has to read a token first, or that has given its seat up."""
+    """Return the slots with the masks of grammars at each position that rows sample. A row that has to read a
+    token first, or that has no slot any more, gets none."""
     works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
     for i in range(0, len(works), MASKED_AT_ONCE):
         slots = programs.load_masks(slots, *masks_of(programs, works[i : i + MASKED_AT_ONCE]))
@@ -60,7 +61,8 @@ def drawn(
     state: StepArguments,
     undrawn: Iterable[tuple[PendingSample, Iterable[ScheduledTokens]]],
 ) -> StepArguments:
-    """The state behind draws that were deferred until grammars had read the step before."""
+    """Dispatch the draws that were deferred until grammars had read the step before; returns the state behind
+    them."""
     for output, works in undrawn:
         assert not any(work.is_awaiting and work.request.slot is not None for work in works)
         slots = with_masks(programs, state.slots, works)
@@ -69,8 +71,8 @@ def drawn(
 
 
 def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
-    """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
-    the rows."""
+    """Return slots, the first position that each samples, and the masks from there on; rows beyond them have
+    no slot."""
     shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)
     seats, first = np.full(shape[0], programs.sizes.seats, np.int32), np.zeros(shape[0], np.int32)
     masks = np.zeros(shape, np.uint32)
@@ -86,7 +88,6 @@ def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[
 
 
 def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: SchedulerConfig) -> PageTables:
-    """Return the page tables of an engine."""
     work, in_turn = limits.most_tokens, limits.most_in_turn
     make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
     return make() if sizes.shards == 1 else ShardedPageTables(make, sizes.shards)

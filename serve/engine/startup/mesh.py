@@ -103,7 +103,6 @@ def halved_places(config: ModelConfig, layout: Layout, mesh: Mesh | None, device
 
 
 def on_one(config: ModelConfig, device: Any) -> Decoder:
-    """All parameters on one device."""
     one = SingleDeviceSharding(device)
     return jax.tree.map(lambda _: one, decoder_spec(config), is_leaf=is_spec)
 

@@ -80,7 +80,6 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
 
 
 def all_pages(sizes: Sizes) -> tuple[int, ...]:
-    """Return the pages of all shards for each window."""
     return tuple(sizes.shards * count for count in sizes.pages)
 
 
@@ -175,7 +174,6 @@ def lower_zeros(like: Any) -> jax.stages.Lowered:
 
 
 def compiling(count: int, later: int = 0) -> str:
-    """Return the line of a start that compiles."""
     what = "1 program" if count == 1 else f"{count} programs"
     kept_too = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
     return f"compiling {what}{kept_too}" + (f"; {later} more while they serve" if later else "")
@@ -309,7 +307,6 @@ class Programs:
         return self._of_seat(seat).lower(slots, *seat_like(slots))
 
     def _of_seat(self, change: Callable[..., Any]) -> Any:
-        """Jit a change of one slot."""
         whole = self.like.everywhere
         if self.sizes.shards > 1:
             change = in_seat(change, mesh_of(whole))

@@ -104,7 +104,6 @@ class Sizes:
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """Return first, 2 * first, 4 * first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)

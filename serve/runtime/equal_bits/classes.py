@@ -74,14 +74,12 @@ def known_classes(
 
 
 def record(programs: Programs, params: Any, canonical: Canonical) -> str | None:
-    """Return the key of the classes on disk."""
     if programs.key is None or kept.folder() is None:
         return None
     return kept.combined([programs.key], fingerprint(params), canonical)
 
 
 def fingerprint(params: Any) -> str:
-    """Return a hash of each parameter's first numbers."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
