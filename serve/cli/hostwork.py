@@ -1,4 +1,4 @@
-"""What the host does for a step: the time of an engine whose device takes none is all Python's."""
+"""Host work of a step: the time of an engine whose device takes none is all Python's."""
 
 import statistics
 import time
@@ -53,7 +53,7 @@ class IdlePrograms(NullPrograms):
 
 
 def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats: int) -> Engine:
-    """An engine over `IdlePrograms`, with all of a CPU's shapes and a cache that holds every request."""
+    """Return an engine over `IdlePrograms`, with a CPU's shapes and a cache that holds every request."""
     longest = PROMPT + ANSWER
     pages = seats * (1 - -longest // options.page_size)
     sizes = Sizes(longest, seats, (pages,) * len(config.windows), options.page_size)
@@ -69,8 +69,8 @@ def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats:
 def step_seconds(
     config: ModelConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, seats: int
 ) -> float:
-    """The median seconds of a step in which `seats` requests run: planning, prompts that take free seats,
-    tokens taken in, their text."""
+    """Return the median seconds of a step in which `seats` requests run: planning, prompts that take free
+    slots, results and their text."""
     engine = idle_engine(config, params, options, seats)
     session = Session(engine)
     intake = InputProcessor(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
@@ -87,7 +87,8 @@ def step_seconds(
 
 
 def asking(intake: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], RequestGroup]]:
-    """Makes of tickets, without end: of answers of various lengths, whose first tokens nobody waits for."""
+    """Yield makers of requests, without end: answers of various lengths, whose first tokens have no
+    reader."""
     draw = np.random.default_rng(1)
     while True:
         length = int(draw.integers(2, ANSWER))

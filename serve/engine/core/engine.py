@@ -301,10 +301,10 @@ class Engine:
         return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
     def dispatch(self, plan: SchedulerOutput) -> list[DispatchedStep]:
-        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
+        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.admitted])
         slots = with_masks(self.programs, self._state.slots, plan.works)
         self._state = StepArguments(self._adapters.write(self._state.params), cache, slots)
-        for request in plan.seats:
+        for request in plan.admitted:
             request.ticket = None
             self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
             self.meter.admitted(request)

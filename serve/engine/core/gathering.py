@@ -125,7 +125,7 @@ class PrefillBatcher:
         self._holding, self._since = False, 0.0
         self.groups, self.prompts, self.steps, self.held = 0, 0, 0, 0.0
 
-    def joined(self, request: Request, waiting: int) -> None:
+    def queued(self, request: Request, waiting: int) -> None:
         """Record a request that has joined the queue, now `waiting` long."""
         if waiting == 1:  # all that were held back before are gone
             self._since = 0.0
@@ -136,7 +136,7 @@ class PrefillBatcher:
             self._hurried = [entry for entry in self._hurried if is_waiting(entry[2])]
             heapq.heapify(self._hurried)
 
-    def seats(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
+    def limit(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
         """Return how many of the first requests are admitted now.
 
         free: free slots.
@@ -147,9 +147,9 @@ class PrefillBatcher:
         self._holding = now == 0
         return now
 
-    def stepped(self, seated: int, running: int) -> None:
-        """Record a dispatched step, the requests `seated` for it and those that are `running`."""
-        ended = max(0, self._running + seated - running)
+    def dispatched(self, admitted: int, running: int) -> None:
+        """Record a dispatched step, the requests `admitted` for it and those that are `running`."""
+        ended = max(0, self._running + admitted - running)
         self._rate += (ended - self._rate) / STEPS
         self._running = running
         self._forget_seated()
@@ -157,7 +157,7 @@ class PrefillBatcher:
             self.steps += 1
             self._since = self._since or self._clock()
         elif self._since:
-            self.groups, self.prompts = self.groups + 1, self.prompts + seated
+            self.groups, self.prompts = self.groups + 1, self.prompts + admitted
             self.held += self._clock() - self._since
             self._since = 0.0
         self._holding = False

@@ -60,7 +60,7 @@ Guess = Callable[[list[ScheduledTokens]], Sequence[Sequence[int]]]  # guesses fo
 class SchedulerOutput:
     """Work of one step: rows of `decode`, or of `verify` if one of them has draft tokens."""
 
-    seats: list[Request] = field(default_factory=list)  # requests admitted, whose slots are set up first
+    admitted: list[Request] = field(default_factory=list)  # their slots are set up first
     prefill: list[ScheduledTokens] = field(default_factory=list)  # chunks of prompts
     decode: list[ScheduledTokens] = field(default_factory=list)  # rows of decode
     verify: list[ScheduledTokens] = field(default_factory=list)

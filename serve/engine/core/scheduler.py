@@ -47,21 +47,19 @@ class Scheduler:
         self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
         self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
         self.waiting: list[tuple[tuple[int, int], Request]] = []
-        self.running: dict[int, Request] = {}
-        self.prefilling: dict[
-            int, Request
-        ] = {}  # by slot, the running requests with prompt tokens left to dispatch
+        self.running: dict[int, Request] = {}  # by slot
+        self.prefilling: dict[int, Request] = {}  # of these, with prompt tokens left to dispatch
         self.free_slots = list(range(limits.max_num_seqs))
         self.tiers, self.places = NoOffload(tables), Places(0)
         self.reasons = WaitingReasons()
-        self._why: AdmissionReason | None = None  # the head waits in this step
-        self.group = 0  # of seats, whose turn it is
+        self._why: AdmissionReason | None = None  # of the head, in this step
+        self.group = 0  # of slots, whose turn it is
         self.preemptions = self.aborted = 0  # aborted in the queue and not removed from it yet
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
         if self.gathering is not None:
-            self.gathering.joined(request, len(self.waiting))
+            self.gathering.queued(request, len(self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -102,16 +100,13 @@ class Scheduler:
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seated = self.admit(most)
+        admitted = self.admit(most)
         chunks = list(self.chunks())
         if guess is not None:
             rows = [self._with_draft_tokens(work, g) for work, g in zip(rows, guess(rows), strict=True)]
-        verify = any(work.guesses for work in rows)
-        return (
-            SchedulerOutput(seated, chunks, verify=rows)
-            if verify
-            else SchedulerOutput(seated, chunks, decode=rows)
-        )
+        if any(work.guesses for work in rows):
+            return SchedulerOutput(admitted, chunks, verify=rows)
+        return SchedulerOutput(admitted, chunks, rows)
 
     def dispatched(self, plan: SchedulerOutput) -> None:
         """Record that a plan's tokens are on their way. Pages that prompts have filled can be found from now
@@ -126,7 +121,7 @@ class Scheduler:
                 self.prefilling.pop(work.request.slot, None)
             self.name_pages(work.request, work.start, work.request.computed)
         if self.gathering is not None:
-            self.gathering.stepped(len(plan.seats), len(self.running))
+            self.gathering.dispatched(len(plan.admitted), len(self.running))
 
     def name_pages(self, request: Request, since: int, tokens: int) -> None:
         """Name the pages filled by a request's tokens [since, tokens), of which the first `tokens` are known
@@ -208,7 +203,7 @@ class Scheduler:
             return request.end
         return min(request.end, self.boundary + 1)
 
-    def _in_line(self) -> list[int]:
+    def _queued_tokens(self) -> list[int]:
         """Return the tokens to compute of the first prompts that fit a step. They are in the heap's order,
         nearly the queue's."""
         budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
@@ -231,7 +226,9 @@ class Scheduler:
             return 0
         most = free = len(self.free_slots)
         if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
-            most = self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
+            most = self.gathering.limit(
+                free, len(self.running), self.limits.decode_steps, self._queued_tokens()
+            )
         self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
         return most
 

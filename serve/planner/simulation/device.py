@@ -1,5 +1,5 @@
-"""The programs of a device that computes nothing: a call takes the time that a model of time says, and rows
-sample tokens that mean nothing."""
+"""Programs of a device that computes nothing: a call takes the time that a model of time gives, and rows
+sample tokens without a meaning."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ TOKEN = 0  # that every row samples
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """What a call will bring, once somebody waits for it."""
+    """Future of the output of a call, which arrives `at` a simulated time."""
 
     output: Output
     at: float
@@ -74,15 +74,15 @@ class SimulatedPrograms(NullPrograms):
     def run(
         self, shape: Shape, arguments: StepArguments, works: Mapping[int, ScheduledTokens]
     ) -> tuple[Any, Any, SimulatedResult]:
-        """A call begins once it is asked for, its rows' steps before have left the last stage, and those
-        before it the first."""
+        """Run a call. It begins once it is dispatched, its rows' last steps have left the last stage, and the
+        calls before it the first."""
         tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         call, seats = StepCall(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
         coming = self.coming(shape, works, self.dispatch(call, seats))
         return arguments.cache, arguments.slots, coming
 
     def coming(self, shape: Shape, works: Mapping[int, ScheduledTokens], at: float) -> SimulatedResult:
-        """What the rows of a call have sampled, at a moment."""
+        """Return what the rows of a call have sampled, as a future."""
         sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
         for row, work in works.items():
             first, end = self._sampled(shape, work, self._known[_seat(work)])
@@ -90,7 +90,7 @@ class SimulatedPrograms(NullPrograms):
         return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
 
     def dispatch(self, call: StepCall, seats: Iterable[int] = ()) -> float:
-        """When the results of a call for some seats, asked for now, arrive."""
+        """Return the time at which the results of a call for some slots, dispatched now, arrive."""
         moment = self.clock()
         if self.stages.count > 1:
             moment = max([moment, *(self._left.get(seat, 0.0) for seat in seats)])
@@ -105,7 +105,7 @@ class SimulatedPrograms(NullPrograms):
         return 1 if shape.phase == "prefill" else shape.tokens
 
     def _sampled(self, shape: Shape, work: ScheduledTokens, known: int) -> tuple[int, int]:
-        """The columns in which a row samples: behind the last of its known tokens."""
+        """Return the columns in which a row samples: behind the last of its known tokens."""
         if shape.phase == "prefill":
             return 0, int(work.start + work.count >= known)
         if shape.phase == "verify":

@@ -188,10 +188,10 @@ class DecodeFastForward:
             self._turn(row)
         seated = scheduler.admit(seats) if seats else []
         plan = SchedulerOutput(seated, list(scheduler.chunks()) if scheduler.prefilling else [])
-        self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.seats else self._noted(plan))
+        self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.admitted else self._noted(plan))
         if before is not None:
             self._commit(before, turned, ended)
-        self._join(r for r in (*plan.seats, *(w.request for w in plan.prefill)) if self._has_been_read(r))
+        self._join(r for r in (*plan.admitted, *(w.request for w in plan.prefill)) if self._has_been_read(r))
 
     def _has_been_read(self, request: Request) -> bool:
         return request.slot is not None and request.slot not in self.engine.scheduler.prefilling
