@@ -88,8 +88,8 @@ class Engine:
         )
         self.scheduler.places, self.flights = self._adapters.places, InFlightSteps(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
-        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
-        self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
+        self.on_end: Callable[[Request], None] | None = None  # called with each request that ends
+        self.on_warmup: Callable[[Warmup], None] | None = None  # called with a warm-up that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
         self.need = Need(self.sizes, self.meter, classes)
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves

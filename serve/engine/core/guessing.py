@@ -13,9 +13,9 @@ from ..speculation.drafter import ON_THE_DEVICE, Drafter
 from .plan import Guess, ScheduledTokens
 from .request import Request
 
-STEPS_BETWEEN_GLANCES = 16  # plain steps between two looks at what would have been guessed
-GLANCED = 2  # requests that are looked at
-REMEMBERED = 8  # glances that stand for all requests
+STEPS_BETWEEN_GLANCES = 16  # plain steps between two drafts that are only compared
+GLANCED = 2  # requests drafted for at a glance
+REMEMBERED = 8  # offers that stand for all requests
 
 
 class RowResult(NamedTuple):

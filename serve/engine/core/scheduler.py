@@ -1,7 +1,8 @@
-"""Which tokens the next step computes. Plain Python over requests and pages; it never touches the device.
+"""Scheduler: the tokens of the next step. Plain Python over requests and pages, which never touches the
+device.
 
-Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et
-al., arXiv 2308.16369).
+Continuous batching is Orca's (Yu et al., OSDI 2022), chunked prefill beside decode Sarathi's (Agrawal et al.,
+arXiv 2308.16369).
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""The dtype that a model computes in: what `dtype` says, and for "auto" what the device is fast in."""
+"""Dtype of a model's computation: that of the option, and for "auto" one that is fast on the device."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model's folder: its parameters in a dtype, and what it says of its use."""
+"""A model's folder: its parameters in a dtype, and its generation defaults."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Where a model comes from, as folders or as ids on the hub, and what its folders say beside the weights."""
+"""Folders of a model and its tokenizer, from paths or ids on the hub, and facts in them besides the
+weights."""
 
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ NONE = "the model has no tokenizer"
 
 @dataclass(frozen=True)
 class Origin:
-    """The folders of a model and of its tokenizer; `own` says that they were asked for as one."""
+    """Folders of a model and of its tokenizer; `own` if one name stands for both."""
 
     model: Path
     tokenizer: Path
@@ -97,8 +98,8 @@ def stored_form(folder: Path, quantization: str | None) -> str | None:
 
 
 def ending(defaults: GenerationDefaults, words: Tokenizer | None) -> GenerationDefaults:
-    """Defaults whose end tokens are the tokenizer's too, as in vLLM. Raises ValueError where they are too
-    many."""
+    """Return generation defaults with the tokenizer's end tokens too, as in vLLM. Raises ValueError if these
+    are too many."""
     own = () if words is None or words.eos_token_id is None else (words.eos_token_id,)
     ids = tuple(dict.fromkeys((*own, *defaults.eos_token_ids)))
     if len(ids) > MAX_STOP_IDS:

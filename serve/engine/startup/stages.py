@@ -54,8 +54,8 @@ def check_halves(config: ModelConfig, ffn: int) -> None:
 
 
 def with_head(params: Decoder) -> Decoder:
-    """The parameters of a pipeline whose embedding is the head as well with a copy of it in the last stage;
-    all others as they are."""
+    """Copy an embedding that is the head as well to a pipeline's last stage; other parameters stay as they
+    are."""
     where = params.norm.gain.sharding
     if params.head is not None or where.device_set == devices(params.embed):
         return params

@@ -17,7 +17,7 @@ WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
-WIDEST = 4  # tokens of a verification for each seat
+WIDEST = 4  # tokens of a verification for each slot
 
 Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
@@ -85,7 +85,7 @@ class Sizes:
     pages: tuple[int, ...]  # for each window of the model
     page_size: int  # tokens
     hidden: int = 0  # size of the last hidden state that a slot keeps for a head; 0 without one
-    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+    n_top: int = MAX_LOGPROBS  # alternatives to a token that a step reports
     positions: int = 1  # tokens of a constrained row that a step samples at most
     kv_cache_dtype: str = "auto"  # as in the options
     shards: int = 1
@@ -139,8 +139,9 @@ def last_edge(options: EngineOptions, most: int) -> int:
 def prefills(
     options: EngineOptions, most: int, shared: bool, platform: str, chunk: int = SMALLEST_CHUNK
 ) -> list[Shape]:
-    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
-    that share a call. The smallest has `chunk` tokens, or those of a smaller bucket that was asked for."""
+    """Return the shapes of prefills of up to max_prefill_tokens: one row for a prompt that is alone, and rows
+    of a tile for several that share a call. The smallest has `chunk` tokens, or those of a smaller bucket of
+    the options."""
     last = last_edge(options, most)
     edges = doublings(chunk, last)
     wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]

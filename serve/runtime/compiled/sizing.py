@@ -34,8 +34,8 @@ HOST_MOST = 4 << 30  # at most this number of bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """An upper estimate of the largest step's temporaries: a chunk's activations, and a few copies of the
-    logits in float32."""
+    """Return an upper bound of a step's temporaries: a chunk's activations, and a few copies of the logits in
+    float32."""
     size = jnp.dtype(dtype).itemsize
     rows = options.prefill_tokens
     D = config.target.hidden_size
@@ -62,7 +62,7 @@ def chosen_bytes(kind: LayerKind, config: PairConfig, options: EngineOptions) ->
 
 
 def widened_bytes(params: Params, dtype: Any) -> int:
-    """An upper estimate of the temporaries of a product with a quantised weight: the largest one widened,
+    """Return an upper bound of the temporaries of a product with a quantised weight: the largest one widened,
     twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
@@ -70,15 +70,14 @@ def widened_bytes(params: Params, dtype: Any) -> int:
 
 
 def widths(kind: LayerKind) -> int:
-    """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward
-    layer's."""
+    """Return the numbers of a token's projections at once: attention's and the feed-forward layer's."""
     heads = sum((m.num_heads + 2 * m.key_heads) * max(m.head_sizes) for m in kind.mixers)
     return 2 * heads + 2 * kind.inner
 
 
 def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
-    """Numbers of each of a shard's tokens where a layer's experts are split over shards: the tokens of all
-    are there, and room for what each of their experts makes of them, before and after."""
+    """Return the numbers of each of a shard's tokens if experts are split over shards: the tokens of all
+    shards, and the inputs and outputs of their experts."""
     if not isinstance(kind.ffn, Experts) or not options.enable_expert_parallel:
         return 0
     shards = options.data_parallel_size
@@ -180,10 +179,10 @@ def host_memory() -> int:
 
 
 def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> Sizes:
-    """Fixed shapes for a model, whose parameters may be shapes, in bytes of memory of each of their
-    accelerators, or in a host's (None).
+    """Choose the sizes of an engine. `memory` is the bytes of each accelerator, or None on a CPU; parameters
+    may be shapes.
 
-    Raises ValueError, saying which knob to turn, where they do not fit.
+    Raises ValueError, with the option to change, if the model does not fit.
     """
     check_slots(config, options, memory)
     dtype = target_of(params).embed.dtype

@@ -71,7 +71,7 @@ class Probe:
         areas, least = [s.area for s in shapes if s.phase == "prefill"], FEWEST_STEPS
         wide = [s for s in shapes if s.phase != "prefill"]
         self.tokens = min(max(areas), self.page_size * min(self.pool, sizes.table_width))
-        self.layers = programs.config.target.layers  # a guess may have any bits
+        self.layers = programs.config.target.layers  # draft tokens may have any bits
         room = max(min(self.pool // self.capacity, sizes.table_width), 1)  # pages of a row of decode at most
         enough = -(-self._enough(like.cache) // canonical.decode.rows)
         least = max(least, *(s.tokens for s in wide))

@@ -46,7 +46,7 @@ class Slots:
     scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
     adapter: Any  # int32 [C], the place of the request's adapter beside the weights, NO_ADAPTER
     sampling: SamplingState
-    hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
+    hidden: Any = None  # [C,D], from which the last token was sampled; None without a head
 
 
 @pytree
@@ -196,10 +196,11 @@ def accept(
     offers: Float[Array, "B T V"] | None,
     rule: Rule,
 ) -> tuple[Slots, Sampled]:
-    """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
+    """Sample after each token of the rows as long as the samples agree with the draft tokens that follow,
+    [B,T].
 
-    `hidden` and `logits` are those of `rows_of_one`, `offers` the distributions from which the tokens of the
-    batch were drawn, None where they were not drawn.
+    hidden, logits: those of `rows_of_one`.
+    offers: distributions from which the draft tokens were drawn; None if they were not drawn.
     """
     T, rows = batch.tokens.shape[1], row_of_place(batch)
 
