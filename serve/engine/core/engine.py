@@ -24,7 +24,7 @@ from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
 from ...runtime.programs import StepPrograms
 from ..lora.writer import Writer
-from ..metrics.meter import Compilations, EngineStats, report_of
+from ..metrics.meter import Compilations, EngineStats
 from ..weights.params import exchanged, root_of
 from ..weights.sleep import Sleep
 from .gathering import PrefillBatcher
@@ -167,7 +167,24 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        return report_of(self)
+        """Return counts of the engine, its scheduler, tiers and programs, and what was compiled after the
+        warm-up, which should be nothing."""
+        own: dict[str, Any] = {
+            "waiting_reasons": self.scheduler.reasons.report(),
+            "gathering": self.gathering.report(),
+            "dtype": str(self.params.embed.dtype),
+            "steps_beside_compiling_seconds": self.meter.beside_compiling,
+            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
+            "compilations": self.compilations.count,
+            "preemptions": self.scheduler.preemptions,
+            "cache_pages": self.sizes.shards * sum(self.sizes.pages),
+            "page_size": self.sizes.page_size,
+        }
+        if self.speculation is not None:
+            own["speculation"] = self.speculation.report()
+        if not self.warmup and self.products is not None:
+            own["products"] = self.products
+        return self.meter.report() | self.tiers.report() | self.programs.report() | own
 
     def update_params(self, params: Decoder, keep: bool = False) -> None:
         """Serve other weights of the same shapes from now on, without a compilation. Cached prefixes are

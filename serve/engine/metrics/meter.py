@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +20,6 @@ from ...runtime.compiled.shapes import PHASES, Shape
 from ..core.guessing import RowResult
 from ..core.request import Request
 from .distributions import Distributions
-
-if TYPE_CHECKING:
-    from ..core.engine import Engine
 
 SPANS = 256  # kept of each shape, the latest
 FRESH = 16  # steps of a shape after which its median is taken anew
@@ -201,28 +198,6 @@ def paddings(meters: Sequence[EngineStats]) -> dict[str, float]:
         "padding_prefill": share("prefill"),
         "padding_decode": share("decode", "deferred"),
     }
-
-
-def report_of(engine: "Engine") -> dict[str, Any]:
-    """Return the engine's counts, the scheduler's, and the compilations after the warm-up, of which there
-    should be none."""
-    guesses, programs, sizes = engine.speculation, engine.programs, engine.sizes
-    speculation = {} if guesses is None else {"speculation": guesses.report()}
-    products = {} if engine.warmup or engine.products is None else {"products": engine.products}
-    own = {
-        **speculation,
-        **products,
-        "waiting_reasons": engine.scheduler.reasons.report(),
-        "gathering": engine.gathering.report(),
-        "dtype": str(engine.params.embed.dtype),
-        "steps_beside_compiling_seconds": engine.meter.beside_compiling,
-        "serving_since": {str(s): round(t, 3) for s, t in sorted(engine.since.items())},
-        "compilations": engine.compilations.count,
-        "preemptions": engine.scheduler.preemptions,
-        "cache_pages": sizes.shards * sum(sizes.pages),
-        "page_size": sizes.page_size,
-    }
-    return engine.meter.report() | engine.tiers.report() | programs.report() | own
 
 
 class Compilations:
