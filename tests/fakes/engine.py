@@ -55,15 +55,15 @@ class Fickle:
         self.turn += 1
         return [min(offer.guesses, (self.turn + row) % 3 * self.k) for row, offer in enumerate(offers)]
 
-    def asks(self, rows: int) -> bool:
+    def should_speculate(self, rows: int) -> bool:
         self.asked += 1
         return self.asked % 7 < 5
 
-    def judged(self, form: int, offered: int, accepted: int) -> None: ...
-    def verified(
+    def record_acceptance(self, form: int, offered: int, accepted: int) -> None: ...
+    def record_verified(
         self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
     ) -> None: ...
-    def plainly(self, rows: int, seconds: float) -> None: ...
+    def record_plain(self, rows: int, seconds: float) -> None: ...
     def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
 
 

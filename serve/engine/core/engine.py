@@ -296,7 +296,7 @@ class Engine:
         self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
-            guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
+            guess = self.speculation.proposer(self.scheduler.decoding, idle=not self.flights)
         if guess or self.flights.are_awaited(self.classes.may_defer):
             self._warm_later()
             touched = self._settle(self.scheduler.group)
@@ -348,7 +348,7 @@ class Engine:
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
-            self.speculation.took(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
+            self.speculation.record(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
         for row in taken:
             if row.work.request.slot is not None and row.has_news:
                 self.conclude(row.work)
@@ -369,7 +369,7 @@ class Engine:
     def _ended(self, request: Request) -> None:
         self.meter.finished(request)
         if self.speculation is not None:
-            self.speculation.ended(request)
+            self.speculation.forget(request)
         if self.on_end is not None:
             self.on_end(request)
 

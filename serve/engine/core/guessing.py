@@ -55,7 +55,7 @@ class Followed:
 
 class Speculation:
     """Takes draft tokens from a drafter and the number to verify from a controller. The engine calls
-    `offers`, `took` and `ended`.
+    `proposer`, `record` and `forget`.
 
     k: most draft tokens of a row.
     controller: without one, every draft token is verified.
@@ -74,7 +74,7 @@ class Speculation:
 
     # ------------------------------------------------------------ guesses
 
-    def offers(self, rows: int, idle: bool) -> Guess | None:
+    def proposer(self, rows: int, idle: bool) -> Guess | None:
         """Return what proposes draft tokens for a next step of `rows` rows, called once the last step's
         tokens are known; None for a plain step.
 
@@ -82,7 +82,7 @@ class Speculation:
         """
         if idle:
             self.last = None
-        asked = rows > 0 and (self.controller is None or self.controller.asks(rows))
+        asked = rows > 0 and (self.controller is None or self.controller.should_speculate(rows))
         return self._guesses if asked else None
 
     def _guesses(self, works: Sequence[ScheduledTokens]) -> list[Sequence[int]]:
@@ -122,7 +122,7 @@ class Speculation:
         if guess and guess[0] != ON_DEVICE:
             right = same(guess, new)
             if self.controller is not None:
-                self.controller.judged(followed.form, len(guess), right)
+                self.controller.record_acceptance(followed.form, len(guess), right)
             followed.run = right + (followed.run or 0) * (right == len(guess))
 
     def _offer(self, request: Request, guess: Sequence[int]) -> Offer:
@@ -131,7 +131,7 @@ class Speculation:
 
     # ------------------------------------------------------------ what came of them
 
-    def took(self, rows: Sequence[RowResult], arrived: float, waited: bool) -> None:
+    def record(self, rows: Sequence[RowResult], arrived: float, waited: bool) -> None:
         """Record the results of a step with these rows.
 
         arrived: when they came, seconds without those of prefill.
@@ -145,7 +145,7 @@ class Speculation:
         if self.controller is not None and not waited:
             self._glance(rows)
 
-    def ended(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
         """Forget a request that has finished or was aborted."""
         if (followed := self.following.pop(request, None)) is not None:
             self._catch_up(request, followed)
@@ -166,7 +166,7 @@ class Speculation:
             self.tried[i] += 1
             self.right[i] += i < emitted - 1
         if self.controller is not None and guesses[0] == ON_DEVICE:
-            self.controller.judged(UNKNOWN, len(guesses), emitted - 1)
+            self.controller.record_acceptance(UNKNOWN, len(guesses), emitted - 1)
 
     def _time(self, rows: Sequence[RowResult], now: Arrival) -> None:
         """Report the time of a verified step, from the last step's results to its own, or of a plain one
@@ -177,9 +177,9 @@ class Speculation:
         seconds, prompts = now.at - before.at, before.prompts or now.prompts
         if before.waited:
             guesses, tokens = [len(row.work.guesses) for row in rows], sum(row.sampled for row in rows)
-            self.controller.verified(guesses, tokens, seconds, prompts)
+            self.controller.record_verified(guesses, tokens, seconds, prompts)
         elif not (now.waited or prompts):
-            self.controller.plainly(len(rows), seconds)
+            self.controller.record_plain(len(rows), seconds)
 
     def _glance(self, rows: Sequence[RowResult]) -> None:
         """Draft for a few requests now and then while steps are plain, beside the step that runs."""

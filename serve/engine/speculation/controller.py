@@ -164,7 +164,7 @@ class Controller:
 
     # ------------------------------------------------------------ a step to come
 
-    def asks(self, rows: int) -> bool:
+    def should_speculate(self, rows: int) -> bool:
         """Return True if the next step of `rows` rows is speculative, and waits for the last tokens; else it
         is plain."""
         ledger, plain = self._ledger(rows), self._plain(rows)
@@ -250,7 +250,9 @@ class Controller:
 
     # ------------------------------------------------------------ what came of it
 
-    def verified(self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False) -> None:
+    def record_verified(
+        self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
+    ) -> None:
         """Record a speculative step: the draft tokens of each row, the tokens that it gave and its seconds.
 
         Host work on `prompts` is in its time: it is charged, but not used to predict other steps.
@@ -265,7 +267,7 @@ class Controller:
         lost = min(seconds, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
         self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
 
-    def plainly(self, rows: int, seconds: float) -> None:
+    def record_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds of a plain step."""
         key, ledger = (self._width(rows), 0), self._ledger(rows)
         if ledger.left:  # the pace is fresh from speculative steps
@@ -281,7 +283,7 @@ class Controller:
         """Return the seconds of a plain step at the present pace."""
         return self.pace * self.plain.of((self._width(rows), 0))
 
-    def judged(self, form: int, offered: int, accepted: int) -> None:
+    def record_acceptance(self, form: int, offered: int, accepted: int) -> None:
         """Record that the first `accepted` of a row's draft tokens were right."""
         self.acceptance.learn(form, offered, accepted)
 
