@@ -52,21 +52,11 @@ def choose_classes(
     programs: Programs, arguments: StepArguments, canonical: Canonical, reproducible: bool
 ) -> tuple[ShapeClasses, StepArguments]:
     """Return the shapes that may serve together: under the reproducibility contract those with the bits of
-    the canonical ones, else all."""
-    if reproducible:
-        return known_classes(programs, arguments, canonical)
-    return ShapeClasses.of(programs.steps, same_bits=True), arguments
-
-
-def known_classes(
-    programs: Programs, arguments: StepArguments, canonical: Canonical
-) -> tuple[ShapeClasses, StepArguments]:
-    """Return the classes that an earlier start of the same programs with the same parameters has found, or
-    find them."""
+    the canonical ones, which a start finds or reads from an earlier one; else all."""
+    if not reproducible:
+        return ShapeClasses.of(programs.steps, same_bits=True), arguments
     own = record(programs, arguments.params, canonical)
-    if programs.loaded and (
-        known := kept.read(own, ShapeClasses)
-    ):  # what is compiled anew may have other bits
+    if programs.loaded and (known := kept.read(own, ShapeClasses)):  # new programs may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments, canonical)
     kept.write(own, classes)
