@@ -14,6 +14,7 @@ from cases.streams import streamed
 from conftest import Model
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.model.recurrent.kinds import STATE
 from duetto.model.weights.fixed import is_fixed
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
@@ -215,19 +216,21 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     text = prompts(model.config.vocab_size)[-1]
 
-    def scores(llm: LLM, neighbours: int = 0, cached: int = 0) -> list[Scores]:
+    def scores(llm: LLM, neighbours: int = 0) -> list[Scores]:
         texts = [text[:n] for n in (5, 70)[:neighbours]]
         output = llm.generate([*texts, text], params, use_tqdm=False)[-1]
-        assert output.num_cached_tokens == cached
+        assert output.num_cached_tokens == 0  # all of its tokens are scored
         return prompt_bits(output)
 
-    base.engine.scheduler.forget()
+    base.engine.tables.forget()
     alone = scores(base)
-    assert scores(base, cached=192) == alone
-    base.engine.scheduler.forget()
-    shared = 0 if model.name == "longrope" else 64  # the keys of a short prompt are others there
-    assert scores(base, neighbours=2, cached=shared) == alone
+    assert scores(base) == alone
+    base.engine.tables.forget()
+    assert scores(base, neighbours=2) == alone
+    before = base.report()["cached_tokens"]
     (end,) = base.log_likelihood(text[:100], text[100:])
+    found = base.report()["cached_tokens"] - before
+    assert found == 64 or STATE in base.engine.config.windows  # the page before the tokens that are scored
     assert end.logprobs == [entry[0][1] for entry in alone[99:]]
     with serve(**variants(model)[-1]) as small:
         assert scores(small) == alone
@@ -235,10 +238,11 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
 
 @pytest.mark.parametrize("model", ["tiny", "bfloat16"], indirect=True, scope="session")
 def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
-    """So few pages that requests are preempted while they decode, and find their pages and scores again."""
+    """So few pages that requests are preempted while they decode: they find their pages again, and have their
+    scores."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=2)
     texts = prompts(model.config.vocab_size)
-    base.engine.scheduler.forget()
+    base.engine.tables.forget()
     wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
     with serve(**TIGHT) as llm:
         for _ in range(2):

@@ -36,7 +36,6 @@ from duetto.model.pair import target_of
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.plan import ScheduledTokens
 from duetto.serve.engine.core.request import Request, RequestTimes
-from duetto.serve.engine.core.rows import batch_of
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import GREEDY, Simulation
 from duetto.serve.planner.simulation.times import Host, MeasuredTimes, StepCall
@@ -116,12 +115,13 @@ def served(
     samples: list[Sample] = []
     ended: list[Request] = []
 
-    own_run, cached = engine.programs.run, 0
+    programs: Any = engine.programs
+    own_batch, own_run, cached = programs.batch, programs.run, 0
 
-    def told(programs: Any, shape: Shape, works: dict[int, ScheduledTokens]) -> Any:
+    def batch(shape: Shape, works: dict[int, ScheduledTokens]) -> Any:
         nonlocal cached
         cached = sum(work.start for work in works.values())
-        return batch_of(programs, shape, works)
+        return own_batch(shape, works)
 
     def run(shape: Shape, arguments: Any, batch: Any) -> Any:
         at = clock()
@@ -129,7 +129,7 @@ def served(
         samples.append(Sample(clock() - begin, shape, cached, clock() - at))
         return given
 
-    engine.programs.run, engine._told, engine.on_end = run, told, ended.append
+    programs.run, programs.batch, engine.on_end = run, batch, ended.append
     engine.meter.now = clock
     steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
@@ -151,7 +151,7 @@ def served(
         for name in ("ttft", "tpot")
         for p in (50, 99)
     }
-    engine.programs.run = own_run
+    programs.run, programs.batch = own_run, own_batch
     tokens = sum(m.num_generation_tokens for m in metrics)
     return spans | {"tokens_per_second": tokens / seconds}, samples, host_of(steps)
 

@@ -1,6 +1,7 @@
 """What commands share: the flags of a model and its engine, and how a command line becomes an `LLM`."""
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,6 +69,10 @@ def report_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--report", metavar="FILE", help="write the closing report as JSON")
     parser.add_argument(
+        "--log-level", default="warning", choices=("debug", "info", "warning", "error"),
+        help="least level of log lines on standard error; debug has the reason why a request waits",
+    )  # fmt: skip
+    parser.add_argument(
         "--explain",
         action="store_true",
         help="add to the report what each compiled program did beside its floor",
@@ -97,6 +102,7 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     from ..llm.snapshots import check_tiers
 
     raise_on_interrupt()
+    log_from(args.log_level)
     key_in(options.cluster_key_file)  # what is wrong is said before a model is loaded
     check_tiers(options)
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
@@ -104,6 +110,17 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     if args.load_cache is not None:
         llm.load_cache(args.load_cache)
     return llm
+
+
+def log_from(level: str) -> None:
+    """Write the library's log lines of a level and above to standard error."""
+    if level != "warning":  # which Python does by itself
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log = logging.getLogger("duetto")
+        log.addHandler(handler)
+        log.setLevel(level.upper())
+        log.propagate = False
 
 
 def llm_arguments(args: argparse.Namespace, options: EngineOptions) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What the host does for a step: the time of an engine whose device takes none is all Python's."""
+"""Host work of a step: the time of an engine whose device takes none is all Python's."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from ..llm.intake import InputProcessor
 from ..llm.session import Session
 from ..llm.ticket import RequestGroup
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import Programs, StepArguments
+from ..runtime.compiled.batches import BatchRow, batch_of
+from ..runtime.compiled.compile import StepArguments
 from ..runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
 from ..runtime.equal_bits.classes import ShapeClasses
-from ..runtime.steps.step import Output, Seat
+from ..runtime.programs import NullPrograms
+from ..runtime.steps.step import Output
 from ..text.tokenizer.tokenizer import Tokenizer
 
 PROMPT, ANSWER = 24, 64  # tokens of each request: one row of a prefill, and a seat that is taken anew
@@ -30,41 +32,18 @@ WARM, STEPS = 100, 400  # steps before, and those that are timed
 TOKENS = 256  # of a fixed text that all rows sample
 
 
-class IdlePrograms:
-    """The programs of a device that takes no time: rows sample the tokens of a fixed text, nothing is kept.
-
-    What they take and give is what `Programs` takes and gives; a chunk of a prompt is its last.
-    """
-
-    count, seconds, age = 0, 0.0, 0.0
-    ready: ClassVar[dict[Shape, float]] = {}
+class IdlePrograms(NullPrograms):
+    """Programs of a device that takes no time: rows sample the tokens of a fixed text, and each chunk of a
+    prompt is its last."""
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
-        self.config, self.sizes = PairConfig(config), sizes
+        super().__init__(PairConfig(config), sizes)
         draw = np.random.default_rng(0)
         self._tokens = draw.integers(3, config.vocab_size, (TOKENS, sizes.max_num_seqs), dtype=np.int32)
         self._step = 0
 
-    def products(self, shapes: Iterable[Shape]) -> None:
-        """Those of a host."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
-        return StepArguments(params, cast(Any, None), cast(Any, None))
-
-    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        return Programs.empty_batch(cast(Programs, self), shape, empty_slot)
-
-    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
-        return slots
-
-    def load_history(self, slots: Any, *history: Any) -> Any:
-        return slots
-
-    def load_masks(self, slots: Any, *masks: Any) -> Any:
-        return slots
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+        return batch_of(self.sizes, shape, rows)
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Output]:
         self._step = (self._step + 1) % TOKENS
@@ -74,7 +53,7 @@ class IdlePrograms:
 
 
 def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats: int) -> Engine:
-    """An engine over `IdlePrograms`, with all of a CPU's shapes and a cache that holds every request."""
+    """Return an engine over `IdlePrograms`, with a CPU's shapes and a cache that holds every request."""
     longest = PROMPT + ANSWER
     pages = seats * (1 - -longest // options.page_size)
     sizes = Sizes(longest, seats, (pages,) * len(config.windows), options.page_size)
@@ -84,14 +63,14 @@ def idle_engine(config: ModelConfig, params: Any, options: EngineOptions, seats:
     limits = SchedulerConfig(seats, options.prefill_tokens, least_row(prefill), decode_steps=1)
     programs = IdlePrograms(config, sizes)
     classes = ShapeClasses(prefill, decode, same_bits=True)
-    return Engine(cast(Any, programs), classes, programs.empty(params), limits, prefix_caching=True)
+    return Engine(programs, classes, programs.empty(params), limits, prefix_caching=True)
 
 
 def step_seconds(
     config: ModelConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, seats: int
 ) -> float:
-    """The median seconds of a step in which `seats` requests run: planning, prompts that take free seats,
-    tokens taken in, their text."""
+    """Return the median seconds of a step in which `seats` requests run: planning, prompts that take free
+    slots, results and their text."""
     engine = idle_engine(config, params, options, seats)
     session = Session(engine)
     intake = InputProcessor(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
@@ -108,7 +87,8 @@ def step_seconds(
 
 
 def asking(intake: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], RequestGroup]]:
-    """Makes of tickets, without end: of answers of various lengths, whose first tokens nobody waits for."""
+    """Yield makers of requests, without end: answers of various lengths, whose first tokens have no
+    reader."""
     draw = np.random.default_rng(1)
     while True:
         length = int(draw.integers(2, ANSWER))

@@ -87,6 +87,8 @@ def counters(engine: Engine) -> Iterator[Counter]:
     for reason in ("stop", "length", "abort"):
         count = meter.finish_reasons.get(reason, 0)
         yield Counter("vllm:request_success", {**LABELS, "finished_reason": reason}, count)
+    for reason, steps in engine.scheduler.reasons.report().items():
+        yield Counter("duetto:waiting_reasons", {**LABELS, "reason": reason}, steps)
 
 
 def guesses(engine: Engine) -> Iterator[Metric]:

@@ -1,1 +1,1 @@
-"""What runs on devices: the step, compiled programs, pipeline stages, several hosts."""
+"""Everything that runs on devices: the step, compiled programs, pipeline stages, several hosts."""

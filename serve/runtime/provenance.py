@@ -1,4 +1,4 @@
-"""What of a machine decides the bits of an answer, beside the model and what is asked of it."""
+"""Facts of a machine that decide the bits of an answer, besides the model and the request."""
 
 import os
 from functools import cache
@@ -24,8 +24,7 @@ SETTINGS = (
 
 
 def device(device: Any) -> dict[str, str]:
-    """What of a device decides bits: the runtime that drives it, and where that is the host, its processor
-    and cores."""
+    """Return a device's facts: the runtime that drives it, and for a CPU its processor and cores."""
     found = {"device": device.device_kind, "runtime": " ".join(device.client.platform_version.split())}
     return found | (
         {"cores": str(kept.cores()), "processor": processor_name()} if device.platform == "cpu" else {}
@@ -34,7 +33,7 @@ def device(device: Any) -> dict[str, str]:
 
 @cache
 def processor_name() -> str:
-    """The processor's name, and a hash of its instruction sets."""
+    """Return the processor's name, and a hash of its instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except (FileNotFoundError, PermissionError):  # another system, or a container that hides it
@@ -54,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """jax's and its compiler's, of which those that are not set are left out."""
+    """Return the settings of jax and of its compiler that are set."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
     chosen = {name: str(jax.config.values[name]) for name in SETTINGS if name in jax.config.values}
     return environment | chosen

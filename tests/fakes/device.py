@@ -2,18 +2,20 @@
 history."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from duetto.kvcache.pages import Batch
 from duetto.sampling.sample import Sampled, Scores
+from duetto.serve.runtime.compiled.batches import BatchRow, empty_batch
 from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.programs import NullPrograms
 from duetto.serve.runtime.steps.step import Output, Seat
 
 VOCAB = 13
@@ -81,42 +83,30 @@ class Later:
         return self.value
 
 
-class FakePrograms:
+class FakePrograms(NullPrograms):
     """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
 
-    count, seconds, age = 0, 0.0, 0.0
-    ready: ClassVar[dict[Shape, float]] = {}
-
-    def report(self) -> dict[str, Any]:
-        return {}
-
-    def products(self, shapes: Iterable[Shape]) -> None:
-        """Those of a host."""
-
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
-        self.sizes, self.windows, self.boundary = sizes, windows, boundary
         target = SimpleNamespace(vocab_size=VOCAB)
-        self.config = SimpleNamespace(target=target, windows=windows, boundary=boundary, block=1)
+        config = SimpleNamespace(target=target, windows=windows, boundary=boundary, block=1)
+        super().__init__(config, sizes)
+        self.windows, self.boundary = windows, boundary
         self.fail: str | None = None
         self.log: list[tuple[str, int]] = []
         self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
     def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
         self.pages = Pages()
-        return StepArguments(params, cast(Any, Donated(self.pages)), cast(Any, Donated({})))
+        return StepArguments(params, Donated(self.pages), Donated({}))
 
-    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        B, T, M = self.rows(shape), shape.tokens, self.sizes.table_width
-        tokens, tables = (
-            np.full((B, T), -1, np.int32),
-            tuple(np.full((B, M), -1, np.int32) for _ in self.windows),
-        )
-        slot = np.full(B, empty_slot, np.int32)
-        after = np.full(B, -1, np.int32) if shape.phase == "prefill" else None
-        return Batch(tokens, np.zeros(B, np.int32), np.zeros(B, np.int32), tables, slot, after)
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+        """The host's own batch, with -1 for pages that no row has."""
+        batch = empty_batch(self.sizes, shape, self.sizes.max_num_seqs)
+        for table in batch.page_tables:
+            table[:] = -1
+        for number, row in rows.items():
+            row.write(batch, number, self.sizes.max_num_seqs)
+        return batch
 
     def rows(self, shape: Shape) -> int:
         """Rows of all shards."""

@@ -45,17 +45,6 @@ class Halfright:
         del self.texts[request]
 
 
-class Zeros:
-    """A drafter that knows nothing and guesses all the same."""
-
-    def begin(self, request: Request, prompt: Sequence[int]) -> None: ...
-    def extend(self, request: Request, tokens: Sequence[int]) -> None: ...
-    def end(self, request: Request) -> None: ...
-
-    def guess(self, request: Request, k: int) -> list[int]:
-        return [0] * k
-
-
 class Fickle:
     """A controller that takes each number of guesses in turn, and does not always ask."""
 
@@ -66,15 +55,15 @@ class Fickle:
         self.turn += 1
         return [min(offer.guesses, (self.turn + row) % 3 * self.k) for row, offer in enumerate(offers)]
 
-    def asks(self, rows: int) -> bool:
+    def should_speculate(self, rows: int) -> bool:
         self.asked += 1
         return self.asked % 7 < 5
 
-    def judged(self, form: int, offered: int, accepted: int) -> None: ...
-    def verified(
+    def record_acceptance(self, form: int, offered: int, accepted: int) -> None: ...
+    def record_verified(
         self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
     ) -> None: ...
-    def plainly(self, rows: int, seconds: float) -> None: ...
+    def record_plain(self, rows: int, seconds: float) -> None: ...
     def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
 
 
@@ -137,7 +126,7 @@ def start(
     limits = SchedulerConfig(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
     state = programs.empty(Params(jnp.zeros((2, 2))))
-    return Engine(cast(Any, programs), classes, state, limits, caching, speculation), programs
+    return Engine(programs, classes, state, limits, caching, speculation), programs
 
 
 def ask(

@@ -17,13 +17,14 @@ from ....model.weights.adapted import unadapted
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, NoOffload
 from ...options.checks import round_up
-from ...runtime.compiled.compile import Programs, StepArguments
+from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.promise import arrived
 from ...runtime.compiled.shapes import Shape, least_row
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
+from ...runtime.programs import StepPrograms
 from ..lora.writer import Writer
-from ..metrics.meter import Compilations, EngineStats, report_of
+from ..metrics.meter import Compilations, EngineStats
 from ..weights.params import exchanged, root_of
 from ..weights.sleep import Sleep
 from .gathering import PrefillBatcher
@@ -32,7 +33,7 @@ from .need import Need
 from .plan import ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
 from .results import DispatchedStep, InFlightSteps, note_passes, take_all
-from .rows import batch_of, calls_of_plan
+from .rows import calls_of_plan
 from .scheduler import Scheduler
 from .seats import drawn, seated, tables_of, with_masks
 
@@ -40,20 +41,27 @@ MAX_FAILURES = 3  # steps that may fail without a new token between them before 
 
 
 class Engine:
-    """Serves requests with one model on one device (or one mesh).
+    """Serves requests with one model on one device or mesh.
 
-    A step of each group of seats is always in flight (there is one group but for a pipeline): the next is
-    planned and dispatched before the tokens of the last are read, since the device remembers each slot's last
-    token. Guesses need those tokens first, and so do draws under a grammar, or whole steps where no draw may
-    be deferred. Not thread-safe; callers take turns. `limits` are such that one of the last `classes` holds
-    every row of decode and verification; prompts are cut to fit. With a `warmup` classes grow, and
-    speculation begins at its end; behind it the first step that waits for a grammar begins another one, made
-    `later`. Times are those of `clock`, and calls are written down for their programs by `told`.
+    A step of each group of slots is always in flight (only a pipeline has several groups): the next step is
+    planned and dispatched before the tokens of the last are read, since the device remembers the last token
+    of each slot. Draft tokens need those tokens first. So do draws under a grammar, or whole steps if no draw
+    may be deferred.
+
+    Not thread-safe: callers take turns.
+
+    programs: calls of a step, by shape.
+    classes: shapes that serve now; one of the last classes holds every row of decode and of verification.
+    state: parameters, cache and slots on the device.
+    limits: what the scheduler may give out. Prompts are cut to fit.
+    warmup: programs that come while the engine serves; `speculation` begins when it is done.
+    later: makes a warm-up of deferred draws, which begins with the first step that waits for a grammar.
+    clock: seconds, for all times in reports.
     """
 
     def __init__(
         self,
-        programs: Programs,
+        programs: StepPrograms,
         classes: ShapeClasses,
         state: StepArguments,
         limits: SchedulerConfig,
@@ -62,9 +70,8 @@ class Engine:
         warmup: Warmup | None = None,
         later: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Programs, Shape, dict[int, ScheduledTokens]], Any] = batch_of,
     ):
-        self.programs, self._state, self._limits, self._told = programs, state, limits, told
+        self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
         self.meter, self.compilations, self.sleeper = EngineStats(clock), Compilations(), Sleep()
@@ -81,20 +88,20 @@ class Engine:
         )
         self.scheduler.places, self.flights = self._adapters.places, InFlightSteps(self.scheduler.group_of)
         self._failures = self.weights = 0  # the latter is their version: how often others came
-        self.on_end: Callable[[Request], None] | None = None  # told of each request that ends
-        self.on_warmup: Callable[[Warmup], None] | None = None  # told of one that is to begin
+        self.on_end: Callable[[Request], None] | None = None  # called with each request that ends
+        self.on_warmup: Callable[[Warmup], None] | None = None  # called with a warm-up that is to begin
         self.speculation, self.warmup, self._later = speculation, warmup, later
         self.need = Need(self.sizes, self.meter, classes)
         self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
         self._serve_with(classes)
 
     def attach(self, mover: PageMover) -> None:
-        """Keep the pages that the pools lose in tiers, and find them there."""
+        """Offload pages that the pools evict to tiers, and look prefixes up there."""
         self.scheduler.tiers = KVOffloader(mover, self.tables, self.meter.token_seconds)
         weakref.finalize(self, mover.close)
 
     def close(self) -> None:
-        """Keep the pages that outlive the process, if they can be read."""
+        """Write pages to the tiers that outlive the process, if the cache can still be read."""
         self.tiers.close(self.cache if hasattr(self, "_state") and not self.is_sleeping else None)
         self.programs.close()
 
@@ -104,7 +111,7 @@ class Engine:
 
     @cached_property
     def products(self) -> str | None:
-        """How the products of its shapes were configured, as `Programs.products` has it."""
+        """Hash of how matrix products were configured in the shapes that serve (`StepPrograms.products`)."""
         return self.programs.products(s for s in self.classes.shapes if s.phase != "deferred")
 
     @property
@@ -113,7 +120,7 @@ class Engine:
 
     @property
     def everything(self) -> Params:
-        """The parameters of all that its programs run: the model's and a guesser's, without adapters."""
+        """Parameters of the model and of its drafter, without adapters."""
         return unadapted(self._state.params)
 
     @property
@@ -125,25 +132,26 @@ class Engine:
         return bool(self.flights) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue; capacity is a place there, never an error."""
+        """Put a request into the queue, which has no limit."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
         request.made_by(self.weights)
         request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now; what it has generated stays. One that has finished is left alone."""
+        """End a request now and keep what it has generated. A finished request stays as it is."""
         if not request.finished:
             request.finish("abort")
             self.scheduler.abort(request)
             self._ended(request)
 
     def step(self) -> list[Request]:
-        """Plan and dispatch a step, then take in the one before; gives the requests that got tokens.
+        """Plan and dispatch a step, then read the results of the one before; returns the requests that got
+        tokens.
 
-        A step that fails on the device, or is interrupted, costs its cache: every running request is put back
-        into the queue, and its pages are computed again. Raises the device's error when that does not help
-        either, and RuntimeError while the engine sleeps.
+        A step that fails on the device, or is interrupted, costs the cache: every running request is put back
+        into the queue, and its pages are computed again. Raises the device's error if that fails too, and
+        RuntimeError while the engine sleeps.
         """
         self.sleeper.check()
         try:
@@ -159,14 +167,33 @@ class Engine:
         return touched
 
     def report(self) -> dict[str, Any]:
-        """What it did, as plain numbers."""
-        return report_of(self)
+        """Return counts of the engine, its scheduler, tiers and programs, and what was compiled after the
+        warm-up, which should be nothing."""
+        own: dict[str, Any] = {
+            "waiting_reasons": self.scheduler.reasons.report(),
+            "gathering": self.gathering.report(),
+            "dtype": str(self.params.embed.dtype),
+            "steps_beside_compiling_seconds": self.meter.beside_compiling,
+            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
+            "compilations": self.compilations.count,
+            "preemptions": self.scheduler.preemptions,
+            "cache_pages": self.sizes.shards * sum(self.sizes.pages),
+            "page_size": self.sizes.page_size,
+        }
+        if self.speculation is not None:
+            own["speculation"] = self.speculation.report()
+        if not self.warmup and self.products is not None:
+            own["products"] = self.products
+        return self.meter.report() | self.tiers.report() | self.programs.report() | own
 
     def update_params(self, params: Decoder, keep: bool = False) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation; prefixes are forgotten,
-        and unfinished requests that are to be kept go on: their tokens are computed again.
+        """Serve other weights of the same shapes from now on, without a compilation. Cached prefixes are
+        forgotten.
 
-        Raises RuntimeError for those that are not, ValueError where a shape, dtype or place differs.
+        keep: unfinished requests continue, and their tokens are computed again.
+
+        Raises RuntimeError for unfinished requests without `keep`, ValueError if a shape, dtype or placement
+        differs.
         """
         if self.scheduler.has_work and not keep:
             raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
@@ -175,7 +202,7 @@ class Engine:
             self.vacate()
         if self.warmup is not None:
             self.warmup.replaced(self.tables)
-        self.scheduler.forget()
+        self.tables.forget()
         self._state = replace(self._state, params=with_target(self._state.params, params))
         self.sleeper.replaced(params)
         self.tiers.replaced(self.everything)
@@ -184,7 +211,7 @@ class Engine:
             request.made_by(self.weights)
 
     def vacate(self) -> None:
-        """Put every running request back into the queue, and forget the cache: it is computed again."""
+        """Put every running request back into the queue and forget the cache: pages are computed again."""
         self.flights.clear()
         self.meter.lost()
         if self.warmup is not None:
@@ -203,9 +230,11 @@ class Engine:
         return bool(self.sleeper.missing)
 
     def sleep(self, level: int) -> None:
-        """Take no steps until `wake_up`; from level 1 on, give back the cache's memory and the parameters'.
+        """Take no steps until `wake_up`. From level 1 on, release the memory of the cache and of the
+        parameters.
 
-        Level 1 keeps the parameters on the host, level 2 discards them: `update_params` has to bring others.
+        Level 1 keeps the parameters on the host; level 2 discards them, so `update_params` has to bring
+        others.
         """
         if level == 0:
             return self.sleeper.pause()
@@ -214,12 +243,12 @@ class Engine:
         self._state = self.sleeper.begin(self._state, self.programs.like, discard=level == 2)
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Bring back what `tags` name of "weights" and "kv_cache"; steps are taken once both are there."""
+        """Restore "weights" or "kv_cache", as `tags` say. Steps are taken once both are there."""
         self._state = self.sleeper.end(self._state, tags, self.programs.empty)
         self.tiers.woke(self.everything)
 
     def warm(self) -> bool:
-        """Let the warm-up advance by a run where there is nothing to serve; says whether it did."""
+        """Advance the warm-up by one run if there is nothing to serve; returns True if it ran."""
         if self.warmup is None or self.scheduler.has_work:
             return False
         if self.is_sleeping or not self.warmup.busy:
@@ -267,7 +296,7 @@ class Engine:
         self.scheduler.next_turn()
         touched, guess = [], None
         if self.speculation is not None:
-            guess = self.speculation.offers(self.scheduler.decoding, idle=not self.flights)
+            guess = self.speculation.proposer(self.scheduler.decoding, idle=not self.flights)
         if guess or self.flights.are_awaited(self.classes.may_defer):
             self._warm_later()
             touched = self._settle(self.scheduler.group)
@@ -285,47 +314,49 @@ class Engine:
         return touched
 
     def _settle(self, group: int | None = None) -> list[Request]:
-        """Take in all steps in flight, or those up to the last with rows of a group."""
+        """Read the results of all steps in flight, or of those up to the last with rows of a group."""
         return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
 
     def dispatch(self, plan: SchedulerOutput) -> list[DispatchedStep]:
-        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.seats])
+        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.admitted])
         slots = with_masks(self.programs, self._state.slots, plan.works)
         self._state = StepArguments(self._adapters.write(self._state.params), cache, slots)
-        for request in plan.seats:
+        for request in plan.admitted:
             request.ticket = None
             self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
             self.meter.admitted(request)
         ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
-        self.need.tell(self.warmup, self.classes, plan, self.scheduler)
+        self.need.observe(self.warmup, self.classes, plan, self.scheduler)
         self.scheduler.dispatched(plan)
         self.meter.planned(self.tables)
         return ran
 
     def _run(self, shape: Shape, works: dict[int, ScheduledTokens]) -> DispatchedStep:
         count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
-        batch = self._told(self.programs, shape, works)
+        batch = self.programs.batch(shape, works)
         self.meter.ran(shape, count, cached, self.sizes.shards)
         cache, slots, output = self.programs.run(shape, self._state, batch)
         self._state = replace(self._state, cache=cache, slots=slots)
         return DispatchedStep(shape, works, output)
 
     def _commit(self, flight: list[DispatchedStep], waited: bool = False) -> list[Request]:
-        """Take in what a dispatched step sampled, the finished requests released; gives those that got
-        tokens. `waited` says that the next step is not on its way yet."""
-        taken = take_all(flight, self.scheduler.scores, self.meter)
+        """Read what a dispatched step sampled, and release finished requests; returns those that got tokens.
+
+        waited: the next step is not dispatched yet.
+        """
+        taken = take_all(flight, self.meter)
         if self._limits.guesses:
             note_passes(taken)
         if self.speculation is not None and taken:
-            self.speculation.took(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
+            self.speculation.record(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
         for row in taken:
             if row.work.request.slot is not None and row.has_news:
                 self.conclude(row.work)
         return [row.work.request for row in taken if row.tokens]
 
     def conclude(self, work: ScheduledTokens) -> None:
-        """A step has computed a request's tokens: full pages of them are named, and it gives up its seat
-        where it has finished, or reached what its keys are good for."""
+        """Name the full pages of a request after a step computed its tokens. It leaves its slot if it has
+        finished, or if it has reached the length that its keys are valid for."""
         request, tokens = work.request, len(work.request.tokens)
         if tokens <= request.reach:
             self.scheduler.name_pages(request, work.start, min(work.end, request.computed, tokens - 1))
@@ -338,12 +369,12 @@ class Engine:
     def _ended(self, request: Request) -> None:
         self.meter.finished(request)
         if self.speculation is not None:
-            self.speculation.ended(request)
+            self.speculation.forget(request)
         if self.on_end is not None:
             self.on_end(request)
 
     def _recover(self, error: BaseException | None = None) -> None:
-        """Start again from the host's tokens: what a failed step consumed cannot be read any more."""
+        """Restart from the host's tokens: arrays that a failed step consumed cannot be read any more."""
         self.vacate()
         params = self._state.params
         del self._state  # its cache goes first: two may not fit

@@ -1,8 +1,8 @@
-"""When prompts that wait get the free seats: at once, or later, with others whose prefill they share.
+"""Batching of prefills: how many waiting prompts are admitted now, and how many wait to share a prefill.
 
-Requests end one by one, and so do seats become free: a prompt that is seated at once is computed nearly
-alone, in a shape that was made for more. Where nobody waits for its first token a seat may stay empty for
-some steps, as long as what that wastes of them is less than what the shared prefill saves.
+Requests end one by one, so slots become free one by one. A prompt that is admitted at once is prefilled
+nearly alone, in a shape made for several. If no client waits for its first token, a slot may stay empty for
+some steps, as long as the time that wastes is less than what a shared prefill saves.
 """
 
 import heapq
@@ -17,23 +17,21 @@ from ...runtime.compiled.shapes import Shape, row_tokens, smallest
 from ...runtime.equal_bits.classes import ShapeClasses
 from .request import Request
 
-STEPS = 32  # over which the rate of seats that become free is averaged
-Seconds = Callable[[Shape], float | None]  # that a shape takes, None where it has never run
+STEPS = 32  # over which the rate of freed slots is averaged
+Seconds = Callable[[Shape], float | None]  # of a shape, None if it has never run
 
 
 class Outlook(NamedTuple):
-    """What a choice is made from. `together[n - 1]` are the seconds of one prefill of the first n prompts in
-    line, `best` those of each in a prefill that is full; `free` seats, and how many more a step; `seat` is
-    the seconds of a step that one empty seat wastes."""
+    """Inputs of an admission decision."""
 
-    together: Sequence[float]
-    best: Sequence[float]
-    free: int
-    rate: float
-    seat: float
+    together: Sequence[float]  # `together[n - 1]`, seconds of one prefill of the first n prompts of the queue
+    best: Sequence[float]  # for each prompt, its seconds in a full prefill
+    free: int  # free slots
+    rate: float  # slots that become free in a step
+    seat: float  # seconds of a step that one empty slot wastes
 
     def empty(self, n: int) -> float:
-        """Seconds that are wasted until n seats are free."""
+        """Return the seconds wasted until n slots are free."""
         if self.rate <= 0:
             return math.inf
         steps = math.ceil((n - self.free) / self.rate)
@@ -41,10 +39,10 @@ class Outlook(NamedTuple):
 
 
 def choose(look: Outlook) -> int:
-    """How many of the first prompts in line are seated now; 0 is none before there are more seats.
+    """Return how many of the first prompts are admitted now; 0 is none before more slots are free.
 
-    Two ways to compute the same n prompts are compared: some now and the others later, at their best; or all
-    together, once there are seats for them. The second must pay for the seats that are empty until then.
+    It compares two ways to compute the same n prompts: some now and the others later, each at its best; or
+    all together, once n slots are free. The second has to pay for the slots that stay empty until then.
     """
     before = list(itertools.accumulate(look.best, initial=0.0))
     most = min(look.free, len(look.together))
@@ -58,8 +56,8 @@ def choose(look: Outlook) -> int:
 
 
 class Costs:
-    """Seconds of prefill and decode by what is computed, from those of the shapes that have run; of others in
-    proportion to their areas."""
+    """Estimated seconds of prefill and decode, from the shapes that have run; others in proportion to their
+    areas."""
 
     def __init__(self, classes: ShapeClasses, seconds: Seconds):
         self.classes, self._seconds = classes, seconds
@@ -69,8 +67,8 @@ class Costs:
         self._alone = [s for s in classes.prefill if s.rows == 1]
 
     def prefill(self, tokens: Sequence[int]) -> tuple[list[float], list[float]] | None:
-        """`together` and `best` of prompts with so many tokens to compute; None where prompts cannot share
-        a prefill, and where none has run."""
+        """Return `together` and `best` of prompts with `tokens[i]` tokens to compute; None if prompts cannot
+        share a prefill, or if none has run."""
         shared = [self._of(shape, self.classes.prefill) for shape in self._shared]
         lone = {shape: self._of(shape, self.classes.prefill) for shape in self._alone}
         if len(shared) == 1 or shared[0] is None:
@@ -82,7 +80,7 @@ class Costs:
         return [*alone[:1], *(rowed(shared, n) for n in list(itertools.accumulate(rows))[1:])], best
 
     def seat(self, rows: int, steps: int) -> float | None:
-        """Seconds of a row of decode, in the shape that so many rows take; None where no decode has run."""
+        """Return the seconds of one row of a decode of `rows` rows; None if no decode has run."""
         fitting = [s for s in self.classes.decode if s.tokens == steps]
         if not fitting:
             return None
@@ -99,16 +97,18 @@ class Costs:
 
 
 def rowed(shared: Sequence[float | None], rows: int) -> float:
-    """Seconds of so many rows in calls of which `shared` has the seconds by their rows."""
+    """Return the seconds of `rows` rows in as many calls as they take; `shared[n - 1]` is the time of a call
+    of n rows."""
     full, rest = divmod(rows, len(shared))
     return full * (shared[-1] or 0.0) + ((shared[rest - 1] or 0.0) if rest else 0.0)
 
 
 class PrefillBatcher:
-    """Holds prompts back while it pays, and never one whose time has come: `Request.patience` seconds after
-    its arrival nobody in line is held back any more.
+    """Holds prompts back while that saves time, at most `Request.patience` seconds after their arrival: once
+    that has passed for one of them, all are admitted.
 
-    `classes` gives the shapes as they are at the moment.
+    classes: returns the shapes that serve now.
+    seconds: typical time of a shape.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class PrefillBatcher:
         self._holding, self._since = False, 0.0
         self.groups, self.prompts, self.steps, self.held = 0, 0, 0, 0.0
 
-    def joined(self, request: Request, waiting: int) -> None:
-        """A request is in line, as one of so many."""
-        if waiting == 1:  # whoever was held back before is gone
+    def queued(self, request: Request, waiting: int) -> None:
+        """Record a request that has joined the queue, now `waiting` long."""
+        if waiting == 1:  # all that were held back before are gone
             self._since = 0.0
         if request.patience < math.inf:
             entry = request.clock.arrival + request.patience, next(self._order), request
@@ -136,16 +136,20 @@ class PrefillBatcher:
             self._hurried = [entry for entry in self._hurried if is_waiting(entry[2])]
             heapq.heapify(self._hurried)
 
-    def seats(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
-        """How many of the first in line are seated now, while `decoding` rows take `steps` steps of decode:
-        those prompts have so many tokens to compute, which fit one step."""
+    def limit(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
+        """Return how many of the first requests are admitted now.
+
+        free: free slots.
+        decoding, steps: rows of decode, and the decode steps of a dispatch.
+        tokens: tokens to compute of the first prompts, which together fit one step.
+        """
         now = free if self._is_hurried() or not decoding else self._choose(free, decoding, steps, tokens)
         self._holding = now == 0
         return now
 
-    def stepped(self, seated: int, running: int) -> None:
-        """A step is on its way, for which so many requests were seated; so many run."""
-        ended = max(0, self._running + seated - running)
+    def dispatched(self, admitted: int, running: int) -> None:
+        """Record a dispatched step, the requests `admitted` for it and those that are `running`."""
+        ended = max(0, self._running + admitted - running)
         self._rate += (ended - self._rate) / STEPS
         self._running = running
         self._forget_seated()
@@ -153,14 +157,14 @@ class PrefillBatcher:
             self.steps += 1
             self._since = self._since or self._clock()
         elif self._since:
-            self.groups, self.prompts = self.groups + 1, self.prompts + seated
+            self.groups, self.prompts = self.groups + 1, self.prompts + admitted
             self.held += self._clock() - self._since
             self._since = 0.0
         self._holding = False
 
     def report(self) -> dict[str, Any]:
-        """How often prompts were held back and how many then came together, and the seconds and steps that
-        it took."""
+        """Return how often prompts were held back, how many were admitted after it, and for how many steps
+        and seconds."""
         return {"groups": self.groups, "prompts": self.prompts, "steps": self.steps, "seconds": self.held}
 
     def _forget_seated(self) -> None:
@@ -185,7 +189,7 @@ class PrefillBatcher:
 
 
 def fitting(tokens: Iterable[int], budget: int, row: int) -> list[int]:
-    """The first prompts, by their tokens, as many as fit a budget in which rows that are not full count as
+    """Return the tokens of the first prompts that fit a budget, in which a row that is not full counts as
     full."""
     found = []
     for count in tokens:

@@ -1,5 +1,5 @@
-"""The host's side of speculative decoding: guesses of the running requests, how many a step verifies, and
-what came of them."""
+"""Speculative decoding on the host: draft tokens of running requests, how many of them a step verifies, and
+how many were accepted."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,48 +9,44 @@ from typing import Any, NamedTuple
 from ....kvcache.pages import ON_DEVICE
 from ..speculation.acceptance import UNKNOWN, Offer, form_of
 from ..speculation.controller import Controller
-from ..speculation.drafter import DeviceDrafter, Drafter
+from ..speculation.drafter import ON_THE_DEVICE, Drafter
 from .plan import Guess, ScheduledTokens
 from .request import Request
 
-STEPS_BETWEEN_GLANCES = 16  # plain steps between two looks at what would have been guessed
-GLANCED = 2  # requests that are looked at
-REMEMBERED = 8  # glances that stand for all requests
+STEPS_BETWEEN_GLANCES = 16  # plain steps between two drafts that are only compared
+GLANCED = 2  # requests drafted for at a glance
+REMEMBERED = 8  # offers that stand for all requests
 
 
 class RowResult(NamedTuple):
-    """A row of a step: how many tokens it sampled, those that its request took of them (fewer where it ends
-    among them), and whether it computed a prompt."""
+    """Results of one row of a step."""
 
-    work: ScheduledTokens
-    sampled: int
-    tokens: list[int]
-    prompt: bool
+    work: ScheduledTokens  # tokens that it computed
+    sampled: int  # number of tokens that it sampled
+    tokens: list[int]  # those that its request took, fewer if it ended among them
+    prompt: bool  # it computed a prompt
 
     @property
     def has_news(self) -> bool:
-        """Whether its request has got further than was known at its dispatch: a row within a prompt has
-        not."""
+        """True unless the row ended within a prompt: then its request is where the dispatch left it."""
         return bool(self.tokens) or not self.prompt
 
 
 class Arrival(NamedTuple):
-    """When a step's results arrived, by a clock that stops during prefill; whether the next waited for them,
-    and whether it computed prompts."""
+    """Arrival of a step's results."""
 
-    at: float
-    waited: bool
-    prompts: bool
+    at: float  # seconds, by a clock that stops during prefill
+    waited: bool  # the next step was planned after them
+    prompts: bool  # the step computed prompts
 
 
 @dataclass
 class Followed:
-    """A request that the drafter knows: how many of its tokens, the last guess, which followed them, and how
-    many tokens in a row were guessed (None before the first was judged)."""
+    """Drafting state of one request."""
 
-    seen: int
-    guess: Sequence[int] = field(default=())
-    run: int | None = None
+    seen: int  # tokens that the drafter has
+    guess: Sequence[int] = field(default=())  # the last draft tokens, proposed behind those
+    run: int | None = None  # draft tokens in a row that were right; None before the first was judged
 
     @property
     def form(self) -> int:
@@ -58,12 +54,14 @@ class Followed:
 
 
 class Speculation:
-    """Asks a drafter for guesses, and a controller for how many of them are worth a step's time. The engine
-    says three things to it: `offers`, `took`, `ended`.
+    """Takes draft tokens from a drafter and the number to verify from a controller. The engine calls
+    `proposer`, `record` and `forget`.
 
-    `k` are the most guesses of a row; without a controller every guess is verified. The drafter hears of a
-    request's tokens when it is asked for guesses, not of each as it comes. Nothing here changes a result: it
-    only decides what a step is asked to verify.
+    k: most draft tokens of a row.
+    controller: without one, every draft token is verified.
+
+    The drafter gets a request's new tokens when it is asked for draft tokens, not as each of them comes.
+    Nothing here changes a result: it only decides what a step verifies.
     """
 
     def __init__(self, drafter: Drafter, k: int, controller: Controller | None = None):
@@ -76,12 +74,15 @@ class Speculation:
 
     # ------------------------------------------------------------ guesses
 
-    def offers(self, rows: int, idle: bool) -> Guess | None:
-        """What guesses for a next step of `rows` rows, once the last step's tokens are known; None for a
-        plain step. `idle` says that no step is running."""
+    def proposer(self, rows: int, idle: bool) -> Guess | None:
+        """Return what proposes draft tokens for a next step of `rows` rows, called once the last step's
+        tokens are known; None for a plain step.
+
+        idle: no step is in flight.
+        """
         if idle:
             self.last = None
-        asked = rows > 0 and (self.controller is None or self.controller.asks(rows))
+        asked = rows > 0 and (self.controller is None or self.controller.should_speculate(rows))
         return self._guesses if asked else None
 
     def _guesses(self, works: Sequence[ScheduledTokens]) -> list[Sequence[int]]:
@@ -92,15 +93,15 @@ class Speculation:
         return [g[:n] for g, n in zip(guesses, self.controller.choose(offers), strict=True)]
 
     def _guess(self, work: ScheduledTokens) -> Sequence[int]:
-        """Nothing for a row that feeds what it had generated before a preemption."""
+        """Return no draft tokens for a row that replays what was generated before a preemption."""
         request = work.request
         if work.start + 1 < len(request.tokens):
             return ()
         return self._follow(request, min(self.k, request.reach - 2 - work.start))
 
     def _follow(self, request: Request, k: int) -> Sequence[int]:
-        """The drafter hears what the request's tokens are, and guesses k more. The tokens tell how good the
-        guess before was."""
+        """Pass a request's new tokens to the drafter, and return k draft tokens. The new tokens judge the
+        last ones."""
         followed = self.following.get(request)
         if followed is None:
             followed = self.following[request] = Followed(len(request.tokens))
@@ -121,7 +122,7 @@ class Speculation:
         if guess and guess[0] != ON_DEVICE:
             right = same(guess, new)
             if self.controller is not None:
-                self.controller.judged(followed.form, len(guess), right)
+                self.controller.record_acceptance(followed.form, len(guess), right)
             followed.run = right + (followed.run or 0) * (right == len(guess))
 
     def _offer(self, request: Request, guess: Sequence[int]) -> Offer:
@@ -130,11 +131,11 @@ class Speculation:
 
     # ------------------------------------------------------------ what came of them
 
-    def took(self, rows: Sequence[RowResult], arrived: float, waited: bool) -> None:
-        """Take in the results of a step with these rows.
+    def record(self, rows: Sequence[RowResult], arrived: float, waited: bool) -> None:
+        """Record the results of a step with these rows.
 
-        arrived: when they came, seconds without those of prefill. waited: whether the next step is planned
-        after them.
+        arrived: when they came, seconds without those of prefill.
+        waited: the next step is planned after them.
         """
         for row in rows:
             if row.tokens:
@@ -144,8 +145,8 @@ class Speculation:
         if self.controller is not None and not waited:
             self._glance(rows)
 
-    def ended(self, request: Request) -> None:
-        """A request has finished or was aborted."""
+    def forget(self, request: Request) -> None:
+        """Forget a request that has finished or was aborted."""
         if (followed := self.following.pop(request, None)) is not None:
             self._catch_up(request, followed)
             self.drafter.end(request)
@@ -165,25 +166,25 @@ class Speculation:
             self.tried[i] += 1
             self.right[i] += i < emitted - 1
         if self.controller is not None and guesses[0] == ON_DEVICE:
-            self.controller.judged(UNKNOWN, len(guesses), emitted - 1)
+            self.controller.record_acceptance(UNKNOWN, len(guesses), emitted - 1)
 
     def _time(self, rows: Sequence[RowResult], now: Arrival) -> None:
-        """Time a step that is planned after the last one's tokens from these to its own, and of others those
-        between two that overlapped. Host work on prompts is time that the former lose: it is not hidden."""
+        """Report the time of a verified step, from the last step's results to its own, or of a plain one
+        between two that overlapped. Host work on prompts is part of the former, since nothing hides it."""
         before, self.last = self.last, now
         if before is None or not rows or self.controller is None:
             return
         seconds, prompts = now.at - before.at, before.prompts or now.prompts
         if before.waited:
             guesses, tokens = [len(row.work.guesses) for row in rows], sum(row.sampled for row in rows)
-            self.controller.verified(guesses, tokens, seconds, prompts)
+            self.controller.record_verified(guesses, tokens, seconds, prompts)
         elif not (now.waited or prompts):
-            self.controller.plainly(len(rows), seconds)
+            self.controller.record_plain(len(rows), seconds)
 
     def _glance(self, rows: Sequence[RowResult]) -> None:
-        """While steps are plain, and the next one runs already: guess for a few requests now and then."""
+        """Draft for a few requests now and then while steps are plain, beside the step that runs."""
         self.rested += 1
-        if self.rested % STEPS_BETWEEN_GLANCES or isinstance(self.drafter, DeviceDrafter):
+        if self.rested % STEPS_BETWEEN_GLANCES or self.drafter == ON_THE_DEVICE:
             return
         first = self.rested // STEPS_BETWEEN_GLANCES * GLANCED
         for row in [rows[(first + i) % len(rows)] for i in range(min(GLANCED, len(rows)))]:
@@ -194,8 +195,8 @@ class Speculation:
         self.controller.glance(len(rows), self.glanced)
 
     def report(self) -> dict[str, Any]:
-        """Guesses verified and accepted, the share accepted of those judged at each place, tokens that a
-        row's pass gave."""
+        """Return draft tokens verified and accepted, the share accepted by place, and tokens of a row's
+        pass."""
         return {
             "drafted": self.drafted,
             "accepted": sum(self.right),
@@ -205,5 +206,5 @@ class Speculation:
 
 
 def same(guess: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first guesses are the tokens."""
+    """Return how many of the first draft tokens are the tokens."""
     return next((i for i, (a, b) in enumerate(zip(guess, tokens, strict=False)) if a != b), len(guess))

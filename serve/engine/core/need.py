@@ -1,5 +1,4 @@
-"""Which of its missing programs an engine compiles beside serving: those that spare its traffic more time
-than they cost."""
+"""Choice of missing programs to compile beside serving: those that save traffic more time than they cost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,19 +11,21 @@ from .plan import SchedulerOutput
 from .rows import calls_of_plan
 from .scheduler import Scheduler
 
-EVERY = 4  # steps, of which one is looked at
-LOOKS = 8  # before which nothing is known of the traffic
-GRACE = 1.0  # seconds without work after which an engine is idle: its process may be about to end
-LEAST = 0.02  # share of the time to come that any program is taken to spare: traffic changes
+EVERY = 4  # steps, of which one is compared
+LOOKS = 8  # compared steps before which nothing is known of the traffic
+GRACE = 1.0  # seconds without work before an engine counts as idle: its process may be about to end
+LEAST = 0.02  # share of the time to come that any program is assumed to save: traffic changes
 
 
 class Need:
-    """What each missing shape would have spared of the steps since `forget`, as a share of their time.
+    """Estimates what each missing shape would have saved of the steps since `forget`, as a share of their
+    time.
 
     A call costs its tokens, and once more those of the smallest shape of its phase: with k times the tokens
-    it takes (1 + k) / 2 times as long, since the weights are read once, and the host works once. How the time
-    is divided between phases is measured. `to_come` are the requests that are still to be submitted, None
-    where no end is in sight.
+    it takes (1 + k) / 2 times as long, since the weights are read once and the host works once. The division
+    of time between phases is measured.
+
+    to_come: requests that are still to be submitted; None if no end is in sight.
     """
 
     def __init__(self, sizes: Sizes, meter: EngineStats, first: ShapeClasses):
@@ -38,26 +39,26 @@ class Need:
         """Other shapes serve from now on."""
         self._looks, self._spent, self._spared = 0, Counter[str](), Counter[Shape]()
 
-    def tell(
+    def observe(
         self, warmup: Warmup | None, classes: ShapeClasses, plan: SchedulerOutput, scheduler: Scheduler
     ) -> None:
-        """Tell a warm-up, at each step, which shape is worth compiling beside it: one at a time."""
+        """Record a step, and choose for its warm-up the next shape that is worth compiling beside serving."""
         if warmup is None:
             return
         warmup.idle, self._since = False, self._meter.now()
         missing = warmup.missing
         if missing and not warmup.has_in_hand:
-            self.saw(classes, missing, plan)
+            self.record(classes, missing, plan)
             left = seconds_left(scheduler, self._meter, self.to_come)
             warmup.wanted = self.choice(missing, left, warmup.programs.spent.mean)
 
     @property
     def is_over(self) -> bool:
-        """Whether there has been no step for a while, and there may be others."""
+        """True if there was no step for GRACE seconds, and more requests may come."""
         return self.to_come is None and self._meter.now() - self._since > GRACE
 
-    def saw(self, classes: ShapeClasses, missing: Sequence[Shape], plan: SchedulerOutput) -> None:
-        """A step is computed by `classes`; look at some of them with each missing shape beside these."""
+    def record(self, classes: ShapeClasses, missing: Sequence[Shape], plan: SchedulerOutput) -> None:
+        """Compare some steps, as `classes` compute them, with each missing shape beside these."""
         self._steps += bool(plan)  # else requests of a token each might be missed for ever
         if self._steps % EVERY or not plan:
             return
@@ -69,24 +70,25 @@ class Need:
             self._spared[shape] += now[shape.phase] - then[shape.phase]
 
     def _cost(self, classes: ShapeClasses, plan: SchedulerOutput) -> Counter[str]:
-        """Tokens of a step's calls by phase, with those that each call costs beside its own."""
+        """Return the tokens of a step's calls by phase, with the fixed cost of each call."""
         found = Counter[str]()
         for shape, _ in calls_of_plan(classes, plan, self._sizes):
             found[shape.phase] += self._smallest[shape.phase] + shape.area
         return found
 
     def share(self, shape: Shape) -> float:
-        """Of the steps' time that a shape would have spared."""
+        """Return the share of the steps' time that a shape would have saved."""
         spent, seconds = self._spent[shape.phase], self._meter.phase_seconds
         whole = sum(seconds.values())
         return self._spared[shape] / spent * seconds[shape.phase] / whole if spent and whole else 0.0
 
     def choice(self, missing: Sequence[Shape], left: float, cost: float) -> Shape | None:
-        """The shape to compile now, in `cost` seconds, with `left` seconds of work to come.
+        """Return the shape to compile now, in `cost` seconds, with `left` seconds of work to come; None if
+        none pays.
 
-        It is the one that spares the largest share s of the steps' time. Compiling takes about as much from
-        the steps as it lasts, and its gain begins at its end: it pays where s * (left - cost) > cost. None
-        where none does: a job that ends before compiles nothing.
+        It is the shape that saves the largest share s of the steps' time. Compiling takes about as much from
+        the steps as it lasts, and the gain begins at its end: it pays if s * (left - cost) > cost. A job that
+        ends before compiles nothing.
         """
         best = max(missing, key=self.share, default=None)
         if best is None or self._looks < LOOKS or self.share(best) < 0:
@@ -95,9 +97,11 @@ class Need:
 
 
 def seconds_left(scheduler: Scheduler, meter: EngineStats, to_come: int | None) -> float:
-    """Seconds of work to come, by those that requests have taken so far: of the queued and running ones, and
-    `to_come` behind them. At least as many as so far where no end is in sight (None), and at most as many
-    before the first requests have ended, of which little is known."""
+    """Estimate the seconds of work to come, from the seconds that requests have taken so far.
+
+    It covers queued and running requests, and `to_come` behind them. It is at least the time so far if no end
+    is in sight (None), and at most that before the first requests have ended.
+    """
     running, ended = scheduler.running.values(), meter.e2e.count
     progress = sum(r.computed / r.end for r in running)
     ahead = len(scheduler.waiting) + len(running) - progress + (to_come or 0)

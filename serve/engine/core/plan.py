@@ -1,4 +1,4 @@
-"""What one step computes, and how much it may be."""
+"""Records of a step: its scheduled tokens, and the limits of the scheduler."""
 
 import heapq
 from collections import Counter
@@ -6,15 +6,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ....kvcache.pages import Batch
 from ...options.engine import most_tokens
+from ...runtime.compiled.batches import fill
 from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """A request's tokens [start, start + count) are computed in this step; the last of them may be guesses.
+    """Tokens [start, start + count) of a request, computed in this step; the last of them may be draft
+    tokens.
 
-    ON_DEVICE among them stands for one that the device makes.
+    ON_DEVICE among these stands for one that the device proposes.
     """
 
     request: Request
@@ -26,16 +29,27 @@ class ScheduledTokens:
     def end(self) -> int:
         return self.start + self.count
 
+    def write(self, batch: Batch, row: int, seats: int) -> None:
+        """Fill in a row of a batch: the tokens that the host knows, then draft tokens; the rest of `count`
+        is on the device. A prefill's row also has the prompt's token behind it, whose score its last hidden
+        state gives."""
+        request, prompt = self.request, self.request.prompt
+        assert request.slot is not None
+        known = request.tokens[self.start : self.end]
+        fill(batch, row, [*known, *self.guesses], self.start, request.pages, request.slot % seats)
+        batch.count[row] = self.count
+        if batch.after is not None and self.end < len(prompt):
+            batch.after[row] = prompt[self.end]
+
     @property
     def is_constrained(self) -> bool:
-        """Whether it samples what a grammar has to allow, and reads before the request's next token."""
+        """True if a grammar limits what it samples, and has to read the sampled token before the next."""
         request = self.request
         return request.constraint is not None and self.end - len(self.guesses) >= len(request.tokens)
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether its grammar has still to read the token that is computed: what it allows behind it is not
-        known."""
+        """True if its grammar has yet to read the token that is computed, so that its mask is not known."""
         return self.request.constraint is not None and self.start >= len(self.request.tokens)
 
 
@@ -44,12 +58,11 @@ Guess = Callable[[list[ScheduledTokens]], Sequence[Sequence[int]]]  # guesses fo
 
 @dataclass
 class SchedulerOutput:
-    """One step: requests to seat first, chunks of prompts, and rows of decode, or of verification if any has
-    guesses."""
+    """Work of one step: rows of `decode`, or of `verify` if one of them has draft tokens."""
 
-    seats: list[Request] = field(default_factory=list)
-    prefill: list[ScheduledTokens] = field(default_factory=list)
-    decode: list[ScheduledTokens] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # their slots are set up first
+    prefill: list[ScheduledTokens] = field(default_factory=list)  # chunks of prompts
+    decode: list[ScheduledTokens] = field(default_factory=list)  # rows of decode
     verify: list[ScheduledTokens] = field(default_factory=list)
 
     @property
@@ -61,47 +74,42 @@ class SchedulerOutput:
 
 
 class SchedulerConfig(NamedTuple):
-    """What the scheduler may hand out: seats, prompt tokens a step, of which a row that is begun costs `row`,
-    decode steps of one dispatch, guesses of a row; and `groups` of seats whose steps are in flight together
-    (a pipeline's micro-batches). Each of `shards` has so many prompt tokens, and an equal part of the seats,
-    which follow each other."""
+    """Limits of a step."""
 
-    max_num_seqs: int
-    max_prefill_tokens: int
-    row: int
-    decode_steps: int
-    guesses: int = 0
-    groups: int = 1
-    shards: int = 1
+    max_num_seqs: int  # slots
+    max_prefill_tokens: int  # prompt tokens of a step, in each shard
+    row: int  # prompt tokens charged for each row that is begun
+    decode_steps: int  # decode steps of one dispatch
+    guesses: int = 0  # draft tokens of a row
+    groups: int = 1  # groups of slots whose steps are in flight together, micro-batches of a pipeline
+    shards: int = 1  # data-parallel shards; each has an equal range of the slots
 
     @property
     def shard_seats(self) -> int:
         return self.max_num_seqs // self.shards
 
     def shard(self, slot: int) -> int:
-        """The shard of a seat."""
         return slot // self.shard_seats
 
     def of(self, shard: int, taken: Mapping[int, Request]) -> Iterator[Request]:
-        """Those of a shard, of requests by their seats."""
+        """Yield a shard's requests out of `taken`, which are by slot."""
         if self.shards == 1:
             return iter(taken.values())
         return (request for slot, request in taken.items() if self.shard(slot) == shard)
 
     def loads(self, taken: Collection[int]) -> list[int]:
-        """Seats that are taken in each shard."""
         if self.shards == 1:
             return [len(taken)]
         load = Counter(map(self.shard, taken))
         return [load[shard] for shard in range(self.shards)]
 
     def turn_after(self, group: int, active: Collection[int]) -> int:
-        """The group whose turn comes next: the first that is active."""
+        """Return the next group in turn that is active."""
         turns = [(group + 1 + i) % self.groups for i in range(self.groups)]
         return next((group for group in turns if group in active), turns[0])
 
     def seat(self, free: list[int], taken: Iterable[int], shard: int = 0) -> int:
-        """Take a seat of a shard from the heap of free ones: the lowest in the group with the fewest that are
+        """Take a slot of a shard from the heap of free ones: the lowest in the group with the fewest
         taken."""
         if self.groups == self.shards == 1:
             return heapq.heappop(free)
@@ -114,10 +122,9 @@ class SchedulerConfig(NamedTuple):
 
     @property
     def most_in_turn(self) -> int:
-        """Tokens of one sequence that a step computes one by one at most."""
+        """Most tokens of one sequence that a step computes one by one."""
         return max(self.decode_steps, self.guesses + 1)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of one sequence that a step computes at most."""
         return most_tokens(self.max_prefill_tokens, self.decode_steps, self.guesses)

@@ -25,48 +25,40 @@ class ScoreLog:
     top_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
 
-    def append(
-        self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        self.logprob.append(float(logprob))
-        self.rank.append(int(rank))
-        self.top_ids.append(top_ids)
-        self.top_logprobs.append(top_logprobs)
-
     def extend(
         self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
     ) -> None:
-        """Those of several tokens, the arrays' first axis."""
+        """Append the scores of several tokens, the first axis of the arrays."""
         self.logprob += np.asarray(logprob).tolist()
         self.rank += np.asarray(rank).tolist()
         self.top_ids += list(top_ids)
         self.top_logprobs += list(top_logprobs)
 
 
-def unknown_score(top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """In the place of a token's score: without alternatives."""
-    return np.float32(0), np.int32(0), np.full(max(top, 0), NO_TOKEN), np.zeros(max(top, 0))  # type: ignore
+def unknown_score(top: int) -> tuple[np.ndarray, ...]:
+    """Return a score that stands for one that is not known, without alternatives."""
+    most = max(top, 0)  # top may be -1, for all that an engine reports
+    return np.zeros(1), np.zeros(1, np.int32), np.full((1, most), NO_TOKEN), np.zeros((1, most))
 
 
 @dataclass
 class RequestTimes:
-    """Monotonic seconds of a request's turning points, 0 is not yet; `wall` is its arrival by the wall
-    clock, `seen` the latest token's time when a meter last looked. `now` tells the time."""
+    """Times of a request in monotonic seconds, 0 until they are known."""
 
     arrival: float = field(default_factory=time.monotonic)
-    wall: float = field(default_factory=time.time)
+    wall: float = field(default_factory=time.time)  # arrival by the wall clock
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
-    seen: float = 0.0
+    seen: float = 0.0  # time of the latest token that the engine's stats have observed
     finish: float = 0.0
-    now: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.monotonic  # returns the time
 
 
 @dataclass(eq=False)
 class Request:
-    """Host bookkeeping of one sequence. `computed` counts tokens whose keys are in the pages or on their way
-    there."""
+    """Bookkeeping of one sequence on the host. `computed` counts the tokens whose keys are in the pages, or
+    on their way there."""
 
     id: str
     prompt: list[int]
@@ -79,25 +71,25 @@ class Request:
     text: Detokenizer | None = None
     priority: int = 0
     arrival: int = 0
-    score_from: int = 1  # the prompt's position from which on it is scored, where it is
-    pool: Pooler | None = None  # of the prompt, where an embedding is wanted
-    patience: float = 0.0  # seconds that it may be held back from its seat, to share its prefill
-    source: str | None = None  # address of the engine that computes its prompt, of several
-    constraint: Constraint | None = None  # which tokens may follow, where a grammar says so
+    score_from: int = 1  # first position of the prompt that is scored
+    pool: Pooler | None = None  # for an embedding of the prompt
+    patience: float = 0.0  # seconds that its admission may be delayed to share a prefill
+    source: str | None = None  # address of the prefill engine that computes its prompt
+    constraint: Constraint | None = None  # a grammar's limits on the next token
     adapter: Adapter | None = None
 
     tokens: list[int] = field(default_factory=list)
-    known: int = 0  # generated tokens that were given with it
+    known: int = 0  # generated tokens that came with it
     weights: list[tuple[int, int]] = field(
         default_factory=list
-    )  # from which generated token on, which version
+    )  # first generated token, and version of the weights
     computed: int = 0
     pages: list[list[int]] = field(default_factory=list)  # for each window
     names: list[bytes] = field(default_factory=list)
-    marks: tuple[int, ...] = ()  # pages behind which states are kept
+    marks: tuple[int, ...] = ()  # pages behind which recurrent states are kept
     slot: int | None = None
     place: int = NO_ADAPTER  # of its adapter, while it has a slot
-    ticket: PageFetch | None = None  # for pages that come from a tier
+    ticket: PageFetch | None = None  # for pages that are fetched from a tier
     reach: int = 0  # tokens up to which it can stay in its slot
     cached: int = 0
     preemptions: int = 0
@@ -113,17 +105,17 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Place in every queue: lower priority values first, then first come, first served."""
+        """Key of every queue: lower priority values first, then first come, first served."""
         return self.priority, self.arrival
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its tokens are computed, and none is found in the cache."""
+        """True if all of its tokens have to be computed, and no page is taken from the cache."""
         return self.pool is not None and self.pool.is_whole
 
     @property
     def salt(self) -> bytes:
-        """What the names of its pages have in them besides their tokens: its adapter's content."""
+        """Part of the names of its pages besides tokens: its adapter's digest."""
         return b"" if self.adapter is None else self.adapter.digest
 
     @property
@@ -132,7 +124,7 @@ class Request:
 
     @property
     def unscored(self) -> int:
-        """The first position of a scored prompt whose score is not here yet."""
+        """First position of a scored prompt whose score is not known yet."""
         return self.score_from + len(self.prompt_scores.logprob)
 
     @property
@@ -148,19 +140,19 @@ class Request:
         return self.finish_reason is not None
 
     def in_turn(self, steps: int) -> int:
-        """How many of so many steps of decode one dispatch may take: a grammar reads each sampled token
+        """Return how many of `steps` decode steps one dispatch may take: a grammar reads each sampled token
         before the next is sampled."""
         return steps if self.constraint is None else min(steps, max(1, len(self.tokens) - self.computed))
 
     def obey(self) -> None:
-        """Let the grammar read what is new; a request that it cannot bring to an end is aborted."""
+        """Pass new tokens to the grammar; abort a request that it cannot bring to an end."""
         if self.constraint is not None and not self.finished:
             self.constraint.follow(self.tokens)
             if self.constraint.failure is not None:
                 self.finish("abort", f"structured_outputs: {self.constraint.failure}")
 
     def append(self, token: int) -> None:
-        """Take one sampled token, and finish if it or the text so far says so."""
+        """Append a sampled token, and finish if it or the text so far ends the request."""
         self.tokens.append(token)
         self.clock.last_token = self.clock.now()
         self.clock.first_token = self.clock.first_token or self.clock.last_token
@@ -169,8 +161,8 @@ class Request:
             self.finish("length")
 
     def resume(self, tokens: Sequence[int]) -> None:
-        """Take tokens that another engine has sampled, whose scores are not known here. Raises ValueError for
-        tokens behind the request's end."""
+        """Append tokens that another engine has sampled, whose scores are not known here. Raises ValueError
+        for tokens behind the request's end."""
         for token in tokens:
             if self.finished:
                 raise ValueError(
@@ -178,11 +170,12 @@ class Request:
                 )
             self.append(token)
             if self.params.logprobs is not None:
-                self.scores.append(*unknown_score(self.params.logprobs))
+                self.scores.extend(*unknown_score(self.params.logprobs))
         self.known, self.clock = self.generated, RequestTimes()
 
     def made_by(self, version: int) -> None:
-        """Tokens are of this version of the weights from now on; before the first one so is all else."""
+        """Record that tokens are of this version of the weights from now on; before the first token, scores
+        too."""
         if self.weights and self.weights[-1][0] == self.generated:
             self.weights.pop()
         self.weights.append((self.generated, version))

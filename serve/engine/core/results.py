@@ -1,4 +1,4 @@
-"""What dispatched steps bring: rows of sampled tokens and scores, for the requests that they belong to."""
+"""Results of dispatched steps: sampled tokens and scores, appended to the requests of their rows."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,28 +7,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....sampling.params import NO_TOKEN
+from ....sampling.sample import Sampled, Scores
 from ...runtime.compiled.promise import PendingSample, arrived
 from ...runtime.compiled.shapes import Shape
+from ...runtime.steps.step import Output
 from ...text.outputs import Pass
 from ..metrics.meter import EngineStats
 from .guessing import RowResult
 from .plan import ScheduledTokens
 from .request import Request
-from .scores import PageScores, score_fields, take_prompt_scores
 
 
 class DispatchedStep(NamedTuple):
-    """A dispatched step: its shape, the work of its rows by their numbers, and its results, which may still
-    be on their way."""
+    """Call in flight."""
 
-    shape: Shape
-    rows: Mapping[int, ScheduledTokens]
-    output: Any  # Output
+    shape: Shape  # the compiled shape
+    rows: Mapping[int, ScheduledTokens]  # work by row number
+    output: Any  # results, which may be futures
 
 
 class InFlightSteps:
-    """Dispatched steps that have not been taken in, of each the calls; `group_of` a request's seat says whose
-    rows are whose."""
+    """Dispatched steps whose results have not been read, each as its calls. `group_of` returns the group of a
+    request's slot."""
 
     def __init__(self, group_of: Callable[[Request], int | None]):
         self._group_of = group_of
@@ -38,8 +38,8 @@ class InFlightSteps:
         return len(self._steps)
 
     def are_awaited(self, may_defer: bool) -> bool:
-        """Whether the next step of their rows follows from what they bring: one of them verifies guesses, or
-        samples under a grammar where no draw may be deferred."""
+        """Return True if the next step of these rows needs their results: one of them verifies draft tokens,
+        or samples under a grammar while no draw may be deferred."""
         verify = any(ran.shape.phase == "verify" for ran in self.calls)
         return verify or not may_defer and any(work.is_constrained for work in self.rows)
 
@@ -53,7 +53,7 @@ class InFlightSteps:
 
     @property
     def undrawn(self) -> Iterator[tuple[PendingSample, Iterable[ScheduledTokens]]]:
-        """Calls whose tokens are to be drawn, and their rows."""
+        """Calls whose tokens have yet to be drawn, and their rows."""
         outputs = ((ran.output, ran.rows.values()) for ran in self.calls)
         return (
             (out, works) for out, works in outputs if isinstance(out, PendingSample) and out.output is None
@@ -70,12 +70,13 @@ class InFlightSteps:
         return self._steps.popleft()
 
     def beyond(self, most: int) -> Iterator[list[DispatchedStep]]:
-        """The oldest, until there are no more than `most`."""
+        """Remove and yield the oldest steps until at most `most` are left."""
         while len(self._steps) > max(most, 0):
             yield self.oldest()
 
     def until(self, group: int | None) -> Iterator[list[DispatchedStep]]:
-        """Those up to the last with rows of a group, or of a request without a seat; all where it is None."""
+        """Remove and yield the steps up to the last with rows of a group, or of a request without a slot; all
+        if it is None."""
         while self._steps and (group is None or self._has(group)):
             yield self.oldest()
 
@@ -83,27 +84,24 @@ class InFlightSteps:
         return any(self._group_of(work.request) in (None, group) for work in self.rows)
 
 
-def take_all(step: list[DispatchedStep], kept: PageScores, meter: EngineStats) -> list[RowResult]:
-    """Wait for a step's calls, one after the other, and take in their rows; `meter` hears of each call, and
-    of what all have brought."""
+def take_all(step: list[DispatchedStep], meter: EngineStats) -> list[RowResult]:
+    """Wait for a step's calls in order, and append their results to the requests."""
     taken = []
     for ran in step:
         ran = ran._replace(output=arrived(ran.output))
         tokens = np.asarray(ran.output.sampled.token).tolist()
         meter.took()
-        taken += [take(work, ran, row, tokens[row], kept) for row, work in ran.rows.items()]
+        taken += [take(work, ran, row, tokens[row]) for row, work in ran.rows.items()]
     meter.brought(taken)
     return taken
 
 
-def take(
-    work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int], kept: PageScores
-) -> RowResult:
-    """Append a row's sampled tokens to its request; scores of whole pages are `kept`."""
+def take(work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int]) -> RowResult:
+    """Append a row's sampled tokens and the scores of its prompt's to its request."""
     request, known, prompt = work.request, len(work.request.tokens), ran.shape.phase == "prefill"
     if request.finished:  # aborted, or stopped by its text, while this step was on its way
         return RowResult(work, 0, [], prompt)
-    take_prompt_scores(request, ran.output, row, work, kept)
+    take_prompt_scores(request, ran.output, row, work)
     if request.pool is not None and ran.output.pooled is not None:
         request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
     emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
@@ -111,7 +109,7 @@ def take(
         request.computed = work.start + max(1, len(emitted))
     for i in emitted:
         if request.params.logprobs is not None:
-            request.scores.append(*(np.asarray(x)[row, i] for x in score_fields(ran.output.sampled)))
+            request.scores.extend(*score_fields(ran.output.sampled, row, slice(i, i + 1)))
         request.append(tokens[i])
         if request.finished:
             break
@@ -119,8 +117,24 @@ def take(
     return RowResult(work, len(emitted), request.tokens[known:], prompt)
 
 
+def take_prompt_scores(request: Request, output: Output, row: int, work: ScheduledTokens) -> None:
+    """Append a row's scores to its request's: column i is of the prompt's token start + i + 1."""
+    if not request.scored or output.prompt is None:
+        return
+    first, end = request.unscored, min(work.end + 1, len(request.prompt))
+    if first < end:
+        assert first > work.start, f"position {first} of request {request.id} has no score"
+        columns = slice(first - work.start - 1, end - work.start - 1)
+        request.prompt_scores.extend(*score_fields(output.prompt, row, columns))
+
+
+def score_fields(x: Sampled | Scores, row: int, columns: slice) -> list[np.ndarray]:
+    """Return a row's scores in the order of a ScoreLog's arguments."""
+    return [np.asarray(field)[row, columns] for field in (x.logprob, x.rank, x.top_ids, x.top_logprobs)]
+
+
 def note_passes(taken: list[RowResult]) -> None:
-    """Let requests know what each step verified for them, and gave."""
+    """Append to each request what the step verified for it, and how many tokens that gave."""
     for row in taken:
         if row.tokens:
             row.work.request.passes.append(Pass(row.work.guesses, len(row.tokens)))

@@ -1,34 +1,30 @@
-"""How a step's work is cut into rows, the rows into calls of compiled shapes, and what a call is told."""
+"""Calls of a step: its work is cut into rows, and the rows into calls of compiled shapes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ....kvcache.pages import Batch
-from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import Shape, Sizes, holds, row_tokens, smallest
 from ...runtime.equal_bits.classes import ShapeClasses
-from ...runtime.steps.places import fill
 from .plan import ScheduledTokens, SchedulerOutput
-from .scores import tell_following
 
 
 def prompt_rows(
     shapes: tuple[Shape, ...], chunks: list[ScheduledTokens], sizes: Sizes | None = None
 ) -> list[ScheduledTokens]:
-    """Chunks of prompts in rows: few of one that is alone in its shard, short ones of several."""
+    """Cut chunks of prompts into rows: long rows for a chunk that is alone in its shard, short ones for
+    several."""
     tokens = row_tokens(shapes, max(map(len, by_shards(chunks, sizes))))
     return [row for chunk in chunks for row in rows_of(chunk, tokens)]
 
 
 def rows_of(chunk: ScheduledTokens, tokens: int) -> Iterator[ScheduledTokens]:
-    """A chunk in rows of at most `tokens` tokens."""
+    """Cut a chunk into rows of at most `tokens` tokens."""
     end = chunk.start + chunk.count
     for start in range(chunk.start, end, tokens):
         yield ScheduledTokens(chunk.request, start, min(tokens, end - start))
 
 
 def by_shards(works: Sequence[ScheduledTokens], sizes: Sizes | None) -> list[list[ScheduledTokens]]:
-    """Work by the shard of its request's seat."""
     if sizes is None or sizes.shards == 1:
         return [list(works)]
     found: list[list[ScheduledTokens]] = [[] for _ in range(sizes.shards)]
@@ -42,7 +38,6 @@ Call = tuple[Shape, dict[int, ScheduledTokens]]  # and its work by the rows
 
 
 def calls_of_plan(classes: ShapeClasses, plan: SchedulerOutput, sizes: Sizes) -> Iterator[Call]:
-    """The calls of a step, one after the other."""
     yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
     for shape, works in calls(classes.decode, plan.decode, sizes):
         yield shape.deferred if any(work.is_awaiting for work in works.values()) else shape, works
@@ -50,13 +45,13 @@ def calls_of_plan(classes: ShapeClasses, plan: SchedulerOutput, sizes: Sizes) ->
 
 
 def calls(shapes: tuple[Shape, ...], works: list[ScheduledTokens], sizes: Sizes | None = None) -> list[Call]:
-    """The calls that rows of work take, each of the smallest shape that holds what every shard has for it."""
+    """Return the calls that rows take, each of the smallest shape that holds every shard's share of it."""
     each = [groups_of(shapes, own) for own in by_shards(works, sizes)]
     return [call for groups in zip_longest(*each, fillvalue=()) for call in calls_of(shapes, groups)]
 
 
 def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledTokens]]) -> list[Call]:
-    """One call of a group of every shard, or one for each where no shape holds all of them."""
+    """Return one call for one group of each shard, or a call for each group if no shape holds all."""
     shape = holder(shapes, groups)
     if shape is None:
         return [call for part in alone(groups) for call in calls_of(shapes, part)]
@@ -64,26 +59,25 @@ def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledToken
 
 
 def alone(groups: Sequence[Sequence[ScheduledTokens]]) -> Iterator[list[Sequence[ScheduledTokens]]]:
-    """Each shard's work in a call of its own."""
     for i, own in enumerate(groups):
         if own:
             yield [own if k == i else () for k in range(len(groups))]
 
 
 def numbered(shape: Shape, groups: Sequence[Sequence[ScheduledTokens]]) -> dict[int, ScheduledTokens]:
-    """Work by its row: a shard's follow each other, and are as many as the shape has."""
+    """Number the rows: each shard has `shape.rows` of them."""
     return {shard * shape.rows + i: work for shard, own in enumerate(groups) for i, work in enumerate(own)}
 
 
 def holder(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledTokens]]) -> Shape | None:
-    """The smallest shape that holds each of some groups of rows."""
+    """Return the smallest shape that holds each of some groups of rows, or None."""
     tokens = [[work.count for work in own] for own in groups if own]
     least = max(map(len, tokens)), max(map(max, tokens)), max(map(sum, tokens))
     return smallest(shapes, *least) if any(holds(shape, *least) for shape in shapes) else None
 
 
 def groups_of(shapes: tuple[Shape, ...], works: list[ScheduledTokens]) -> list[list[ScheduledTokens]]:
-    """Work cut into what one call can take: rows of a shape that holds the longest of them."""
+    """Cut work into groups that one call can take: rows of a shape that holds the longest of them."""
     groups: list[list[ScheduledTokens]] = []
     longest, most, left = 0, 0, 0  # tokens of a row of the last group, rows and more tokens that it may have
     for work in works:
@@ -101,21 +95,6 @@ def groups_of(shapes: tuple[Shape, ...], works: list[ScheduledTokens]) -> list[l
 
 
 def room(shapes: tuple[Shape, ...], tokens: int) -> tuple[int, int]:
-    """Rows of at most so many tokens that one call can take, and tokens of all of them: those of one shape,
-    since a larger one may lack."""
+    """Return the rows of at most `tokens` tokens that one call can take, and the tokens of all of them. Both
+    are of one shape, since a larger one may be missing."""
     return max(((s.rows, s.area) for s in shapes if s.tokens >= tokens), default=(0, 0))
-
-
-def batch_of(programs: Programs, shape: Shape, works: Mapping[int, ScheduledTokens]) -> Batch:
-    """The host batch of a step: of each row the tokens that are known, and its guesses. Seats have the
-    numbers of their shard."""
-    seats = programs.sizes.max_num_seqs
-    batch = programs.empty_batch(shape, seats)
-    for row, work in works.items():
-        request, slot = work.request, work.request.slot
-        assert slot is not None
-        known = request.tokens[work.start : work.start + work.count]
-        fill(batch, row, [*known, *work.guesses], work.start, request.pages, slot % seats)
-        batch.count[row] = work.count  # those beyond the known ones are the slot's own to find
-        tell_following(batch, row, work)
-    return batch

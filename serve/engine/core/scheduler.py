@@ -1,7 +1,8 @@
-"""Which tokens the next step computes. Plain Python over requests and pages; it never touches the device.
+"""Scheduler: the tokens of the next step. Plain Python over requests and pages, which never touches the
+device.
 
-Continuous batching is Orca's (Yu et al., OSDI 2022), prefill in chunks beside decode Sarathi's (Agrawal et
-al., arXiv 2308.16369).
+Continuous batching is Orca's (Yu et al., OSDI 2022), chunked prefill beside decode Sarathi's (Agrawal et al.,
+arXiv 2308.16369).
 """
 
 import heapq
@@ -14,10 +15,10 @@ from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.tiering import NoOffload
 from ...options.checks import round_up
 from ..lora.places import Places
+from .admission import AdmissionReason, WaitingReasons
 from .gathering import PrefillBatcher, fitting
 from .plan import Guess, ScheduledTokens, SchedulerConfig, SchedulerOutput
 from .request import Request
-from .scores import PageScores
 
 
 class Scheduler:
@@ -25,12 +26,14 @@ class Scheduler:
     end.
 
     Admission takes all pages that a request's known tokens need. When decode needs a page and none is free,
-    the request that is last in line gives up its pages and waits again; the first in line always goes on, so
-    everything finishes. A sequence that grows beyond `boundary` tokens waits again too: all of its keys
-    become others (longrope). `recompute_outputs` says that pages written by prefill and by decode have the
-    same bits; otherwise those that decode writes have other names, and what a preempted request had generated
-    and is not found is fed through decode again, which writes the same bits as the first time. With `tiers`
-    pages are found there too, and a prompt waits in line until they have come.
+    the request that is last in the queue's order is preempted: it releases its pages and waits again. The
+    first in that order always goes on, so everything finishes.
+
+    A sequence that grows beyond `boundary` tokens is preempted once: all of its keys change (longrope).
+
+    recompute_outputs: pages written by prefill and by decode have the same bits. Otherwise the pages of
+    decode have other names, and generated tokens of a preempted request that are not found are fed through
+    decode again, which writes the same bits as the first time.
     """
 
     def __init__(
@@ -45,17 +48,19 @@ class Scheduler:
         self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
         self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
         self.waiting: list[tuple[tuple[int, int], Request]] = []
-        self.running: dict[int, Request] = {}
-        self.reading: dict[int, Request] = {}  # of these, those whose prompts are not all on their way
+        self.running: dict[int, Request] = {}  # by slot
+        self.prefilling: dict[int, Request] = {}  # of these, with prompt tokens left to dispatch
         self.free_slots = list(range(limits.max_num_seqs))
-        self.scores, self.tiers, self.places = PageScores(self.page_size), NoOffload(tables), Places(0)
-        self.group = 0  # of seats, whose turn it is
-        self.preemptions = self.aborted = 0  # these while they waited, since the queue was last rid of such
+        self.tiers, self.places = NoOffload(tables), Places(0)
+        self.reasons = WaitingReasons()
+        self._why: AdmissionReason | None = None  # of the head, in this step
+        self.group = 0  # of slots, whose turn it is
+        self.preemptions = self.aborted = 0  # aborted in the queue and not removed from it yet
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.rank, request))
         if self.gathering is not None:
-            self.gathering.joined(request, len(self.waiting))
+            self.gathering.queued(request, len(self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -63,68 +68,64 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Requests of the group whose turn it is, whose prompts are computed, or on their way."""
+        """Requests of the group whose turn it is that decode: their prompts are computed, or on their way."""
         return self._decoding[self.group]
 
     @property
     def most_flights(self) -> int:
-        """Steps that may be in flight: one of each group that decodes, of all while prompts are read."""
+        """Most steps in flight: one of each group that decodes, or of every group while prompts are
+        prefilled."""
         groups = self.limits.groups
-        return groups if groups == 1 or self.reading else max(1, len(self._decoding))
+        return groups if groups == 1 or self.prefilling else max(1, len(self._decoding))
 
     @property
     def _decoding(self) -> Counter[int]:
-        """Of each group that decodes, how many do."""
-        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.reading)
+        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.prefilling)
 
     def group_of(self, request: Request) -> int | None:
-        """The group of a request's seat: decode of one group is in flight while another's is planned."""
+        """Return the group of a request's slot: one group decodes while the next one's step is planned."""
         return None if request.slot is None else request.slot % self.limits.groups
 
     def next_turn(self) -> None:
-        """After a group comes the next one that decodes."""
         if self.limits.groups > 1:
             self.group = self.limits.turn_after(self.group, self._decoding)
 
     def plan(self, settled: bool, guess: Guess | None = None) -> SchedulerOutput | None:
-        """The next step, with decode of the group whose turn it is, or None where that lacks a page: then the
-        steps in flight must be `settled` before others give way.
+        """Return the next step, with decode of the group whose turn it is. None if that lacks a page: then
+        the steps in flight must be `settled`, their results read, before a request is preempted.
 
-        The group's must be settled too where `guess` is given.
+        The group's must be settled too if `guess` is given.
         """
-        seats = self.open_seats()
-        steps = 1 if self.reading or seats else self.limits.decode_steps
+        most = self.admission_limit()
+        steps = 1 if self.prefilling or most else self.limits.decode_steps
         rows = self._decode(steps, settled)
         if rows is None:
             return None
-        seated = self.admit(seats)
+        admitted = self.admit(most)
         chunks = list(self.chunks())
         if guess is not None:
-            rows = [self._ahead(work, g) for work, g in zip(rows, guess(rows), strict=True)]
-        verify = any(work.guesses for work in rows)
-        return (
-            SchedulerOutput(seated, chunks, verify=rows)
-            if verify
-            else SchedulerOutput(seated, chunks, decode=rows)
-        )
+            rows = [self._with_draft_tokens(work, g) for work, g in zip(rows, guess(rows), strict=True)]
+        if any(work.guesses for work in rows):
+            return SchedulerOutput(admitted, chunks, verify=rows)
+        return SchedulerOutput(admitted, chunks, rows)
 
     def dispatched(self, plan: SchedulerOutput) -> None:
-        """Take note that a plan's tokens are on their way; pages that prompts have filled can be found from
-        now on.
+        """Record that a plan's tokens are on their way. Pages that prompts have filled can be found from now
+        on.
 
-        How many of its tokens a verified row has computed is known when it is committed.
+        How many of its tokens a verified row has computed is known when its results are read.
         """
         for work in (*plan.prefill, *plan.decode):
             work.request.computed = work.start + work.count
         for work in plan.prefill:
             if work.request.slot is not None and not self._prompt_left(work.request):
-                self.reading.pop(work.request.slot, None)
+                self.prefilling.pop(work.request.slot, None)
             self.name_pages(work.request, work.start, work.request.computed)
         if self.gathering is not None:
-            self.gathering.stepped(len(plan.seats), len(self.running))
+            self.gathering.dispatched(len(plan.admitted), len(self.running))
 
     def name_pages(self, request: Request, since: int, tokens: int) -> None:
-        """Name the pages that a request's tokens [since, tokens) have filled; its first `tokens` are known
+        """Name the pages filled by a request's tokens [since, tokens), of which the first `tokens` are known
         and computed."""
         full = tokens // self.page_size
         if self.root is None or since // self.page_size == full:
@@ -143,18 +144,19 @@ class Scheduler:
         return self.boundary is not None and len(request.tokens) > self.boundary
 
     def release(self, request: Request) -> None:
-        """A running request ends or is preempted: its slot and pages are free: steps run in order."""
+        """Release the slot and the pages of a request that ends or is preempted. Steps run in order, so later
+        ones may write the pages."""
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
         self.places.release(request.adapter)
         del self.running[request.slot]
-        self.reading.pop(request.slot, None)
+        self.prefilling.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
         request.pages, request.names, request.slot, request.computed = [], [], None, 0
         self._drop_ticket(request)
 
     def drop_tickets(self) -> None:
-        """Nobody waits for pages any more; those who do will ask again."""
+        """Cancel all page fetches of waiting requests, which begin others when they are at the head."""
         for _, request in self.waiting:
             self._drop_ticket(request)
 
@@ -163,8 +165,8 @@ class Scheduler:
         request.ticket = None
 
     def abort(self, request: Request) -> None:
-        """Forget a finished request; those that wait leave the queue together when they are half of it:
-        aborting many is cheap."""
+        """Forget a finished request. Those in the queue are removed together once they are half of it, so
+        that aborting many is cheap."""
         if request.slot is not None:
             self.release(request)
         else:
@@ -179,22 +181,17 @@ class Scheduler:
         while self.waiting and self.waiting[0][1].finished:
             heapq.heappop(self.waiting)
 
-    def forget(self) -> None:
-        """The pages belong to other weights, and so do their scores."""
-        self.tables.forget()
-        self.scores.forget()
-
     def preempt(self, request: Request) -> None:
-        """Back into the queue, at its old place; its tokens are kept and its pages can still be found by
-        name."""
+        """Put a running request back into the queue at its old place. Its tokens are kept and its pages can
+        still be found by name."""
         self.release(request)
         request.preemptions += 1
         self.preemptions += 1
         self.add(request)
 
     def _prefill_end(self, request: Request) -> int:
-        """Tokens that prefill may compute: the prompt, and of generated tokens all but the last if that keeps
-        the bits."""
+        """Return the tokens that prefill may compute: the prompt, and all but the last generated token if
+        that keeps the bits."""
         if self.recompute_outputs and len(request.tokens) > len(request.prompt):
             return max(len(request.prompt), len(request.tokens) - 1)
         return len(request.prompt)
@@ -207,103 +204,133 @@ class Scheduler:
             return request.end
         return min(request.end, self.boundary + 1)
 
-    def open_seats(self) -> int:
-        """How many requests may be seated in this step, where there is room for the first in line. None is
-        held back where all have seats, and while prompts are read, whose prefills it can share."""
-        free = 0 if self._room() is None else len(self.free_slots)
-        if not free or self.gathering is None or self.reading or len(self.waiting) <= free:
-            return free
-        return self.gathering.seats(free, len(self.running), self.limits.decode_steps, self._in_line())
-
-    def _in_line(self) -> list[int]:
-        """Tokens to compute of the first prompts in line that fit a step, in the heap's order: nearly it."""
+    def _queued_tokens(self) -> list[int]:
+        """Return the tokens to compute of the first prompts that fit a step. They are in the heap's order,
+        nearly the queue's."""
         budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
         line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
         tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
         return fitting(tokens, budget, row)
 
-    def admit(self, most: int) -> list[Request]:
-        seated = []
-        while len(seated) < most and (found := self._room()) is not None:
-            _, request = heapq.heappop(self.waiting)
-            self._drop_finished()
-            request.marks = self.tables.marks(request.names, found)
-            request.pages = self.tables.admit(found, len(request.tokens), request.end)
-            request.computed = len(found[0]) * self.page_size
-            self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
-            self.scores.take(request)
-            if not request.preemptions:
-                request.cached = request.computed
-            request.place = self.places.take(request.adapter)
-            request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
-            request.reach = self._reach(request)
-            self.running[request.slot] = request
-            if self._prompt_left(request):  # what was preempted may be found whole
-                self.reading[request.slot] = request
-            seated.append(request)
-        return seated
+    def admission_limit(self) -> int:
+        """Return how many requests may be admitted in this step, 0 if the head of the queue has to wait.
 
-    def _room(self) -> Tables | None:
-        """The pages found for the request that is next in line, in the best shard with room; None: it waits.
+        Prefills are held back to be batched only while no prompt is being prefilled, which they could join,
+        and while more requests wait than slots are free.
+        """
+        self._why = None
+        if not self.waiting:
+            return 0
+        found = self._admissible(self.waiting[0][1])
+        if isinstance(found, AdmissionReason):
+            self._why = found
+            return 0
+        most = free = len(self.free_slots)
+        if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
+            most = self.gathering.limit(
+                free, len(self.running), self.limits.decode_steps, self._queued_tokens()
+            )
+        self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
+        return most
+
+    def admit(self, most: int) -> list[Request]:
+        """Move at most `most` requests from the head of the queue to the running ones: find the prefix that
+        is cached, check the budget, allocate pages and a slot. The first that does not fit ends it."""
+        admitted = []
+        while self.waiting and len(admitted) < most:
+            request = self.waiting[0][1]
+            found = self._admissible(request)
+            if isinstance(found, AdmissionReason):
+                self._why = found
+                break
+            heapq.heappop(self.waiting)
+            self._drop_finished()
+            self._allocate(request, found)
+            admitted.append(request)
+        if self.waiting and self._why is not None:
+            self.reasons.note(self.waiting[0][1], self._why)
+        return admitted
+
+    def _admissible(self, request: Request) -> Tables | AdmissionReason:
+        """Return the pages that are cached for the request at the head of the queue, in the best shard that
+        has room for the others, or the reason why it waits.
 
         It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
         each running request; while pages are lent, those of all its tokens beside what running requests may
-        take. It waits for a page of its prompt, or the scores of one, that a running request is about to
-        make, rather than compute the same again; and for pages that come from a tier.
+        take. It waits for a page of its prompt that a running request is about to compute, and for pages that
+        come from a tier.
         """
-        if not (self.waiting and self.free_slots and self.places.fits(self.waiting[0][1].adapter)):
-            return None
-        request, loads = self.waiting[0][1], self.limits.loads(self.running)
-        for found in self._places(request, loads):
-            if self._is_coming(request, found):
-                return None
+        if not self.free_slots:
+            return AdmissionReason.NO_SLOT
+        if not self.places.fits(request.adapter):
+            return AdmissionReason.ADAPTER
+        names, loads = self.usable(request), self.limits.loads(self.running)
+        if len(self.tables.shards) > 1:
+            shards = self.tables.in_order(names, loads, self.limits.shard_seats)
+        else:
+            found, request.ticket = self.tiers.look(names, request.ticket)
+            if found is None:
+                return AdmissionReason.KV_TRANSFER
+            shards = [found]
+        for found in shards:
+            if self._is_coming(names, found):
+                return AdmissionReason.PREFIX_PENDING
             tokens, spare = len(request.tokens), loads[shard_of(found)]
             if self.tables.is_lending:
                 tokens, spare = request.end, self.growth
             if self.tables.fits(found, tokens, request.end, spare):
                 return found
-        return None
+        if self.tables.is_lending:
+            return AdmissionReason.PAGES_LENT
+        return AdmissionReason.NO_PAGES if len(shards) == len(loads) else AdmissionReason.SHARD_FULL
 
-    def _places(self, request: Request, loads: Sequence[int]) -> Sequence[Tables]:
-        """The pages found for a request where it may be seated, the best place first."""
-        names = self.usable(request)
-        if len(self.tables.shards) > 1:
-            return self.tables.in_order(names, loads, self.limits.shard_seats)
-        found, request.ticket = self.tiers.look(names, request.ticket)
-        return [] if found is None else [found]
+    def _allocate(self, request: Request, found: Tables) -> None:
+        request.marks = self.tables.marks(request.names, found)
+        request.pages = self.tables.admit(found, len(request.tokens), request.end)
+        request.computed = len(found[0]) * self.page_size
+        self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
+        if not request.preemptions:
+            request.cached = request.computed
+        request.place = self.places.take(request.adapter)
+        request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
+        request.reach = self._reach(request)
+        self.running[request.slot] = request
+        if self._prompt_left(request):  # what was preempted may be found whole
+            self.prefilling[request.slot] = request
 
     @property
     def growth(self) -> int:
-        """Pages that running requests may still take."""
         return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
 
-    def _is_coming(self, request: Request, found: Tables) -> bool:
-        """Whether a request's page, the first that was not found, has yet to be written by a prefill of a
-        running request of the same shard, or to be scored where its scores are wanted too."""
+    def _is_coming(self, names: Sequence[bytes], found: Tables) -> bool:
+        """Return whether the prefill of a running request of the same shard has yet to write the first page
+        that was not found."""
         page = len(found[0])
-        running, reading = (self.limits.of(shard_of(found), own) for own in (self.running, self.reading))
-        if page >= len(request.names):
+        if page >= len(names):
             return False
-        if self.scores.are_wanted(request, page):
-            return any(self.scores.are_coming(request, page, r) for r in running)
-        return any(request.names[page] in r.names[r.computed // self.page_size :] for r in reading)
+        prefilling = self.limits.of(shard_of(found), self.prefilling)
+        return any(names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
 
     def _find(self, request: Request) -> Tables:
-        """Pages of the request's known tokens that are written; at least one token is left to compute."""
+        """Return the pages of a request's known tokens that are written; at least one token is left to
+        compute."""
         return self.tiers.find(self.usable(request), request.ticket)
 
     def usable(self, request: Request) -> Sequence[bytes]:
-        """Names of the pages that a request that waits can use, if they are found."""
+        """Return the names of the pages that a waiting request can use if they are found: full pages, at
+        least one token left to compute, and of a scored prompt none with tokens whose scores it lacks."""
         if self.root is None or request.is_whole:
             return []
-        full = (len(request.tokens) - 1) // self.page_size
-        return self._extend_names(request, full)[: self.scores.known(request, full)]
+        names = self._extend_names(request, (len(request.tokens) - 1) // self.page_size)
+        if request.scored and request.unscored < len(request.prompt):
+            return names[: (request.unscored - 1) // self.page_size]
+        return names
 
     def chunks(self) -> Iterable[ScheduledTokens]:
-        """Chunks of prompts in order of rank, under a shard's token budget, in which rows that are not full
-        count as full."""
+        """Yield chunks of prompts in order of rank, within a shard's token budget; a row that is not full
+        counts as full."""
         budget = [self.limits.max_prefill_tokens] * self.limits.shards
-        for request in sorted(self.reading.values(), key=lambda r: r.rank):
+        for request in sorted(self.prefilling.values(), key=lambda r: r.rank):
             shard = shard_of(request.pages)
             new = min(self._prompt_left(request), budget[shard])
             if new > 0:
@@ -313,11 +340,11 @@ class Scheduler:
                 budget[shard] -= round_up(new, self.limits.row)
 
     def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
-        """A row for every request of the group whose prompt is computed; None where one lacks a page and
-        nobody may be preempted yet."""
+        """Return a row for every decoding request of the group; None if one lacks a page and no request may
+        be preempted yet."""
         rows = []
         for request in sorted(self.running.values(), key=lambda r: r.rank):
-            if request.slot in self.reading or self.group_of(request) != self.group:
+            if request.slot in self.prefilling or self.group_of(request) != self.group:
                 continue
             count = min(request.in_turn(steps), request.reach - 1 - request.computed)
             if count <= 0:
@@ -330,9 +357,9 @@ class Scheduler:
             rows.append(ScheduledTokens(request, request.computed, count))
         return rows
 
-    def _ahead(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
-        """A row of decode with as many of the guesses as its length and the free pages allow; nobody gives
-        way to a guess."""
+    def _with_draft_tokens(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
+        """Return a row of decode with as many draft tokens as its length and the free pages allow. No request
+        is preempted for them."""
         request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
         while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
             count -= 1
@@ -342,8 +369,8 @@ class Scheduler:
         return ScheduledTokens(request, work.start, 1 + count, tuple(guesses[:count]))
 
     def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
-        """Give a request the pages of its first `tokens` tokens, taken from those behind it in line if need
-        be."""
+        """Allocate the pages of a request's first `tokens` tokens, if need be by preempting requests behind
+        it."""
         while not self.tables.grow(request.pages, tokens):
             if not settled:
                 return False

@@ -1,4 +1,4 @@
-"""Requests take their seats on the device, with the masks of grammars, and pages beside them."""
+"""Setup of slots on the device: a request's limits and sampling parameters, and the masks of grammars."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,18 +11,19 @@ from ....kvcache.sharded_tables import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import knobs_row
 from ....sampling.state import dense_bias, needs_history, words_of
-from ...runtime.compiled.compile import MASKED_AT_ONCE, Programs, StepArguments
+from ...runtime.compiled.compile import MASKED_AT_ONCE, StepArguments
 from ...runtime.compiled.promise import PendingSample
 from ...runtime.compiled.shapes import Sizes
+from ...runtime.programs import StepPrograms
+from ...runtime.steps.scoring import NEVER
 from ...runtime.steps.step import Seat
 from .plan import ScheduledTokens, SchedulerConfig
 from .request import Request
-from .scores import scored_from
 
 
-def seated(programs: Programs, slots: Any, request: Request) -> Any:
-    """The slots, with a request in its own: its limits and knobs, and the tokens that penalties and bad words
-    look back on."""
+def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
+    """Return the slots with a request in its own: its limits and parameters, and the tokens that penalties
+    and bad words look back on."""
     assert request.slot is not None
     prompt_len, slot = len(request.prompt), np.int32(request.slot)
     knobs = knobs_row(
@@ -33,7 +34,8 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
         bad_words=request.bad_words,
     )
     known, end, place = np.int32(len(request.tokens)), np.int32(request.reach), np.int32(request.place)
-    new = Seat(known, end, scored_from(request), knobs, place)
+    scored = np.int32(request.unscored if request.scored else NEVER)
+    new = Seat(known, end, scored, knobs, place)
     slots = programs.seat(slots, slot, new)
     if not needs_history(request.params):
         return slots
@@ -45,9 +47,9 @@ def seated(programs: Programs, slots: Any, request: Request) -> Any:
     )
 
 
-def with_masks(programs: Programs, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
-    """The slots, with what grammars allow at each position that is sampled for a row of theirs; nothing for
-    one that has to read a token first, or that has given its seat up."""
+def with_masks(programs: StepPrograms, slots: Any, works: Iterable[ScheduledTokens]) -> Any:
+    """Return the slots with the masks of grammars at each position that rows sample. A row that has to read a
+    token first, or that has no slot any more, gets none."""
     works = [w for w in works if w.is_constrained and not w.is_awaiting and w.request.slot is not None]
     for i in range(0, len(works), MASKED_AT_ONCE):
         slots = programs.load_masks(slots, *masks_of(programs, works[i : i + MASKED_AT_ONCE]))
@@ -55,11 +57,12 @@ def with_masks(programs: Programs, slots: Any, works: Iterable[ScheduledTokens])
 
 
 def drawn(
-    programs: Programs,
+    programs: StepPrograms,
     state: StepArguments,
     undrawn: Iterable[tuple[PendingSample, Iterable[ScheduledTokens]]],
 ) -> StepArguments:
-    """The state behind draws that were deferred until grammars had read the step before."""
+    """Dispatch the draws that were deferred until grammars had read the step before; returns the state behind
+    them."""
     for output, works in undrawn:
         assert not any(work.is_awaiting and work.request.slot is not None for work in works)
         slots = with_masks(programs, state.slots, works)
@@ -67,9 +70,9 @@ def drawn(
     return state
 
 
-def masks_of(programs: Programs, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
-    """Seats, the first position that is sampled of each, and the masks from there on; without a seat beyond
-    the rows."""
+def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[np.ndarray, ...]:
+    """Return slots, the first position that each samples, and the masks from there on; rows beyond them have
+    no slot."""
     shape = MASKED_AT_ONCE, programs.sizes.positions, words_of(programs.config.target.vocab_size)
     seats, first = np.full(shape[0], programs.sizes.seats, np.int32), np.zeros(shape[0], np.int32)
     masks = np.zeros(shape, np.uint32)
@@ -85,7 +88,6 @@ def masks_of(programs: Programs, works: Sequence[ScheduledTokens]) -> tuple[np.n
 
 
 def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: SchedulerConfig) -> PageTables:
-    """The host's bookkeeping of an engine's pages."""
     work, in_turn = limits.most_tokens, limits.most_in_turn
     make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
     return make() if sizes.shards == 1 else ShardedPageTables(make, sizes.shards)

@@ -1,5 +1,4 @@
-"""Which adapters are on the device, and who uses them. Plain Python over names; it never touches the
-device."""
+"""Places of LoRA adapters on the device, as bookkeeping on the host."""
 
 from collections import Counter, OrderedDict
 
@@ -8,8 +7,8 @@ from ....model.weights.adapted import NO_ADAPTER
 
 
 class Places:
-    """Places beside the weights, each for one adapter. One that nobody uses stays until its place is wanted;
-    of several the one that was used least recently gives way."""
+    """Places beside the weights, one for each adapter. An unused adapter stays until its place is needed; the
+    least recently used one is evicted."""
 
     def __init__(self, count: int):
         self._free = list(range(count))
@@ -19,11 +18,11 @@ class Places:
         self.count, self.loads = count, 0
 
     def fits(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter is on the device, or may be put there now."""
+        """Return True if an adapter is on the device, or can be loaded there now."""
         return adapter is None or adapter.digest in self._held or bool(self._free) or self._idle() is not None
 
     def take(self, adapter: Adapter | None) -> int:
-        """The place of an adapter that fits, until `release`; it may be due there."""
+        """Reserve the place of an adapter that fits until `release`; it may still have to be written."""
         if adapter is None:
             return NO_ADAPTER
         if adapter.digest not in self._held:
@@ -34,19 +33,18 @@ class Places:
         return self._held[adapter.digest]
 
     def release(self, adapter: Adapter | None) -> None:
-        """One user less."""
         if adapter is not None:
             self._users[adapter.digest] -= 1
             assert self._users[adapter.digest] >= 0, "an adapter is released more often than taken"
 
     def due(self) -> dict[int, Adapter]:
-        """What is to be written into places before the next step; it counts as written."""
+        """Return the adapters to write into places before the next step, and count them as written."""
         due, self._due = self._due, {}
         self.loads += len(due)
         return due
 
     def forget(self) -> None:
-        """What was on the device is not there any more; nobody uses it."""
+        """Forget all adapters, which are no longer on the device. None may be in use."""
         assert not +self._users, "adapters are in use"
         self._free, self._due = list(range(self.count)), {}
         self._held.clear()

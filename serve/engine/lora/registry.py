@@ -1,4 +1,4 @@
-"""The adapters that an engine serves, by name: read from their folders, and kept in the host's memory."""
+"""Adapters that an engine serves, by name, read from their folders into the host's memory."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from ...options.engine import EngineOptions
 class Registry:
     """Adapters that requests may name. Every method may be called from any thread.
 
-    Whoever runs keeps its own adapter: another one under the same name, or none, is for those who come later.
+    A running request keeps its adapter when another one is loaded under the same name, or it is unloaded.
     """
 
     reader: Reader
@@ -27,7 +27,7 @@ class Registry:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, wanted: LoRARequest | None) -> Adapter | None:
-        """The adapter that a request wants, read where its name has none yet, or another path's. Raises
+        """Return a request's adapter, read from its folder if the name is new or has another path. Raises
         CheckpointError."""
         if wanted is None:
             return None
@@ -50,14 +50,14 @@ class Registry:
             del self._known[name]
 
     def named(self, name: str) -> LoRARequest:
-        """What is served under a name. Raises ValueError, with those that are known."""
+        """Return the request that loaded a name. Raises ValueError, with the known names."""
         known = self._known.get(name)
         if known is None:
             raise ValueError(unknown("adapter", name, self._known) if self._known else f"no adapter {name!r}")
         return known[0]
 
     def equal_to(self, digest: str) -> Adapter | None:
-        """One whose terms have a hash, given in hexadecimal digits."""
+        """Return the adapter with a digest, given in hexadecimal digits, or None."""
         served = (adapter for _, adapter in list(self._known.values()))
         return next((adapter for adapter in served if adapter.digest.hex() == digest), None)
 
@@ -66,7 +66,7 @@ class Registry:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """Of all that are served, in the order of their loading."""
+        """In the order of their loading."""
         return [request for request, _ in list(self._known.values())]
 
 

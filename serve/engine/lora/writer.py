@@ -1,5 +1,4 @@
-"""Adapters on their way to the device: into their places beside the weights, in place and without a
-compilation."""
+"""Writes adapters into their places on the device, beside the weights, without a compilation."""
 
 from functools import partial
 from typing import Any
@@ -21,10 +20,10 @@ from .places import Places
 
 
 def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Decoder:
-    """Parameters that are on their device, or ShapeDtypeStructs, with places for adapters beside them.
+    """Return parameters, or ShapeDtypeStructs, with places for adapters beside them.
 
-    The places hold the same random numbers, so that shapes, which are compared before they serve, are
-    compared with adapters too. Raises ValueError for a model without a weight that may have one.
+    All places hold the same random numbers, so that the comparison of shapes before serving covers adapters
+    too. Raises ValueError for a model without a weight that may have an adapter.
     """
     found = adaptable(config)
     if not found:
@@ -79,7 +78,7 @@ class Writer:
                 self._programs[kind(stack, axis)] = compiled(stack, axis)
 
     def write(self, params: Params) -> Params:
-        """The parameters with the adapters that are due in their places, whose arrays are consumed."""
+        """Write the adapters that are due; returns the parameters, whose arrays of adapters are consumed."""
         due = self.places.due()
         if not due:
             return params

@@ -1,1 +1,1 @@
-"""What an engine counts and times."""
+"""Counts and times of an engine."""

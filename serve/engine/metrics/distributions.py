@@ -57,17 +57,17 @@ def distributions() -> dict[str, Distribution]:
 
 @dataclass
 class Distributions:
-    """What is observed of steps, of the arrivals of each request's tokens, and of requests at their ends;
-    names and meaning are vLLM's."""
+    """Observations of steps, of arrivals of each request's tokens, and of finished requests; names and
+    meaning are vLLM's."""
 
     found: dict[str, Distribution] = field(default_factory=distributions)
 
     def step(self, tokens: int) -> None:
-        """A step has computed so many tokens of prompts and outputs."""
+        """Observe a step by the tokens of prompts and outputs that it computed."""
         self.found["iteration_tokens_total"].observe(tokens)
 
     def arrival(self, clock: RequestTimes) -> None:
-        """A step has brought a request one token or several."""
+        """Observe the arrival of one or several tokens of a request."""
         if clock.seen:
             self.found["inter_token_latency_seconds"].observe(clock.last_token - clock.seen)
         else:

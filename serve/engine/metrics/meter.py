@@ -1,4 +1,4 @@
-"""What an engine did: counts and times, as a report for people and for machines."""
+"""Counts and times of an engine, as a report."""
 
 import statistics
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +20,6 @@ from ...runtime.compiled.shapes import PHASES, Shape
 from ..core.guessing import RowResult
 from ..core.request import Request
 from .distributions import Distributions
-
-if TYPE_CHECKING:
-    from ..core.engine import Engine
 
 SPANS = 256  # kept of each shape, the latest
 FRESH = 16  # steps of a shape after which its median is taken anew
@@ -53,23 +50,22 @@ class Sample:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine's start, called at each turning point of a step or a request, by a clock that
-    says what time it is `now`; `seconds` are those in steps.
-
-    Its memory is bounded, however many requests there are.
-    """
+    """Counts and times since the engine's start, in bounded memory; called at each event of a step or a
+    request."""
 
     now: Callable[[], float] = time.monotonic
-    seconds: float = 0.0
+    seconds: float = 0.0  # in steps
     computed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     padded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     steps: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)  # tokens in the cache of all rows, by shape
     spans: dict[str, deque[float]] = field(default_factory=dict)  # the last seconds, by shape
-    medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as `typical` last saw them
-    flight: deque[tuple[Shape, int, float]] = field(default_factory=deque)  # what is dispatched, and when
-    heard: Callable[[Shape, int, float], None] | None = None  # told of each step's cached tokens and seconds
-    arrived: float = 0.0  # when the last results did
+    medians: dict[str, tuple[int, float]] = field(default_factory=dict)  # as of the last call of `typical`
+    flight: deque[tuple[Shape, int, float]] = field(
+        default_factory=deque
+    )  # dispatched calls, cached tokens and the time
+    on_call: Callable[[Shape, int, float], None] | None = None  # cached tokens and seconds of each call
+    arrived: float = 0.0  # time of the last results
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     beside_compiling: float = 0.0  # of `seconds`
     ttft: Sample = field(default_factory=Sample)
@@ -84,7 +80,7 @@ class EngineStats:
 
     @contextmanager
     def working(self, compiling: bool = False) -> Iterator[None]:
-        """Time spent inside counts as seconds of work, beside a compilation or not."""
+        """Count the time spent inside as seconds of work, and as beside a compilation if there is one."""
         begin = self.now()
         try:
             yield
@@ -94,8 +90,7 @@ class EngineStats:
             self.beside_compiling += span if compiling else 0.0
 
     def ran(self, shape: Shape, tokens: int, cached: int, shards: int = 1) -> None:
-        """A step of so many shards is being dispatched, with `tokens` real tokens, whose rows have `cached`
-        tokens in the cache."""
+        """Record the dispatch of a call: its real `tokens`, and the tokens in the cache of its rows."""
         name = str(shape)
         self.computed[shape.phase] += tokens
         self.padded[shape.phase] += shards * shape.area - tokens
@@ -104,22 +99,22 @@ class EngineStats:
         self.flight.append((shape, cached, self.now()))
 
     def took(self) -> None:
-        """The oldest step's results have arrived: its time counts from its dispatch or from the arrival of
-        the results before, whichever is later."""
+        """Record the arrival of the oldest call's results. Its time counts from its dispatch or from the
+        results before, whichever is later."""
         (shape, cached, begun), now = self.flight.popleft(), self.now()
         span = now - max(begun, self.arrived)
         self.spans.setdefault(str(shape), deque(maxlen=SPANS)).append(span)
         self.phase_seconds[shape.phase] += span
         self.arrived = now
-        if self.heard is not None:
-            self.heard(shape, cached, span)
+        if self.on_call is not None:
+            self.on_call(shape, cached, span)
 
     def seconds_of(self, shape: Shape) -> float:
-        """The median of a shape's last spans."""
+        """Return the median of a shape's last times."""
         return statistics.median(self.spans[str(shape)])
 
     def brought(self, taken: Sequence[RowResult]) -> None:
-        """A step's rows are taken in."""
+        """Record the results of a step's rows."""
         self.distributions.step(sum(row.work.count * row.prompt + len(row.tokens) for row in taken))
         for row in taken:
             self.generated_tokens += len(row.tokens)
@@ -127,8 +122,8 @@ class EngineStats:
                 self.distributions.arrival(row.work.request.clock)
 
     def typical(self, shape: Shape) -> float | None:
-        """The median of a shape's last spans when its number of steps last was a multiple of FRESH; None
-        where there is none. Of a decode and its deferred twin that counts which ran more often."""
+        """Return the median of a shape's last times, taken anew after every FRESH calls; None if it has none.
+        Of a decode and its deferred twin that counts which ran more often."""
         name = max(str(shape), str(shape.deferred), key=lambda name: self.steps.get(name, 0))
         spans = self.spans.get(name)
         if not spans:
@@ -139,19 +134,19 @@ class EngineStats:
         return self.medians[name][1]
 
     def token_seconds(self) -> float | None:
-        """What a prompt's token has taken on average; None before any."""
+        """Return the mean prefill seconds of a token; None before any."""
         seconds = self.phase_seconds["prefill"]
         return seconds / self.computed["prefill"] if seconds else None
 
     def lost(self) -> None:
-        """Results of the steps in flight will not arrive."""
+        """Forget the calls in flight, whose results will not arrive."""
         self.flight.clear()
 
     def planned(self, tables: PageTables) -> None:
         self.occupancy = max(self.occupancy, tables.occupancy)
 
     def admitted(self, request: Request) -> None:
-        """Only the first time counts: a preempted request is admitted again."""
+        """Record an admission, the first one of each request."""
         if not request.clock.admitted:
             request.clock.admitted = request.clock.now()
             self.prompt_tokens += len(request.prompt)
@@ -168,7 +163,8 @@ class EngineStats:
         self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
 
     def report(self) -> dict[str, Any]:
-        """The run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and 1."""
+        """Return the run so far as plain numbers: seconds, tokens, tokens per second, shares between 0 and
+        1."""
         seconds = max(self.seconds, 1e-9)
         return {
             "requests": self.e2e.count,
@@ -191,7 +187,7 @@ class EngineStats:
 
 
 def paddings(meters: Sequence[EngineStats]) -> dict[str, float]:
-    """The share of padding in what all have computed, and in their prefill and decode."""
+    """Return the share of padding in all that was computed, in prefill and in decode."""
 
     def share(*phases: str) -> float:
         padded = sum(meter.padded[phase] for meter in meters for phase in phases)
@@ -204,29 +200,9 @@ def paddings(meters: Sequence[EngineStats]) -> dict[str, float]:
     }
 
 
-def report_of(engine: "Engine") -> dict[str, Any]:
-    """The meter's counts, the scheduler's, and what was compiled (after the warm-up nothing must be)."""
-    guesses, programs, sizes = engine.speculation, engine.programs, engine.sizes
-    speculation = {} if guesses is None else {"speculation": guesses.report()}
-    products = {} if engine.warmup or engine.products is None else {"products": engine.products}
-    own = {
-        **speculation,
-        **products,
-        "gathering": engine.gathering.report(),
-        "dtype": str(engine.params.embed.dtype),
-        "steps_beside_compiling_seconds": engine.meter.beside_compiling,
-        "serving_since": {str(s): round(t, 3) for s, t in sorted(engine.since.items())},
-        "compilations": engine.compilations.count,
-        "preemptions": engine.scheduler.preemptions,
-        "cache_pages": sizes.shards * sum(sizes.pages),
-        "page_size": sizes.page_size,
-    }
-    return engine.meter.report() | engine.tiers.report() | programs.report() | own
-
-
 class Compilations:
-    """Counts what XLA compiles in this process from now on, by jax's own monitoring events; not what a
-    warm-up compiles, which nobody waits for."""
+    """Counts XLA's compilations in this process from now on, by jax's monitoring events, without those of a
+    warm-up's threads."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 

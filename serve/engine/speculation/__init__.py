@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters on the host, guessers on the device, and their controller."""
+"""Speculative decoding: draft tokens from the host and from the device, and their number."""

@@ -1,7 +1,7 @@
-"""The share of guesses that are right: for each place, and for how the row's last guesses did.
+"""Acceptance rates of draft tokens, by their place and by the row's last results.
 
-Guesses that copy what stands elsewhere are right in runs: a row whose last guesses were right is likely in
-the middle of one.
+Draft tokens that copy other text are right in runs: a row whose last ones were right is likely in the middle
+of one.
 """
 
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-HALF_LIFE = 256  # judged guesses of a place after which their weight is halved
-PRIOR, PRIOR_WEIGHT = 0.5, 4.0  # acceptance before anything is known, in judged guesses
-RUNS = (1, 4)  # tokens right in a row that a form has at least
+HALF_LIFE = 256  # judged draft tokens of a place after which their weight is halved
+PRIOR, PRIOR_WEIGHT = 0.5, 4.0  # acceptance before any is judged, and its weight in judged tokens
+RUNS = (1, 4)  # least tokens right in a row of each form
 UNKNOWN, WRONG = 0, 1  # forms of rows without judged guesses, and of those whose last was wrong
 FORMS = WRONG + 1 + len(RUNS)
 
 
 class Offer(NamedTuple):
-    """How many guesses there are for a row, and how its last ones did."""
+    """Draft tokens on offer for a row, and the form of its last ones."""
 
     guesses: int
     form: int = UNKNOWN
 
 
 def form_of(run: int) -> int:
-    """The form of a row whose last `run` tokens were guessed."""
+    """Return the form of a row whose last `run` tokens were drafted right."""
     return WRONG + sum(run >= least for least in RUNS)
 
 
 @dataclass
 class Acceptance:
-    """Of the guesses for each form and place that were judged, the share that was right; old ones fade.
+    """Share of judged draft tokens that were right, for each form and place; old ones fade.
 
-    What is known of all forms is where one starts from, and a place from the place before it.
+    The prior of a form is the share of all forms, and that of a place is the place before it.
     """
 
     judged: list[list[float]]  # [forms][places]
@@ -44,14 +44,14 @@ class Acceptance:
         return cls(nothing[0], nothing[1])
 
     def learn(self, form: int, offered: int, accepted: int) -> None:
-        """One row's step: a guess is judged when all before it were right."""
+        """Record a row's step: a draft token is judged if all before it were right."""
         keep, judged, right = 0.5 ** (1 / HALF_LIFE), self.judged[form], self.right[form]
         for i in range(min(accepted + 1, offered, len(judged))):
             judged[i] = judged[i] * keep + 1
             right[i] = right[i] * keep + (i < accepted)
 
     def gains(self) -> list[list[float]]:
-        """For each form the tokens that each more guess is expected to give."""
+        """Return, for each form, the tokens that each further draft token is expected to give."""
         right, judged = (list(map(sum, zip(*known, strict=True))) for known in (self.right, self.judged))
         known, share = [], PRIOR
         for r, j in zip(right, judged, strict=True):
@@ -64,5 +64,5 @@ class Acceptance:
 
 
 def blended(right: float, judged: float, prior: float) -> float:
-    """The share right, of judged ones and a few that are right as often as is thought before."""
+    """Return the share of judged tokens that were right, blended with a prior."""
     return (right + prior * PRIOR_WEIGHT) / (judged + PRIOR_WEIGHT)

@@ -1,5 +1,5 @@
-"""What stands beside a model to guess for it: read from its folder, checked against the model, and joined
-with its steps."""
+"""Draft model or head of an engine: read from its folder, checked against the model, and joined with its
+steps."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,14 @@ from ....model.sharding import place_at
 from ....model.transformer import Decoder
 from ...options.speculation import SpeculativeConfig
 from ...runtime.steps.phases import Phases, TargetOnly
-from .chain import ChainSpeculation
+from .draft_steps import DraftSpeculation
 from .guessers import DraftModel, HeadProposer
-from .tree import TreeSpeculation
 
 SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
 
 
 def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> None:
-    """Raise ValueError where guesses would need a state of a recurrent layer that nobody keeps."""
+    """Raise ValueError if draft tokens would need a saved state of a recurrent layer."""
     if not chosen.guesses or STATE not in config.windows:
         return
     why = None
@@ -40,7 +39,8 @@ def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> 
 
 
 class SpeculatorWeights(NamedTuple):
-    """A head's parameters (then there is no config), or a draft model's; neither where the host guesses."""
+    """Parameters of a head, without `config`, or of a draft model; neither if draft tokens come from the
+    host."""
 
     params: Decoder | Head | None = None
     config: ModelConfig | None = None
@@ -53,19 +53,17 @@ class SpeculatorWeights(NamedTuple):
         return params if self.params is None else Pair(params, self.params)
 
     def phases(self, config: PairConfig, chosen: SpeculativeConfig) -> Phases:
-        """What an engine's shapes run."""
+        """Return the phases of the engine's steps."""
         if self.params is None:
             return TargetOnly(config.target, chosen.acceptance)
         draft = config.draft
         guesser = DraftModel(draft, chosen.acceptance) if draft else HeadProposer(config.target)
-        if chosen.tree is None:
-            return ChainSpeculation(config, guesser, chosen.acceptance)
-        return TreeSpeculation(config, guesser, chosen.acceptance, chosen.tree)
+        return DraftSpeculation(config, guesser, chosen.acceptance, chosen.tree)
 
 
 def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder) -> SpeculatorWeights:
-    """What `speculative_config` names, on the model's devices. Raises CheckpointError, and ValueError where
-    it does not fit."""
+    """Load the draft model or head of `speculative_config` onto the model's devices. Raises CheckpointError,
+    and ValueError if it does not fit the model."""
     if chosen.model is None:
         return SpeculatorWeights()
     folder, where = find(chosen.model), everywhere(params)
@@ -87,7 +85,8 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
 
 
 def find(name: str, **where: Any) -> Path:
-    """A folder, one of those that ship, or a model's on the hub; `where` are options of `hub.resolve`."""
+    """Return the folder of a name: a path, one that ships, or a model on the hub. `where` are options of
+    `hub.resolve`."""
     if not Path(name).exists() and (SHIPPED / name).is_dir():
         return SHIPPED / name
     return resolve(name, **where)

@@ -1,14 +1,14 @@
-"""How many guesses of each row a step verifies, none included: what the last steps say is fastest now.
+"""Number of draft tokens that a step verifies for each row: the fastest choice by the times of recent steps.
 
-A pass over k guesses gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192), with an
-acceptance of its own for each place and for how the row's last guesses did. A compiled verification computes
-so many tokens, whosever they are: its places go to the guesses that are likeliest to be kept.
+A pass over k draft tokens gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192), with
+an acceptance of its own for each place and for the row's last results. A compiled verification computes a
+fixed number of tokens: its places go to the draft tokens that are likeliest to be kept, of any row.
 
-Guesses need the last step's tokens, so a step that is asked for them waits for those, and the host's work on
-them is in its time. A plain step overlaps with that work: it is the cheaper way to verify nothing, and has a
-time of its own, in units of the pace that asked steps have at the moment: contexts and the machine change
-both alike. What asked steps lost against plain ones is written down, and bounds how often steps are
-asked where that does not pay. Plain Python; its choices follow from what it was told, in that order.
+A speculative step needs the last step's tokens, so it waits for them, and its time has the host's work on
+them. A plain step overlaps with that work, which makes it the cheaper way to verify nothing. Its time is
+stored in units of the pace of speculative steps, since contexts and the load of the machine slow both alike.
+What speculative steps lost against plain ones is recorded, and bounds how often they are tried while they do
+not pay. Choices follow from the calls of this class, in their order.
 """
 
 from collections import Counter
@@ -20,29 +20,29 @@ from typing import NamedTuple
 from .acceptance import Acceptance, Offer
 
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
-PLAIN_WEIGHT = 0.1  # the same of plain steps, which are measured seldom
-USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # of a shape's usual time, and of the pace beside it
+PLAIN_WEIGHT = 0.1  # the same for plain steps, which are measured seldom
+USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # the same for a shape's usual time, and for the pace
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
-ASKING_SHARE = 0.003  # of the time may be lost by asking where it does not pay
+ASKING_SHARE = 0.003  # of the time may be lost by speculative steps that do not pay
 LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
-LEAST_WAIT = 0.1  # of a plain step's time is lost at least by one that was asked and had nothing to verify
-FIRST_LOAN = 4.0  # the same before anything is known
+LEAST_WAIT = 0.1  # least loss of a speculative step without draft tokens, in plain steps
+FIRST_LOAN = 4.0  # the same before any measurement
 CREDIT = 4.0  # plain steps' time that was won and may be lost again
-CREDIT_OF_ONE = 60.0  # the same of one row, which is given now much and now nothing
+CREDIT_OF_ONE = 60.0  # the same for one row, whose gain varies most
 TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
-MARGIN = 0.06  # of a plain step's time is to be won by an asked one: no time is known exactly
-STEPS_BETWEEN_PLAIN = 100  # asked steps after which plain ones are measured, whatever these seem to cost
-FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps that are measured before the first asked one, and then
-UNMEASURED = 0.25  # what a plain step counts of these that could not be measured
+MARGIN = 0.06  # gain that a speculative step must have, in plain steps: times are not exact
+STEPS_BETWEEN_PLAIN = 100  # speculative steps after which plain ones are measured in any case
+FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps measured before the first speculative one, and later
+UNMEASURED = 0.25  # counts as this much of a measured plain step if it could not be measured
 
-Key = tuple[int, int]  # tokens that a step or call computes, and the most guesses of a row, 0 in a decode
+Key = tuple[int, int]  # tokens of a step or call, and the most draft tokens of a row, 0 in a decode
 
 
 @dataclass
 class StepTime:
-    """The time of one kind of step, an average in which the newest counts most. `age` is the number of asked
-    steps since it was measured."""
+    """Running average of the time of one kind of step. `age` is the number of speculative steps since it was
+    measured."""
 
     seconds: float
     measured: int = 0
@@ -56,8 +56,8 @@ class StepTime:
 
 @dataclass
 class Times:
-    """Seconds of steps of one kind: measured ones, and for others what the warm-up says, with what the next
-    measured one took longer than it says of that one."""
+    """Seconds of steps of one kind. A key without a measurement has the warm-up's time, plus what its nearest
+    measured neighbour took longer than the warm-up's."""
 
     warmup: Mapping[Key, float]
     weight: float = TIME_WEIGHT
@@ -71,7 +71,7 @@ class Times:
         return self.warmed_up(key) + max(more, 0.0)
 
     def warmed_up(self, key: Key) -> float:
-        """What the warm-up says; more tokens than the largest shape has take several calls."""
+        """Return the warm-up's time; more tokens than the largest shape has take several calls."""
         if key in self.warmup:
             return self.warmup[key]
         largest = max(shape for shape in self.warmup if shape[1] == key[1])
@@ -85,7 +85,7 @@ class Times:
 
 
 def computed(sizes: Sequence[int], tokens: int) -> int:
-    """Tokens that a step of so many computes, in calls of shapes of these sizes: padding counts."""
+    """Return the tokens that a step of `tokens` computes in calls of these sizes, padding included."""
     full, rest = divmod(tokens, sizes[-1])
     return full * sizes[-1] + (next(size for size in sizes if size >= rest) if rest else 0)
 
@@ -96,17 +96,18 @@ def distance(a: Key, b: Key) -> float:
 
 @dataclass
 class Ledger:
-    """What asked steps have lost against plain ones of the same tokens, in seconds; below zero what they have
+    """Seconds that speculative steps have lost against plain ones of the same tokens; negative if they
     won."""
 
     debt: float = 0.0
-    limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are asked
+    limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are speculative
     left: float = FIRST_PLAIN  # plain steps to measure in any case
     asked: int = 0  # steps since a plain one
     awake: bool = True
 
     def learn(self, lost: float, plain: float, rows: int) -> None:
-        """An asked step of so many rows: the fewer, the more what it gives varies."""
+        """Record the loss of a speculative step. Its gain varies more with few rows, which may lose more
+        credit."""
         most = CREDIT + (CREDIT_OF_ONE - CREDIT) / rows
         self.debt = max(self.debt + lost + MARGIN * plain, -most * plain)
         self.asked += 1
@@ -118,20 +119,20 @@ class Ledger:
             self.left = MEASURED_PLAIN
 
     def rest(self, plain: float) -> None:
-        """A plain step: time in which a debt is paid off."""
+        """Record a plain step, in which a part of the debt is paid off."""
         self.debt = self.debt - ASKING_SHARE * plain if self.debt > 0 else self.debt
         self.left, self.asked = max(self.left - UNMEASURED, 0.0), 0
         if self.debt <= 0 and not self.awake:
             self.awake, self.limit = True, LOAN
 
     def wake(self, plain: float) -> None:
-        """There is reason to think that asking pays: some more may be lost to see."""
+        """Allow a small loss again, as draft tokens look likely to pay."""
         if not self.awake and self.debt < 2 * LOAN * plain:
             self.awake, self.limit = True, self.debt / plain + LOAN / 2
 
 
 class Choice(NamedTuple):
-    """A kind of step, the tokens that it is expected to give, and the row of each guess."""
+    """A kind of step, its expected tokens, and the row of each draft token."""
 
     key: Key
     tokens: float
@@ -140,11 +141,11 @@ class Choice(NamedTuple):
 
 @dataclass
 class Controller:
-    """Chooses the guesses of each row of a step.
+    """Chooses the number of draft tokens of each row.
 
     seconds: of a call by its `Key`, as the warm-up measured them; a step takes as many calls as it needs.
-    unit: places that a guess takes beside the one of its row: 1, or 0 where each row is computed with all
-    guesses that it may have.
+    unit: places that a draft token takes beside the one of its row: 1, or 0 if each row is computed with all
+    the draft tokens that it may have.
     """
 
     seconds: Mapping[Key, float]
@@ -163,9 +164,9 @@ class Controller:
 
     # ------------------------------------------------------------ a step to come
 
-    def asks(self, rows: int) -> bool:
-        """Whether the next step of `rows` rows may verify guesses, and waits for the last tokens; otherwise
-        it is plain."""
+    def should_speculate(self, rows: int) -> bool:
+        """Return True if the next step of `rows` rows is speculative, and waits for the last tokens; else it
+        is plain."""
         ledger, plain = self._ledger(rows), self._plain(rows)
         if ledger.awake and not ledger.left:
             return True
@@ -174,7 +175,7 @@ class Controller:
         return False
 
     def choose(self, offers: Sequence[Offer]) -> list[int]:
-        """How many guesses of each row a step verifies that was asked."""
+        """Return the number of draft tokens of each row of a speculative step."""
         choices = self._choices(offers)
         best = max(choices, key=self._rate)
         chosen = self._trial(choices, best)
@@ -185,7 +186,7 @@ class Controller:
         return [guesses[row] for row in range(len(offers))]
 
     def glance(self, rows: int, offers: Sequence[Offer]) -> None:
-        """While steps are plain: what some of the `rows` rows would have been offered."""
+        """While steps are plain, learn what some of the `rows` rows would have drafted."""
         if self._ledger(rows).awake or not offers:
             return
         steps = [
@@ -198,7 +199,8 @@ class Controller:
             self._ledger(rows).wake(self._plain(rows))
 
     def _choices(self, offers: Sequence[Offer]) -> list[Choice]:
-        """The kinds of steps that hold the rows; places go to the guesses that are likeliest to be kept."""
+        """Return the kinds of steps that hold the rows; places go to the draft tokens that are likeliest to
+        be kept."""
         rows, gains = len(offers), self.acceptance.gains()
         choices = [Choice((self._width(rows), 0), float(rows))]
         for k in self.depths:
@@ -215,7 +217,7 @@ class Controller:
         return choices
 
     def _sizes(self, k: int, least: int, most: int) -> Iterator[int]:
-        """Tokens that a step may compute which holds at least `least` and needs no more than `most`."""
+        """Yield the token counts of steps that hold at least `least` and need no more than `most`."""
         size = computed(self.sizes[k], least)
         while size < most:
             yield size
@@ -226,8 +228,8 @@ class Controller:
         return choice.tokens / self.asked.of(choice.key)
 
     def _trial(self, choices: list[Choice], best: Choice) -> Choice:
-        """Now and then another than the best, the one not seen for longest, if the time that it loses is
-        within the share."""
+        """Return now and then another choice than the best, the one measured longest ago, if its loss is
+        affordable."""
         self.since += 1
         others = [choice for choice in choices if choice is not best]
         if self.since <= STEPS_BETWEEN_TRIALS or not others:
@@ -240,7 +242,7 @@ class Controller:
         return other
 
     def _afford(self, lost: float) -> bool:
-        """Whether a trial that loses `lost` seconds is within the share; if so it is taken."""
+        """Return True if a trial that loses `lost` seconds is within the share, and charge it."""
         if self.spent + lost > TRIAL_SHARE * self.elapsed:
             return False
         self.spent += lost
@@ -248,10 +250,12 @@ class Controller:
 
     # ------------------------------------------------------------ what came of it
 
-    def verified(self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False) -> None:
-        """A step that was asked took so long, with so many guesses of each row, and gave so many tokens.
+    def record_verified(
+        self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
+    ) -> None:
+        """Record a speculative step: the draft tokens of each row, the tokens that it gave and its seconds.
 
-        Host work on `prompts` is in its time: it is charged, but says nothing about other steps.
+        Host work on `prompts` is in its time: it is charged, but not used to predict other steps.
         """
         rows, key = len(guesses), self._key(guesses)
         if not prompts:
@@ -263,10 +267,10 @@ class Controller:
         lost = min(seconds, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
         self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
 
-    def plainly(self, rows: int, seconds: float) -> None:
-        """A plain step took so long."""
+    def record_plain(self, rows: int, seconds: float) -> None:
+        """Record the seconds of a plain step."""
         key, ledger = (self._width(rows), 0), self._ledger(rows)
-        if ledger.left:  # asked steps have just told the pace
+        if ledger.left:  # the pace is fresh from speculative steps
             self.plain.learn(key, seconds / self.pace)
             ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
         else:
@@ -276,11 +280,11 @@ class Controller:
         self.pace += PACE_WEIGHT * (min(found, MOST_TIMES_EXPECTED * self.pace) - self.pace)
 
     def _plain(self, rows: int) -> float:
-        """Seconds of a plain step at the present pace."""
+        """Return the seconds of a plain step at the present pace."""
         return self.pace * self.plain.of((self._width(rows), 0))
 
-    def judged(self, form: int, offered: int, accepted: int) -> None:
-        """Of a row's guesses the first `accepted` were right."""
+    def record_acceptance(self, form: int, offered: int, accepted: int) -> None:
+        """Record that the first `accepted` of a row's draft tokens were right."""
         self.acceptance.learn(form, offered, accepted)
 
     def _key(self, guesses: Sequence[int]) -> Key:

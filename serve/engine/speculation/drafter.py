@@ -1,7 +1,8 @@
-"""The seam `draft`: how tokens are guessed on the host. A drafter sees tokens and nothing else, so it cannot
-change a result."""
+"""The seam `Drafter`: draft tokens from the host. A drafter sees tokens and nothing else, so it cannot change
+a result."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ....kvcache.pages import ON_DEVICE
@@ -12,55 +13,47 @@ from .suffix import SuffixDrafter
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses what follows the tokens of requests. Preemption is no event here: a request's tokens stay what
-    they are."""
+    """Proposes what follows the tokens of requests. Preemption is no event here: a request keeps its
+    tokens."""
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
-        """A request enters with its prompt."""
+        """Register a request with its prompt."""
         ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
-        """It generated these tokens."""
+        """Append tokens that a request generated."""
         ...
 
     def guess(self, request: Hashable, k: int) -> list[int]:
-        """At most k tokens that may follow; none where nothing is known."""
+        """Return at most k draft tokens; none if nothing is known."""
         ...
 
     def end(self, request: Hashable) -> None:
-        """It finished or was aborted: what was kept for it goes, and other requests may learn from its
-        output."""
+        """Forget a request that finished or was aborted; its output may serve others."""
         ...
 
 
-class NoDrafter:
-    """Never guesses."""
+@dataclass(frozen=True)
+class ConstantDrafter:
+    """Proposes one token again and again, whatever was generated; None proposes nothing."""
+
+    token: int | None = None
 
     def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
 
     def guess(self, request: Hashable, k: int) -> list[int]:
-        return []
+        return [] if self.token is None else [self.token] * k
 
     def end(self, request: Hashable) -> None: ...
 
 
-class DeviceDrafter:
-    """Says that the device will guess: k tokens that only it knows."""
-
-    def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
-
-    def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
-
-    def guess(self, request: Hashable, k: int) -> list[int]:
-        return [ON_DEVICE] * k
-
-    def end(self, request: Hashable) -> None: ...
+NONE, ON_THE_DEVICE = ConstantDrafter(), ConstantDrafter(ON_DEVICE)  # the latter stands for what it proposes
 
 
 def host_drafter(config: SpeculativeConfig) -> Drafter:
-    """The drafter of a method that guesses on the host; `none` for those that guess on the device."""
+    """Return the drafter of a method; methods on the device have one that stands for them."""
     if config.method == "ngram":
         assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -71,4 +64,4 @@ def host_drafter(config: SpeculativeConfig) -> Drafter:
             factor=config.suffix_decoding_max_spec_factor,
             least=config.suffix_decoding_min_token_prob,
         )
-    return NoDrafter() if config.method == "none" else DeviceDrafter()
+    return NONE if config.method == "none" else ON_THE_DEVICE

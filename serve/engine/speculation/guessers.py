@@ -1,9 +1,8 @@
-"""The seam `DraftProposer`: what guesses on the device. A head reads the target's last hidden state, a draft
-model reads the tokens.
+"""The seam `DraftProposer`: draft tokens from the device. A head reads the target's last hidden state, a
+draft model reads the tokens.
 
-The guesses of a row and their verification are one dispatch. A draft model has its keys in the target's
-cache, as more layers under the same page tables: prefixes that are found, shared or preempted are so for
-both.
+Draft tokens of a row and their verification are one dispatch. A draft model has its keys in the target's
+cache, as further layers under the same page tables, so prefix hits, sharing and preemption hold for both.
 """
 
 from dataclasses import dataclass, replace
@@ -27,15 +26,15 @@ from ...runtime.steps.step import Slots, column, run
 
 
 class DraftBatch(NamedTuple):
-    """A batch with tokens that are open: to be guessed. Its page tables are those of the guesser's layers."""
+    """A batch with open tokens, to be proposed. Its page tables are those of the draft model's layers."""
 
     batch: Batch
     open: Bool[Array, "B T"]
 
 
 class DraftChain(NamedTuple):
-    """The guesser's cache, the batch's tokens with the open ones guessed, and their distributions where they
-    were drawn."""
+    """The draft model's cache, the batch's tokens with the open ones filled in, and their distributions if
+    they were drawn."""
 
     cache: KVCache
     tokens: Int[Array, "B T"]
@@ -44,27 +43,28 @@ class DraftChain(NamedTuple):
 
 @runtime_checkable
 class DraftProposer(Protocol):
-    """Guesses the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the guesser's own
-    layers."""
+    """Proposes the open tokens of a batch, as a chain or as the nodes of a tree. `cache` has the draft
+    model's own layers."""
 
     def follow(self, params: Pair, cache: KVCache, slots: Slots, batch: Batch) -> KVCache:
-        """The cache after the tokens of a batch."""
+        """Return the cache after the tokens of a batch."""
         ...
 
     def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
-        """Guesses that follow one another."""
+        """Propose one chain for each row."""
         ...
 
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
-        """The cache and the tokens of all nodes; where a depth is not open, all of them are the batch's."""
+        """Return the cache and the tokens of all nodes; those of a depth that is not open are the batch's."""
         ...
 
 
 @dataclass(frozen=True)
 class HeadProposer:
-    """The likeliest tokens of a head on the hidden state from which the row's last token was sampled."""
+    """Proposes the likeliest tokens of a head on the hidden state from which the row's last token was
+    sampled."""
 
     target: ModelConfig
 
@@ -72,7 +72,7 @@ class HeadProposer:
         return cache
 
     def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
-        """As many steps of the head as the longest row has guesses."""
+        """Take as many steps of the head as the longest row has draft tokens."""
         batch, open = asked
 
         def one(
@@ -101,10 +101,10 @@ class HeadProposer:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Guesses of a small model, one token after the other.
+    """Proposes tokens of a small model, one after the other.
 
     Under the rule `coupled` it samples with the target's own random numbers, which makes equal tokens likely
-    (Daliri et al.); under `rejection` with others, and its distributions are kept.
+    (Daliri et al.). Under `rejection` it uses others, and keeps its distributions.
     """
 
     draft: ModelConfig
@@ -114,8 +114,8 @@ class DraftModel:
         return run(params.draft, cache, slots, batch, self.draft)[1]
 
     def chain(self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch) -> DraftChain:
-        """T steps of the draft: the last writes the keys of the last guess only, so that none is missing if
-        it is right."""
+        """Take T steps of the draft. The last one only writes the keys of the last draft token, which are
+        needed if it is right."""
         batch, open = asked
         B, T = batch.tokens.shape
 
@@ -137,7 +137,8 @@ class DraftModel:
     def nodes(
         self, params: Pair, cache: KVCache, slots: Slots, asked: DraftBatch, tree: TokenTree
     ) -> tuple[KVCache, Int[Array, "B n"]]:
-        """A chain of samples, and the likeliest others beside it: a comb, the draft reads one path."""
+        """Propose a chain of samples and the likeliest alternatives at each step: a comb, since the draft
+        reads one path."""
         batch, node = asked.batch, 0
         tokens = jnp.zeros((len(batch.start), tree.nodes), jnp.int32).at[:, 0].set(batch.tokens[:, 0])
         for depth in range(tree.depth):
@@ -158,7 +159,7 @@ class DraftModel:
         token: Int[Array, " B"],
         i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "B V"], KVCache, Batch]:
-        """Logits after `token`, the i-th of the batch's rows; and the rows of that one token."""
+        """Return the logits after `token`, the i-th of the batch's rows, and the rows of that one token."""
         count = (i < batch.count).astype(jnp.int32)
         row = replace(batch, tokens=token[:, None], start=batch.start + i, count=count)
         hidden, cache = run(params.draft, cache, slots, row, self.draft)
@@ -176,7 +177,8 @@ class DraftModel:
     def _choices(
         self, logits: Float[Array, "B V"], slots: Slots, row: Batch, count: int
     ) -> Int[Array, "B {count}"]:
-        """The token that the draft samples with the target's random numbers, then its likeliest others."""
+        """Return the token that the draft samples with the target's random numbers, then its likeliest
+        others."""
         drawn = sample(logits, row.start + 1, row.slot, row.count > 0, slots.sampling).token
         rows = jnp.arange(len(drawn), dtype=jnp.int32)
         return largest(logits.at[rows, drawn].set(jnp.inf), count)[1]

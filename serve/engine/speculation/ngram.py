@@ -1,7 +1,7 @@
-"""Guesses from the request's own tokens: what followed the same few tokens the last time they appeared.
+"""Draft tokens from the request's own text: what followed its last few tokens the last time they appeared.
 
-Prompt lookup decoding (Saxena 2023, as in Transformers and vLLM): worth most where the output repeats the
-prompt, as summaries, answers from a text and edits of code do.
+Prompt lookup decoding (Saxena 2023, as in Transformers and vLLM). It pays most where the output repeats the
+prompt, as in summaries, answers from a text and edits of code.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,7 +10,7 @@ WINDOW = 8192  # latest tokens of a request that are indexed: what bounds its me
 
 
 class Lookup:
-    """One sequence, and where each of its runs of `low` to `high` tokens was last followed by something."""
+    """Sequence, and the place behind the latest occurrence of each run of `low` to `high` tokens."""
 
     def __init__(self, low: int, high: int, window: int = WINDOW):
         self.low, self.high, self.window = low, high, window
@@ -18,7 +18,7 @@ class Lookup:
         self.after: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence of a run
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """More tokens; the runs that end before each of them can be found from now on."""
+        """Append tokens; the runs that end before each of them can be found from now on."""
         start, end = len(self.tokens), len(self.tokens) + len(tokens)
         self.tokens += tokens
         for n in range(self.low, self.high + 1):
@@ -33,18 +33,18 @@ class Lookup:
                     del self.after[run]
 
     def guess(self, k: int) -> list[int]:
-        """The k tokens after the latest earlier place of the longest run that ends the sequence."""
+        """Return the k tokens after the latest earlier place of the longest run that ends the sequence."""
         for run in self._runs(len(self.tokens)):
             if run in self.after:
                 return self._copied(self.after[run], k)
         return []
 
     def _runs(self, end: int) -> list[tuple[int, ...]]:
-        """The runs that end before a place, the longest first."""
+        """Return the runs that end before a place, the longest first."""
         return [tuple(self.tokens[end - n : end]) for n in range(min(self.high, end), self.low - 1, -1)]
 
     def _copied(self, start: int, k: int) -> list[int]:
-        """k tokens from a place on; past the end they repeat, as a loop would."""
+        """Return k tokens from a place on; past the end they repeat, as a loop would."""
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(k)]
 

@@ -1,9 +1,9 @@
-"""Guesses from what the run has written so far: the most frequent continuation in finished outputs and in the
-request itself.
+"""Draft tokens from what the run has written so far: the most frequent continuation in finished outputs and
+in the request itself.
 
-SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an index of places in the stored tokens in the place of
+SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an index of places in the stored tokens in place of
 suffix trees: the same matches and counts over a bounded number of places, in a tenth of a tree's memory.
-Batch jobs repeat themselves, so that one request's output foretells the next one's.
+Batch jobs repeat themselves, so one request's output predicts the next one's.
 """
 
 from collections import Counter, OrderedDict

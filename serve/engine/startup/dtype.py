@@ -1,4 +1,4 @@
-"""The dtype that a model computes in: what `dtype` says, and for "auto" what the device is fast in."""
+"""Dtype of a model's computation: that of the option, and for "auto" one that is fast on the device."""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ SHORT_NAMES = {"half": "float16", "float": "float32"}
 
 
 def dtype_name(dtype: Any) -> str:
-    """One of DTYPES, from its name (vLLM's "half" and "float" too), numpy's, jax's or torch's dtype. Raises
-    ValueError.
-    """
+    """Return one of DTYPES for its name (vLLM's "half" and "float" too), or for a dtype of numpy, jax or
+    torch. Raises ValueError."""
     if isinstance(dtype, str) or str(dtype).startswith("torch."):
         name = str(dtype).removeprefix("torch.")
     else:

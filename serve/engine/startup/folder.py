@@ -1,4 +1,4 @@
-"""A model's folder: its parameters in a dtype, and what it says of its use."""
+"""A model's folder: its parameters in a dtype, and its generation defaults."""
 
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ def random_folder(
 
 
 def read_shapes(path: Path, dtype: Any, quantization: str | None = None) -> Decoder:
-    """What `read_folder` returns, without numbers; no weight is read. Raises CheckpointError."""
+    """Return the shapes of `read_folder`'s parameters; no weight is read. Raises CheckpointError."""
     if not orbax.is_orbax(path):
         return abstract(huggingface.read_specs(path, dtype, quantization), jnp.dtype(dtype))
     shapes = abstract(orbax.read_specs(path), jnp.dtype(dtype))

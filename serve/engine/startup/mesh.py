@@ -65,7 +65,7 @@ def check_mesh(layout: Layout, mesh: Mesh) -> None:
 
 
 def check_processes(layout: Layout, count: int) -> None:
-    """Raise ValueError where several processes have so many devices, and some would be left out."""
+    """Raise ValueError if several processes have `count` devices, and the layout leaves some out."""
     if jax.process_count() > 1 and layout.size != count:
         raise ValueError(
             f"tensor_parallel_size {layout.tensor} is not allowed: {jax.process_count()} processes have "
@@ -103,7 +103,6 @@ def halved_places(config: ModelConfig, layout: Layout, mesh: Mesh | None, device
 
 
 def on_one(config: ModelConfig, device: Any) -> Decoder:
-    """All parameters on one device."""
     one = SingleDeviceSharding(device)
     return jax.tree.map(lambda _: one, decoder_spec(config), is_leaf=is_spec)
 

@@ -1,4 +1,5 @@
-"""Where a model comes from, as folders or as ids on the hub, and what its folders say beside the weights."""
+"""Folders of a model and its tokenizer, from paths or ids on the hub, and facts in them besides the
+weights."""
 
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ NONE = "the model has no tokenizer"
 
 @dataclass(frozen=True)
 class Origin:
-    """The folders of a model and of its tokenizer; `own` says that they were asked for as one."""
+    """Folders of a model and of its tokenizer; `own` if one name stands for both."""
 
     model: Path
     tokenizer: Path
@@ -39,9 +40,8 @@ class Origin:
         weights: bool = True,
         **where: Any,
     ) -> "Origin":
-        """Of paths or ids; `where` are `download_dir` and `token` of `hub.resolve`, which says what is
-        raised.
-        """
+        """Resolve paths or ids; `where` are `download_dir` and `token` of `hub.resolve`, whose errors are
+        raised."""
         folder = DEMO if model is None else resolve(model, revision, weights=weights, **where)
         own, name = tokenizer is None, model if tokenizer is None else tokenizer
         if name is None or (own and tokenizer_revision is None):
@@ -97,8 +97,8 @@ def stored_form(folder: Path, quantization: str | None) -> str | None:
 
 
 def ending(defaults: GenerationDefaults, words: Tokenizer | None) -> GenerationDefaults:
-    """Defaults whose end tokens are the tokenizer's too, as in vLLM. Raises ValueError where they are too
-    many."""
+    """Return generation defaults with the tokenizer's end tokens too, as in vLLM. Raises ValueError if these
+    are too many."""
     own = () if words is None or words.eos_token_id is None else (words.eos_token_id,)
     ids = tuple(dict.fromkeys((*own, *defaults.eos_token_ids)))
     if len(ids) > MAX_STOP_IDS:

@@ -26,7 +26,7 @@ def device_groups(found: Sequence[Any], stages: int, each: int) -> list[Sequence
 
 
 def staged(config: ModelConfig, places: Sequence[Decoder]) -> Decoder:
-    """Of trees of shardings, one for each stage's devices, the leaves of what lies there."""
+    """Join trees of shardings, one for each stage's devices: each layer has its stage's."""
     spans = split(config, len(places))
     layers = tuple(places[i].layers[layer] for i, span in enumerate(spans) for layer in span)
     last = places[-1]
@@ -34,7 +34,7 @@ def staged(config: ModelConfig, places: Sequence[Decoder]) -> Decoder:
 
 
 def halved(own: Decoder, theirs: Decoder) -> Decoder:
-    """Of two trees of shardings the second's feed-forward layers, and all else of the first."""
+    """Return the shardings of `own` with the feed-forward layers of `theirs`."""
     each = zip(own.layers, theirs.layers, strict=True)
     return replace(own, layers=tuple(replace(layer, ffn=other.ffn) for layer, other in each))
 
@@ -54,8 +54,8 @@ def check_halves(config: ModelConfig, ffn: int) -> None:
 
 
 def with_head(params: Decoder) -> Decoder:
-    """The parameters of a pipeline whose embedding is the head as well with a copy of it in the last stage;
-    all others as they are."""
+    """Copy an embedding that is the head as well to a pipeline's last stage; other parameters stay as they
+    are."""
     where = params.norm.gain.sharding
     if params.head is not None or where.device_set == devices(params.embed):
         return params

@@ -51,8 +51,12 @@ def start_engine(
     peer: RemoteKV | None = None,
     told: Told | None = None,
 ) -> Engine:
-    """Size, compile and warm up an engine for parameters that are on their device. A `peer` computes prompts
-    for it; who hands over its pages is `told` whose they are. Raises TypeError for other parameters."""
+    """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for other
+    parameters.
+
+    peer: prefill engine that computes prompts for this one.
+    told: called with the realm of the pages, if the engine sends them to others.
+    """
     if options.has_tiers:
         check(options)
     with progress.telling(options.use_tqdm_on_load):
@@ -111,8 +115,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
 def limits_of(
     options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], block: int, stages: int
 ) -> SchedulerConfig:
-    """What the scheduler of an engine with these shapes may hand out; prefills begin at multiples of
-    `block`."""
+    """Return the limits of an engine with these shapes; prefills begin at multiples of `block`."""
     return SchedulerConfig(
         max_num_seqs=sizes.seats,
         max_prefill_tokens=round_up(options.prefill_tokens, block),
@@ -125,16 +128,16 @@ def limits_of(
 
 
 def kind_of(params: Params) -> type[Programs]:
-    """Programs for where parameters lie."""
+    """Return the class of programs for the placement of the parameters."""
     if stations(params) > 1:
         return StagedPrograms
     return Programs if target_of(params).embed.is_fully_addressable else SharedPrograms
 
 
 def may_serve_early(options: EngineOptions, params: Params) -> bool:
-    """Whether an engine may serve before all of its programs are there: on one device, without adapters, in
-    whose places programs are compared, and where the threads that lower the others see jax's settings as they
-    are here, and not only in a block of code."""
+    """Return True if an engine may serve before all of its programs are compiled: on one device, without
+    adapters, whose places are used to compare programs, and if threads see jax's settings as they are here,
+    not only in a block of code."""
     if not options.serve_while_compiling or options.enable_lora or len(devices(params)) > 1:
         return False
     with ThreadPoolExecutor(1) as pool:
@@ -144,8 +147,8 @@ def may_serve_early(options: EngineOptions, params: Params) -> bool:
 def deferral(
     options: EngineOptions, programs: Programs, params: Params, canonical: Canonical
 ) -> Callable[[ShapeClasses], Warmup] | None:
-    """What brings programs that draw once the masks of grammars are there, so that other rows need not wait:
-    where programs may come late, and only decode takes each token."""
+    """Return a maker of deferred draws, which wait for the masks of grammars while other rows go on; None if
+    programs may not come late, or if a step takes several tokens of a row."""
     if options.guesses or options.decode_steps > 1 or not may_serve_early(options, params):
         return None
     aim = WarmupGoal(canonical, options.reproducible, depths=())
@@ -157,8 +160,8 @@ def deferral(
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:
-    """The most guesses of a row in steps that are timed, where their number follows from the times: several
-    where a model drafts them in turn."""
+    """Return the numbers of draft tokens in steps that are timed, if their number adapts: several if a model
+    drafts them one by one."""
     k, speculation = options.guesses, options.speculation
     if not k or not speculation.adaptive:
         return ()
@@ -167,7 +170,7 @@ def timed_depths(options: EngineOptions) -> tuple[int, ...]:
 
 
 def are_known(programs: Programs, params: Params, aim: WarmupGoal) -> bool:
-    """Whether all programs were kept, and their classes with them."""
+    """Return True if all programs were read from disk, and their classes with them."""
     if not programs.loaded or not aim.reproducible:
         return programs.loaded
     return kept.read(record(programs, params, aim.canonical), ShapeClasses) is not None
@@ -176,9 +179,9 @@ def are_known(programs: Programs, params: Params, aim: WarmupGoal) -> bool:
 def speculation_of(
     options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
-    """The drafter and, where the number of guesses adapts, the time of every step; None without guesses.
+    """Return the drafter, with a controller if the number of draft tokens adapts; None without speculation.
 
-    Raises ValueError where verification cannot keep the reproducibility contract.
+    Raises ValueError if verification cannot keep the reproducibility contract.
     """
     if not options.guesses:
         return None
@@ -197,7 +200,7 @@ def speculation_of(
 def late_speculation(
     options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
-    """The same in an engine that serves already, which goes on without guesses where there can be none."""
+    """Do the same in an engine that serves already; it goes on without draft tokens if there can be none."""
     try:
         return speculation_of(options, classes, seconds)
     except ValueError as error:
@@ -243,7 +246,8 @@ def require_finite(params: Decoder) -> None:
 
 
 def require_together(params: Any) -> None:
-    """The same within the parameters of a stage or of a half, or of all of them."""
+    """Raise ValueError unless all parameters lie on the same devices, in shardings with names if these are
+    several."""
     path, first = next(iter(paths(params).items()))
     expected = first.sharding.device_set
     for other, leaf in paths(params).items():

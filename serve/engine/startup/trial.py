@@ -1,5 +1,5 @@
-"""How much faster a host multiplies bfloat16 than float32: a measurement of a second or few at the first
-start, which is kept with the compiled programs."""
+"""Speed of bfloat16 products on a CPU, relative to float32: measured for a second or a few at the first
+start, and kept with the compiled programs."""
 
 import time
 from collections.abc import Sequence
@@ -25,29 +25,31 @@ DTYPES = "float32", "bfloat16"
 
 
 class Layers(NamedTuple):
-    """Feed-forward layers that are measured: dimensions of the model, inner ones, and their number."""
+    """Feed-forward layers that are measured."""
 
-    width: int
+    width: int  # of the model
     inner: int
     number: int
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Layers":
-        """Those of a model, as many as MOST numbers allow; of a large model one is cut."""
+        """Choose layers of a model: as many as MOST numbers allow, and a part of one if the model is
+        large."""
         width = config.hidden_size
         inner = min(max(kind.inner for kind in config.layers) or 4 * width, max(MOST // (2 * width), 1))
         return cls(width, inner, max(1, min(len(config.layers), MOST // (2 * width * inner))))
 
 
 def bfloat16_gain(device: Any, config: ModelConfig) -> float:
-    """Seconds of a model's products in float32 over those in bfloat16, as the first start on this machine has
-    measured them."""
+    """Return the seconds of a model's products in float32 over those in bfloat16, as the first start on this
+    machine measured them."""
     return known_gain(device, Layers.of(config))
 
 
 @cache
 def known_gain(device: Any, layers: Layers) -> float:
-    """The gain kept on disk, or else measured: a process keeps to one, also where nothing can be stored."""
+    """Return the gain kept on disk, or else measure it. A process keeps to one value, even if it cannot be
+    stored."""
     key = kept.combined([], "bfloat16 gain", kept.environment(device), tuple(layers), ROWS)
     if (found := kept.read(key, float)) is not None:
         return found
@@ -57,9 +59,11 @@ def known_gain(device: Any, layers: Layers) -> float:
 
 
 def measured(device: Any, layers: Layers) -> float:
-    """The geometric mean over ROWS of the ratio of a layer's least seconds, of rounds in turns: other load on
-    the machine makes most calls slower, and the quickest hardly at all. Rounds go on until the quickest calls
-    of each product are alike."""
+    """Measure the gain: the geometric mean over ROWS of the ratio of the least seconds of a layer.
+
+    Rounds take turns between the dtypes. Other load on the machine slows most calls, but hardly the quickest
+    ones: rounds go on until the quickest calls of each product are alike.
+    """
     runs = {}
     for dtype in DTYPES:
         weights = [weights_in(dtype, layers, device) for _ in range(layers.number)]
@@ -83,14 +87,14 @@ def is_settled(quickest: Sequence[float]) -> bool:
 
 
 def weights_in(dtype: str, layers: Layers, device: Any) -> tuple[Any, Any]:
-    """A layer's two weights, in the form that a host multiplies fastest."""
+    """Return a layer's two weights, in the form that a CPU multiplies fastest."""
     width, inner = layers.width, layers.inner
     up, down = (jnp.full(shape, 0.01, dtype, device=device) for shape in ((width, inner), (inner, width)))
     return (transpose(up, 1), transpose(down, 1)) if up.itemsize == 2 else (up, down)
 
 
 def seconds(weights: Sequence[tuple[Any, Any]], x: Float[Array, "rows D"]) -> list[float]:
-    """Seconds of a call for each of some layers, whose weights the caches do not hold."""
+    """Return the seconds of a call for each layer; the weights do not fit the caches of the processor."""
     found = []
     for up, down in weights:
         begin = time.perf_counter()

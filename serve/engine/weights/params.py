@@ -1,5 +1,4 @@
-"""The weights of a running engine: whether its programs can take others, and this process alone move
-them."""
+"""New weights for a running engine: the checks that its programs can take them."""
 
 from typing import Any
 
@@ -14,13 +13,13 @@ from ....model.weights.prepared import prepared_as
 
 
 def root_of(config: Any, params: Any, kv_cache_dtype: str) -> bytes:
-    """The name before the first page of an engine."""
+    """Return the name before the first page of an engine."""
     return root(str(config), str(jax.tree.map(lambda x: x.dtype, params)), kv_cache_dtype)
 
 
 def exchanged(served: Decoder, given: Decoder) -> Decoder:
-    """Other parameters in the forms of those that an engine has, its adapters beside them. Raises ValueError
-    as `require_alike` does."""
+    """Return other parameters in the forms of an engine's own, with its adapters. Raises ValueError as
+    `require_alike` does."""
     weights = unadapted(served)
     given = prepared_as(weights, given)
     require_alike(weights, given)
@@ -31,7 +30,7 @@ def exchanged(served: Decoder, given: Decoder) -> Decoder:
 
 
 def there(x: Any) -> jax.Array:
-    """An array, zeros in the place of one that a sleep has left off the device."""
+    """Return an array; zeros for one that sleep has taken off the device."""
     return jnp.zeros(x.shape, x.dtype, device=x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 

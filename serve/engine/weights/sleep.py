@@ -1,4 +1,4 @@
-"""An engine's sleep: which of the device's memory it has released, and where the parameters are."""
+"""Sleep of an engine: released memory of the device, and the parameters meanwhile."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,10 @@ TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` 
 
 @dataclass
 class Sleep:
-    """`missing` are the tags that an engine has to get back before it steps again.
+    """Sleep of one engine.
 
-    `params` are its parameters while they are off the device: arrays on the host, shapes of discarded ones.
+    missing: tags to get back before the engine steps again.
+    params: the parameters while they are off the device: arrays on the host, shapes of discarded ones.
     """
 
     missing: set[str] = field(default_factory=set)
@@ -38,8 +39,8 @@ class Sleep:
         self.missing.add("scheduling")
 
     def begin(self, state: StepArguments, like: StepArguments, discard: bool) -> StepArguments:
-        """Take a state's arrays off the device, the target's parameters nowhere if they are to be discarded;
-        gives their shapes: those of the cache and the slots, which may be promised, are `like` others.
+        """Release a state's arrays; returns their shapes. Parameters are copied to the host, and the target's
+        dropped instead if `discard`. Cache and slots may be futures, so their shapes are those of `like`.
 
         Raises ValueError in a group of processes.
         """
@@ -54,7 +55,7 @@ class Sleep:
     def end(
         self, state: StepArguments, tags: Iterable[str], empty: Callable[[Params], StepArguments]
     ) -> StepArguments:
-        """The state with what `tags` name; `empty` makes one that nobody has used."""
+        """Restore what `tags` name; `empty` makes an unused cache and unused slots."""
         for tag in self.chosen_tags(tags):
             if tag == "weights":
                 state = replace(state, params=on_device(self.params, state.params))
@@ -64,7 +65,7 @@ class Sleep:
         return state
 
     def chosen_tags(self, tags: Iterable[str]) -> list[str]:
-        """Those of the tags that are missing. Raises ValueError for one that is none."""
+        """Return the tags that are missing. Raises ValueError for an unknown one."""
         tags = {tags} if isinstance(tags, str) else set(tags)
         if not tags <= set(TAGS):
             raise ValueError(
@@ -73,29 +74,29 @@ class Sleep:
         return sorted(self.missing & tags)
 
     def woke(self, tag: str) -> None:
-        """What a tag names is back; once nothing else is missing, steps are allowed."""
+        """Record that a tag is restored; once nothing else is missing, steps are allowed."""
         if tag == "weights":
             self.params = None
         self.missing -= {tag} if self.missing - {tag, "scheduling"} else {tag, "scheduling"}
 
     def replaced(self, target: Any) -> None:
-        """Other parameters decide on tokens from now on."""
+        """Record that other parameters are served from now on."""
         self.params = None if self.params is None else with_target(self.params, target)
         self.discarded = False
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    """Return the shapes, dtypes and placement of a tree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def on_host(params: Any) -> Any:
-    """A copy on the host; shapes stay shapes."""
+    """Copy arrays to the host; shapes stay shapes."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x), params)
 
 
 def on_device(params: Any, shapes: Any) -> Any:
-    """The parameters where their shapes say; those that are shapes themselves stay so."""
+    """Put parameters where their shapes say; shapes stay shapes."""
 
     def placed(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)

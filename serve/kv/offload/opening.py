@@ -9,9 +9,9 @@ import jax
 from ...host.store import cache_home
 from ...options.checks import GIB
 from ...options.engine import EngineOptions
-from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.sizing import host_memory
 from ...runtime.compiled.transfers import Transfers
+from ...runtime.programs import StepPrograms
 from .disk import DiskTier, place_at
 from .host import HostTier
 from .later import WriteBehindTier
@@ -42,7 +42,7 @@ def folder(options: EngineOptions) -> Path:
         raise ValueError(f"kv_disk_space is not allowed without kv_disk_path: {error}") from error
 
 
-def tiers_of(options: EngineOptions, programs: Programs, params: Any) -> TierChain:
+def tiers_of(options: EngineOptions, programs: StepPrograms, params: Any) -> TierChain:
     """The tiers for pages of these parameters, the quickest first; without files while parameters are not
     there to be named. Raises what `check` does."""
     tiers: list[Tier] = []
@@ -61,7 +61,7 @@ def are_there(params: Any) -> bool:
 
 def mover_of(
     options: EngineOptions,
-    programs: Programs,
+    programs: StepPrograms,
     params: Any,
     peer: RemoteKV | None = None,
     told: Told | None = None,

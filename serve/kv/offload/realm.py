@@ -13,13 +13,14 @@ from ....kvcache.stages import devices
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.compiled import kept
-from ...runtime.compiled.compile import THREADS, Programs
+from ...runtime.compiled.compile import THREADS
 from ...runtime.compiled.shapes import Canonical
+from ...runtime.programs import StepPrograms
 
 LANES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knuth's and of xxHash
 
 
-def realm(programs: Programs, params: Any, options: EngineOptions, exact: bool = True) -> bytes:
+def realm(programs: StepPrograms, params: Any, options: EngineOptions, exact: bool = True) -> bytes:
     """32 bytes that are equal for engines whose pages of the same name have the same bits: of the same code
     and machine, the same model with the same weights, the same layout, and the same canonical shapes. Where
     it need not be `exact`, equal for those of the same code, model, weights and kinds of numbers."""
@@ -27,7 +28,7 @@ def realm(programs: Programs, params: Any, options: EngineOptions, exact: bool =
     return named(programs, params, options, exact, repr(programs.config), pools)
 
 
-def realm_of_answers(programs: Programs, target: Any, options: EngineOptions, *others: Any) -> bytes:
+def realm_of_answers(programs: StepPrograms, target: Any, options: EngineOptions, *others: Any) -> bytes:
     """32 bytes that are equal for engines that continue equal tokens equally: `realm` of the target's
     parameters, since guesses decide no token, and of `others` that answers follow from."""
     lora = options.enable_lora, options.max_loras, options.max_lora_rank
@@ -35,7 +36,7 @@ def realm_of_answers(programs: Programs, target: Any, options: EngineOptions, *o
     return named(programs, target, options, options.reproducible, *facts)
 
 
-def named(programs: Programs, params: Any, options: EngineOptions, exact: bool, *facts: Any) -> bytes:
+def named(programs: StepPrograms, params: Any, options: EngineOptions, exact: bool, *facts: Any) -> bytes:
     """A hash of facts, of the parameters, and where it is `exact` of how they are multiplied."""
     device = min(devices(params), key=lambda d: d.id)
     if exact:

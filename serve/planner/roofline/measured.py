@@ -12,6 +12,7 @@ import numpy as np
 
 from ....kvcache.pages import Batch
 from ...host import clock
+from ...runtime.compiled.batches import empty_batch
 from ...runtime.compiled.compile import Programs, StepArguments
 from ...runtime.compiled.shapes import Shape
 from ...runtime.steps.step import Output
@@ -57,7 +58,8 @@ def unending(state: StepArguments) -> StepArguments:
 def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
     """Rows with as many tokens as they hold after `context` others, in pages of their own as long as there
     are some; a prefill's rows are one prompt's."""
-    batch, sizes = programs.empty_batch(shape, 0), programs.sizes
+    sizes = programs.sizes
+    batch = empty_batch(sizes, shape, 0)
     own = np.tile(np.arange(shape.rows) * shape.sequences // shape.rows, sizes.shards)  # whose each row is
     seated = own < min(sizes.max_num_seqs, shape.rows_of(shape.tokens))  # the rows beyond are empty
     batch.tokens[:], batch.count[:] = 1, np.where(seated, shape.tokens, 0)

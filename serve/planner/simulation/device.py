@@ -1,10 +1,10 @@
-"""The programs of a device that computes nothing: a call takes the time that a model of time says, and rows
-sample tokens that mean nothing."""
+"""Programs of a device that computes nothing: a call takes the time that a model of time gives, and rows
+sample tokens without a meaning."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ....sampling.sample import Sampled
 from ...engine.core.plan import ScheduledTokens
 from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
+from ...runtime.programs import NullPrograms
 from ...runtime.steps.step import Output, Seat
 from .clock import SimulatedClock, SimulatedStages
 from .times import StepCall, StepTimes
@@ -23,7 +24,7 @@ TOKEN = 0  # that every row samples
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """What a call will bring, once somebody waits for it."""
+    """Future of the output of a call, which arrives `at` a simulated time."""
 
     output: Output
     at: float
@@ -34,13 +35,12 @@ class SimulatedResult:
         return self.output
 
 
-class SimulatedPrograms:
-    """What an engine asks of `Programs`, on `SimulatedStages`. Guesses are right with the probability
-    `acceptance`, each after those before it. `inline` is a host's own processor: whoever asks for a call runs
-    it. A request that takes a seat takes `seating` seconds of the host."""
+class SimulatedPrograms(NullPrograms):
+    """Programs on `SimulatedStages`: each call takes the time that a model of time gives.
 
-    count, seconds, age = 0, 0.0, 0.0
-    ready: ClassVar[dict[Shape, float]] = {}
+    acceptance: probability that a draft token is right, if those before it are. inline: calls run on the
+    thread that dispatches them, as on a CPU. seating: seconds of host work for each admitted request.
+    """
 
     def __init__(
         self,
@@ -52,48 +52,37 @@ class SimulatedPrograms:
         inline: bool = False,
         seating: float = 0.0,
     ):
-        self.config, self.sizes, self.times, self.clock = config, sizes, times, clock
+        super().__init__(config, sizes)
+        self.times, self.clock = times, clock
         self.stages = SimulatedStages(times.stages)
         self._acceptance, self._random, self._inline = acceptance, Random(0), inline
         self._seating = seating
-        self._known: dict[int, int] = {}  # by seats, tokens that were known when they were taken
-        self._left: dict[int, float] = {}  # by seats, when their last step has left the last stage
-
-    def products(self, shapes: Iterable[Shape]) -> None:
-        """Those of a host."""
+        self._known: dict[int, int] = {}  # by slots, tokens that were known at admission
+        self._left: dict[int, float] = {}  # by slots, when their last step has left the last stage
 
     def report(self) -> dict[str, Any]:
         return {"bubbles": self.stages.bubbles}
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
-        return StepArguments(params, cast(Any, None), cast(Any, None))
 
     def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         self._known[int(slot)] = int(new.known)
         self.clock.spend(self._seating)
         return slots
 
-    def load_history(self, slots: Any, *history: Any) -> Any:
-        return slots
-
-    def load_masks(self, slots: Any, *masks: Any) -> Any:
-        return slots
+    def batch(self, shape: Shape, rows: Mapping[int, ScheduledTokens]) -> Mapping[int, ScheduledTokens]:
+        return rows
 
     def run(
         self, shape: Shape, arguments: StepArguments, works: Mapping[int, ScheduledTokens]
     ) -> tuple[Any, Any, SimulatedResult]:
-        """A call begins once it is asked for, its rows' steps before have left the last stage, and those
-        before it the first."""
+        """Run a call. It begins once it is dispatched, its rows' last steps have left the last stage, and the
+        calls before it the first."""
         tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
         call, seats = StepCall(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
         coming = self.coming(shape, works, self.dispatch(call, seats))
         return arguments.cache, arguments.slots, coming
 
     def coming(self, shape: Shape, works: Mapping[int, ScheduledTokens], at: float) -> SimulatedResult:
-        """What the rows of a call have sampled, at a moment."""
+        """Return what the rows of a call have sampled, as a future."""
         sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
         for row, work in works.items():
             first, end = self._sampled(shape, work, self._known[_seat(work)])
@@ -101,7 +90,7 @@ class SimulatedPrograms:
         return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
 
     def dispatch(self, call: StepCall, seats: Iterable[int] = ()) -> float:
-        """When the results of a call for some seats, asked for now, arrive."""
+        """Return the time at which the results of a call for some slots, dispatched now, arrive."""
         moment = self.clock()
         if self.stages.count > 1:
             moment = max([moment, *(self._left.get(seat, 0.0) for seat in seats)])
@@ -116,7 +105,7 @@ class SimulatedPrograms:
         return 1 if shape.phase == "prefill" else shape.tokens
 
     def _sampled(self, shape: Shape, work: ScheduledTokens, known: int) -> tuple[int, int]:
-        """The columns in which a row samples: behind the last of its known tokens."""
+        """Return the columns in which a row samples: behind the last of its known tokens."""
         if shape.phase == "prefill":
             return 0, int(work.start + work.count >= known)
         if shape.phase == "verify":

@@ -1,7 +1,6 @@
 """The real engine in simulated time, and the requests of a workload for it."""
 
 from collections.abc import Callable
-from typing import Any, cast
 
 from ....model.config import ModelConfig
 from ....model.pair import PairConfig
@@ -10,6 +9,7 @@ from ....sampling.params import SamplingParams
 from ...engine.core.engine import Engine
 from ...engine.core.guessing import Speculation
 from ...engine.core.request import Request, RequestTimes
+from ...engine.speculation.drafter import ConstantDrafter
 from ...engine.startup.start import limits_of
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes, can_share, table
@@ -22,19 +22,6 @@ from .together import DecodeFastForward
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 NO_TIME = Host()
-
-
-class AlwaysRightDrafter:
-    """A drafter that always guesses; whether it is right the simulated device says."""
-
-    def begin(self, request: Any, prompt: Any) -> None: ...
-
-    def extend(self, request: Any, tokens: Any) -> None: ...
-
-    def end(self, request: Any) -> None: ...
-
-    def guess(self, request: Any, k: int) -> list[int]:
-        return [TOKEN] * k
 
 
 class Simulation:
@@ -64,14 +51,13 @@ class Simulation:
         classes = classes or ShapeClasses.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)
         self.engine = Engine(
-            cast(Any, self.programs),
+            self.programs,
             classes,
             self.programs.empty(params),
             limits,
             options.enable_prefix_caching,
-            Speculation(AlwaysRightDrafter(), options.guesses) if options.guesses else None,
+            Speculation(ConstantDrafter(TOKEN), options.guesses) if options.guesses else None,
             clock=self.clock,
-            told=cast(Any, lambda programs, shape, works: works),
         )
         self.together: DecodeFastForward | None = DecodeFastForward(self.engine, self.programs)
         self._count, self._patience = 0, options.patience(awaited=True)

@@ -132,7 +132,7 @@ class DecodeFastForward:
     def _ready(self) -> Iterable[Request]:
         """Requests whose prompts are on their way or computed."""
         scheduler = self.engine.scheduler
-        return (r for slot, r in scheduler.running.items() if slot not in scheduler.reading)
+        return (r for slot, r in scheduler.running.items() if slot not in scheduler.prefilling)
 
     def _have_pages(self, rows: int) -> bool:
         """Whether some steps of so many rows lack no page."""
@@ -180,20 +180,20 @@ class DecodeFastForward:
     def _advance(self) -> None:
         self.number += 1
         engine, scheduler, before = self.engine, self.engine.scheduler, self.flight
-        seats = scheduler.open_seats()
+        seats = scheduler.admission_limit()
         ended, turned = self._ends.pop(self.number, []), self._turns.pop(self.number, [])
         self._move(ended)
         for row in turned:
             self._turn(row)
         seated = scheduler.admit(seats) if seats else []
-        plan = SchedulerOutput(seated, list(scheduler.chunks()) if scheduler.reading else [])
-        self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.seats else self._noted(plan))
+        plan = SchedulerOutput(seated, list(scheduler.chunks()) if scheduler.prefilling else [])
+        self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.admitted else self._noted(plan))
         if before is not None:
             self._commit(before, turned, ended)
-        self._join(r for r in (*plan.seats, *(w.request for w in plan.prefill)) if self._has_been_read(r))
+        self._join(r for r in (*plan.admitted, *(w.request for w in plan.prefill)) if self._has_been_read(r))
 
     def _has_been_read(self, request: Request) -> bool:
-        return request.slot is not None and request.slot not in self.engine.scheduler.reading
+        return request.slot is not None and request.slot not in self.engine.scheduler.prefilling
 
     def _move(self, ended: Iterable[DecodeRow]) -> None:
         """Rows leave whose last token is on its way, others join."""
@@ -263,7 +263,7 @@ class DecodeFastForward:
         """Take in what a step has brought: pages that rows have filled are named, and those that had their
         last token end."""
         read = list(flight.read)
-        taken = take_all(read, self.engine.scheduler.scores, self.engine.meter) if read else []
+        taken = take_all(read, self.engine.meter) if read else []
         if flight.shape is not None:
             self.programs.clock.wait_until(flight.at)
             self.engine.meter.took()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,24 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ....kvcache.pages import ON_DEVICE, Batch, empty_cache
+from ....kvcache.pages import Batch, empty_cache
 from ....kvcache.placement import automatic, cache_shardings
 from ....kvcache.placement import seats as seats_of
 from ....kvcache.quantised import kept_as
 from ....kvcache.shards import in_seat, steps
 from ....kvcache.stages import around
 from ....model.pair import PairConfig, Params, target_of
-from ....sampling.params import NO_TOKEN
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.memory import release
 from ..steps.phases import Phases, TargetOnly
-from ..steps.places import packed
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import kept
+from .batches import BatchRow, batch_of, packed
 from .kept import JoinedPrograms, Lowered
 from .promise import DeferredSampling
 from .shapes import Shape, Sizes
@@ -40,8 +38,7 @@ MASKED_AT_ONCE = 8  # seats whose masks are written by one call
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What every step takes besides its batch, as arrays or as shapes without numbers; cache and slots may be
-    promised."""
+    """Arguments of every step besides its batch, as arrays or as shapes; cache and slots may be futures."""
 
     params: Params
     cache: Any  # KVCache
@@ -49,26 +46,25 @@ class StepArguments:
 
     @property
     def everywhere(self) -> Sharding:
-        """Whole on each device; of several shards each on its own."""
+        """Sharding of arrays that are whole on each device; each shard has its own."""
         return self.slots.last.sharding
 
 
 def like(tree: Any) -> Any:
-    """Shapes, types and placement of a tree's arrays, without their numbers."""
+    """Return the shapes, dtypes and placement of a tree's arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), tree
     )
 
 
 def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
-    """Slots that nobody has used."""
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top, sizes.positions)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArguments:
-    """A step's arguments as shapes: the cache and the slots lie where the parameters, arrays or shapes too,
-    ask for them."""
+    """Return a step's arguments as shapes: cache and slots lie where the parameters, arrays or shapes too,
+    require."""
 
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -84,12 +80,11 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
 
 
 def all_pages(sizes: Sizes) -> tuple[int, ...]:
-    """Pages of all shards for each window."""
     return tuple(sizes.shards * count for count in sizes.pages)
 
 
 def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
-    """The abstract batch of a shape, with rows for every shard."""
+    """Return the batch of a shape as shapes, with rows for every shard."""
 
     def ints(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
@@ -102,28 +97,30 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
 
 
 def seat_like(slots: Slots) -> tuple[Any, Seat]:
-    """What seating takes beside the slots."""
+    """Return the arguments of `seat` behind the slots, as shapes."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
     one = jax.ShapeDtypeStruct((), jnp.int32)
     return one, Seat(one, one, one, knobs, one)
 
 
 def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
-    """What loading a history takes: the slot, its tokens, the prompt's and all tokens' number, the bias."""
+    """Return the arguments of `load_history` behind the slots: slot, tokens, the prompt's and all tokens'
+    number, bias."""
     one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
     tokens = jax.ShapeDtypeStruct((sizes.max_model_len,), jnp.int32)
     return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
 def masks_like(allowed: Allowed) -> tuple[Any, ...]:
-    """What loading masks takes: seats, the first position of each, and its masks."""
+    """Return the arguments of `load_masks` behind the slots: slots, the first position of each, masks."""
     K, rows = MASKED_AT_ONCE, allowed.masks
     some = jax.ShapeDtypeStruct((K,), jnp.int32)
     return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
 
 
 def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
-    """A program that loads masks, for all of the slots: it is called often, and each array costs time."""
+    """Wrap a program that loads masks to take all slots. It is called often, and each array argument costs
+    time."""
 
     def change(slots: Slots, *given: Any) -> Slots:
         allowed = load(slots.sampling.allowed, *given)
@@ -133,7 +130,7 @@ def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
 
 
 def lower(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
-    """One step's program. The cache and the slots are donated, and stay where and how they are."""
+    """Lower a step's program. Cache and slots are donated, and keep placement and layout."""
     whole = arguments.everywhere
     out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
     phase = getattr(phases, shape.phase)
@@ -144,7 +141,7 @@ def lower(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) 
 
 
 def lower_deferred(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> JoinedPrograms:
-    """A decode in two programs: what its tokens are drawn from, and the draw."""
+    """Lower a decode as two programs: the forward pass, and the draw of tokens from its hidden states."""
     assert isinstance(phases, TargetOnly), "what guesses needs each token at once"
     params, cache, slots, batch = given = operands(shape, arguments, sizes)
     out = jax.tree.map(lambda pool: pool.sharding, cache), slots.last.sharding
@@ -157,19 +154,18 @@ def lower_deferred(phases: Phases, shape: Shape, arguments: StepArguments, sizes
 
 
 def mesh_of(place: Sharding) -> Mesh:
-    """The mesh of what lies on several devices."""
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
     return place.mesh
 
 
 def operands(shape: Shape, arguments: StepArguments, sizes: Sizes) -> tuple[Any, ...]:
-    """What a step's program takes, without numbers."""
+    """Return the arguments of a step's program as shapes."""
     batch = batch_like(shape, sizes, arguments.everywhere)
     return arguments.params, arguments.cache, arguments.slots, batch
 
 
 def lower_zeros(like: Any) -> jax.stages.Lowered:
-    """A program that makes arrays of zeros, where and as these shapes are."""
+    """Lower a program that makes arrays of zeros with these shapes and placements."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
@@ -178,19 +174,18 @@ def lower_zeros(like: Any) -> jax.stages.Lowered:
 
 
 def compiling(count: int, later: int = 0) -> str:
-    """What a start says while it compiles."""
     what = "1 program" if count == 1 else f"{count} programs"
     kept_too = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
     return f"compiling {what}{kept_too}" + (f"; {later} more while they serve" if later else "")
 
 
 class Programs:
-    """Compiled steps by shape, the small programs that seat a request, load its history and the masks of
-    grammars, and those that make the empty state that all of them start from.
+    """Compiled steps by shape, and the small programs: they assign a slot to a request, load its history and
+    the masks of grammars, and make the empty cache and slots.
 
-    Of the shapes `first` are there once it is made, all if None. `missing` are then compiled by `add`, from
-    any thread. `ready` has the seconds from the start on after which each was there, `spent` those that
-    tracing and compiling took.
+    Shapes of `first`, by default all, are compiled at once. `missing` ones are compiled later by `add`, from
+    any thread. `ready` has the seconds after the start at which each was there, `spent` the seconds of
+    tracing and compiling.
     """
 
     def __init__(
@@ -236,8 +231,8 @@ class Programs:
         return len(self.steps) + SMALL
 
     def report(self) -> dict[str, Any]:
-        """How many there are, were read from disk or are missing, the seconds of the start and of compiling,
-        and when each step's was there."""
+        """Return the number of programs, of those read from disk and missing, seconds of the start and of
+        compiling, and when each step was ready."""
         ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
         return {
             "programs": self.count,
@@ -249,14 +244,14 @@ class Programs:
         }
 
     def begin(self, state: StepArguments) -> None:
-        """Requests come from now on, to an engine in this state: what has run so far does not count."""
+        """Start counting: requests come from now on."""
 
     def close(self) -> None:
-        """Nothing is run any more."""
+        """End what the programs hold besides memory."""
 
     def add(self, shape: Shape) -> None:
-        """Compile a missing shape, or one of no table. The latter is not kept, and none is if jax's settings
-        are others than at the start."""
+        """Compile a missing shape, or one of no table. The latter is not kept, nor is any if jax's settings
+        have changed since the start."""
         if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower(shape))
@@ -276,8 +271,8 @@ class Programs:
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
-        """How an accelerator's products in these shapes were configured, as a hash, kept with the programs;
-        None on a host, whose are known by its processor."""
+        """Return a hash of how an accelerator's matrix products in these shapes were configured, kept with
+        the programs; None on a CPU, which `provenance` describes."""
         (device, *_) = self._devices
         if device.platform == "cpu":
             return None
@@ -290,8 +285,8 @@ class Programs:
         return found
 
     def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
-        """Parameters with a cache and slots that nobody has used, made once those are gone that a failed step
-        has held."""
+        """Return parameters with an unused cache and unused slots, made after those that a failed step held
+        are released."""
         release(failed)
         return StepArguments(params, self.fresh_cache(), self.fresh_slots())
 
@@ -312,7 +307,6 @@ class Programs:
         return self._of_seat(seat).lower(slots, *seat_like(slots))
 
     def _of_seat(self, change: Callable[..., Any]) -> Any:
-        """A change of one seat of the slots, before it is lowered."""
         whole = self.like.everywhere
         if self.sizes.shards > 1:
             change = in_seat(change, mesh_of(whole))
@@ -332,21 +326,10 @@ class Programs:
         return JoinedPrograms([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
-        """Dispatch one step; the cache and the slots that are passed are consumed. Gives others, and the
-        Output."""
+        """Dispatch a step, which consumes the cache and the slots; returns others, and the Output."""
         if shape.packed:
             batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
-    def empty_batch(self, shape: Shape, empty_slot: int) -> Batch:
-        """A host batch of empty rows, to be filled in: of shard i those from i * shape.rows on."""
-        B, T = self.sizes.shards * shape.rows, shape.tokens
-        tables = tuple(np.zeros((B, self.sizes.table_width), np.int32) for _ in self.sizes.pages)
-        slot = np.full(B, empty_slot, np.int32)
-        tokens, start, count = (
-            np.full((B, T), ON_DEVICE, np.int32),
-            np.zeros(B, np.int32),
-            np.zeros(B, np.int32),
-        )
-        after = np.full(B, NO_TOKEN, np.int32) if shape.phase == "prefill" else None
-        return Batch(tokens, start, count, tables, slot, after)
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+        return batch_of(self.sizes, shape, rows)

@@ -1,4 +1,5 @@
-"""Results of programs that are dispatched later: by another thread, or once masks are there."""
+"""Futures of steps: results of programs that another thread dispatches, or that are dispatched once masks are
+there."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,16 +12,16 @@ from ....model.pair import Params, target_of
 
 @runtime_checkable
 class StepResult(Protocol):
-    """What stands for a result until it is needed."""
+    """Future of a result."""
 
     def arrived(self) -> Any:
-        """Wait for the dispatch, and give its result. Raises what the dispatch raised."""
+        """Wait for the dispatch and return its result. Raises what the dispatch raised."""
         ...
 
 
 @dataclass
 class PendingSample:
-    """The output of a decode whose tokens are to be drawn from its hidden states, [B,1,D]."""
+    """Output of a decode whose tokens have yet to be drawn from its hidden states, [B,1,D]."""
 
     program: Callable[..., tuple[Any, Any]]
     batch: Any  # Batch
@@ -28,7 +29,7 @@ class PendingSample:
     output: Any = None  # Output
 
     def draw(self, params: Params, slots: Any) -> Any:
-        """Dispatch the draw; gives the slots."""
+        """Dispatch the draw; returns the slots."""
         slots, self.output = self.program(around(target_of(params)), slots, self.batch, self.hidden)
         self.hidden = None
         return slots
@@ -40,7 +41,7 @@ class PendingSample:
 
 @dataclass(frozen=True)
 class DeferredSampling:
-    """A decode in two programs, called as other steps are; its output is `PendingSample`."""
+    """Decode in two programs, called as other steps are; its output is `PendingSample`."""
 
     forward: Callable[..., tuple[Any, Any]]
     draw: Callable[..., tuple[Any, Any]]
@@ -52,7 +53,7 @@ class DeferredSampling:
 
 @dataclass(frozen=True)
 class StepFuture:
-    """One result of a job."""
+    """Future of a result, or of a part of it."""
 
     job: Future[Any]
     pick: Callable[[Any], Any] = lambda result: result
@@ -61,10 +62,9 @@ class StepFuture:
         return self.pick(self.job.result())
 
     def part(self, i: int) -> "StepFuture":
-        """The i-th of several results."""
         return StepFuture(self.job, lambda result: self.pick(result)[i])
 
 
 def arrived(result: Any) -> Any:
-    """A result, waited for if it is promised."""
+    """Return a result, after waiting for it if it is a future."""
     return result.arrived() if isinstance(result, StepResult) else result

@@ -1,5 +1,4 @@
-"""Padding buckets: the closed table of shapes that an engine compiles, and the smallest one that holds a
-piece of work."""
+"""Padding buckets: the closed table of shapes that an engine compiles."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,18 +17,18 @@ WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
-WIDEST = 4  # tokens of a verification for each seat
+WIDEST = 4  # tokens of a verification for each slot
 
 Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
 
 
 class Shape(NamedTuple):
-    """Rows B and tokens T of one compiled step; for decode T is the number of steps taken in one dispatch.
-    What is `deferred` is one step of decode in two programs: tokens are drawn once their masks are there.
+    """Rows B and tokens T of one compiled step; for decode T is the number of steps in one dispatch. A
+    `deferred` shape is one step of decode in two programs, which draws its tokens once their masks are there.
 
-    A prefill's rows may be consecutive parts of one prompt, or of several. `packed` are the tokens that are
-    computed where rows of a verification share fewer than B T among them; 0 where each has its T.
+    Rows of a prefill may be consecutive parts of one prompt, or of several. `packed` is the number of tokens
+    that a verification computes, fewer than B T, of any rows; 0 if each row has its T.
     """
 
     phase: Phase
@@ -39,21 +38,21 @@ class Shape(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Sequences of a full call, where the rows of a prefill are one prompt's."""
+        """Sequences of a full call; the rows of a prefill count as one prompt's."""
         return 1 if self.phase == "prefill" else self.rows
 
     @property
     def area(self) -> int:
-        """Tokens that it computes, padding among them."""
+        """Tokens computed, padding included."""
         return self.packed or self.rows * self.tokens
 
     @property
     def deferred(self) -> "Shape":
-        """A decode's twin that draws later."""
+        """Twin of a decode that draws later."""
         return self._replace(phase="deferred")
 
     def rows_of(self, tokens: int) -> int:
-        """Rows of so many tokens that it holds."""
+        """Return the number of rows of `tokens` tokens that fit."""
         return min(self.rows, self.packed // tokens) if self.packed else self.rows
 
     def __str__(self) -> str:
@@ -62,15 +61,15 @@ class Shape(NamedTuple):
 
 
 class Canonical(NamedTuple):
-    """The shapes that the bits of all others of their phase are compared with, and the smallest of these
-    under the reproducibility contract."""
+    """Shapes whose bits the others of their phase are compared with. Under the reproducibility contract they
+    are also the smallest."""
 
     prefill: Shape
     decode: Shape
 
     @classmethod
     def on(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "Canonical":
-        """A CPU's are narrow: its time grows with rows from the first one on."""
+        """Choose them: narrow on a CPU, whose time grows with rows from the first one on."""
         if platform == "cpu":
             return cls(Shape("prefill", 1, SMALLEST_CHUNK), Shape("decode", SMALLEST_WIDTH, 1))
         chunk = min(WIDE_PREFILL, last_edge(options, sizes.max_model_len))
@@ -79,15 +78,14 @@ class Canonical(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """An engine's fixed shapes: tokens of a request, seats, pages for each window of the model, tokens of a
-    page. Seats, pages and rows are those of each of `shards`, whose steps are one."""
+    """Fixed sizes of an engine. Slots, pages and rows are those of each of `shards`, whose steps are one."""
 
-    max_model_len: int
-    max_num_seqs: int
-    pages: tuple[int, ...]
-    page_size: int
-    hidden: int = 0  # numbers of the last hidden state that a slot keeps; 0 where nothing guesses from it
-    n_top: int = MAX_LOGPROBS  # alternatives that a step reports beside a token
+    max_model_len: int  # tokens of a request
+    max_num_seqs: int  # slots
+    pages: tuple[int, ...]  # for each window of the model
+    page_size: int  # tokens
+    hidden: int = 0  # size of the last hidden state that a slot keeps for a head; 0 without one
+    n_top: int = MAX_LOGPROBS  # alternatives to a token that a step reports
     positions: int = 1  # tokens of a constrained row that a step samples at most
     kv_cache_dtype: str = "auto"  # as in the options
     shards: int = 1
@@ -95,7 +93,7 @@ class Sizes:
 
     @property
     def seats(self) -> int:
-        """Of all shards; shard i has those from i * max_num_seqs on."""
+        """Slots of all shards; those of shard i begin at i * max_num_seqs."""
         return self.shards * self.max_num_seqs
 
     @property
@@ -106,7 +104,6 @@ class Sizes:
 
 
 def doublings(first: int, last: int) -> list[int]:
-    """first, 2 * first, 4 * first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -115,8 +112,8 @@ def doublings(first: int, last: int) -> list[int]:
 
 
 def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
-    """All shapes of an engine; `shared` says whether prompts may share a prefill. Without the reproducibility
-    contract decode may be narrow, and prefill on accelerators; under it too, where products are fixed."""
+    """Return all shapes of an engine; prompts may share a prefill if `shared`. Without the reproducibility
+    contract decode may be narrow, and prefill on a CPU too."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     canonical = Canonical.on(platform, options, sizes)
     may_differ = options.reproducible and not options.fixed_products
@@ -142,8 +139,9 @@ def last_edge(options: EngineOptions, most: int) -> int:
 def prefills(
     options: EngineOptions, most: int, shared: bool, platform: str, chunk: int = SMALLEST_CHUNK
 ) -> list[Shape]:
-    """Shapes for up to max_prefill_tokens: one row of a prompt that is alone, and rows of a tile for several
-    that share a call. The smallest has `chunk` tokens, or those of a smaller bucket that was asked for."""
+    """Return the shapes of prefills of up to max_prefill_tokens: one row for a prompt that is alone, and rows
+    of a tile for several that share a call. The smallest has `chunk` tokens, or those of a smaller bucket of
+    the options."""
     last = last_edge(options, most)
     edges = doublings(chunk, last)
     wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
@@ -155,19 +153,19 @@ def prefills(
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
-    """Whether prompts may be cut into rows of a tile."""
+    """Return True if prompts may be cut into rows of a tile."""
     return all(not layer.state and layer.keys and layer.keys.can_share for layer in layers)
 
 
 def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
-    """Most tokens of a row of prefill, where `prompts` prompts come together: short rows of several can
-    share a call."""
+    """Return the most tokens of a row of prefill if `prompts` prompts come together: short rows of several
+    can share a call."""
     several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
     return max(several or [s.tokens for s in shapes])
 
 
 def least_row(shapes: Iterable[Shape]) -> int:
-    """Fewest tokens that a short prompt costs in a call with others."""
+    """Return the fewest tokens that a short prompt costs in a call with others."""
     return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 
@@ -194,12 +192,12 @@ def verifications(
 
 
 def holds(shape: Shape, rows: int, tokens: int, total: int = 0) -> bool:
-    """Whether a shape holds `rows` of at most `tokens`, `total` together."""
+    """Return True if a shape holds `rows` of at most `tokens`, `total` together."""
     return shape.rows >= rows and shape.tokens >= tokens and shape.area >= total
 
 
 def smallest(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
-    """The shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together; one
-    must."""
+    """Return the shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together;
+    at least one must."""
     fitting = [s for s in shapes if holds(s, rows, tokens, total)]
     return min(fitting, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))

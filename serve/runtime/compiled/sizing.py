@@ -1,5 +1,4 @@
-"""How much fits: an engine's sizes from the model, the options and the memory, before anything is
-allocated."""
+"""Sizes of an engine from the model, the options and the memory, before anything is allocated."""
 
 import math
 import os
@@ -35,8 +34,8 @@ HOST_MOST = 4 << 30  # at most this number of bytes
 
 
 def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """An upper estimate of the largest step's temporaries: a chunk's activations, and a few copies of the
-    logits in float32."""
+    """Return an upper bound of a step's temporaries: a chunk's activations, and a few copies of the logits in
+    float32."""
     size = jnp.dtype(dtype).itemsize
     rows = options.prefill_tokens
     D = config.target.hidden_size
@@ -53,7 +52,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
 
 
 def chosen_bytes(kind: LayerKind, config: PairConfig, options: EngineOptions) -> int:
-    """What choosing keys takes beside attention: the scores of all keys, and those of a block in each
+    """Return the temporaries of sparse attention: the scores of all keys, and those of a block in each
     head."""
     chooser, longest = chooser_of(kind), options.max_model_len or config.target.max_position
     if chooser is None or (chooser.keys or 0) >= longest:
@@ -63,7 +62,7 @@ def chosen_bytes(kind: LayerKind, config: PairConfig, options: EngineOptions) ->
 
 
 def widened_bytes(params: Params, dtype: Any) -> int:
-    """An upper estimate of the temporaries of a product with a quantised weight: the largest one widened,
+    """Return an upper bound of the temporaries of a product with a quantised weight: the largest one widened,
     twice."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     sizes = [math.prod(x.shape) for x in leaves if isinstance(x, Quantised)]
@@ -71,15 +70,14 @@ def widened_bytes(params: Params, dtype: Any) -> int:
 
 
 def widths(kind: LayerKind) -> int:
-    """Numbers that a token's projections hold at once: the larger of attention's and of the feed-forward
-    layer's."""
+    """Return the numbers of a token's projections at once: attention's and the feed-forward layer's."""
     heads = sum((m.num_heads + 2 * m.key_heads) * max(m.head_sizes) for m in kind.mixers)
     return 2 * heads + 2 * kind.inner
 
 
 def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
-    """Numbers of each of a shard's tokens where a layer's experts are split over shards: the tokens of all
-    are there, and room for what each of their experts makes of them, before and after."""
+    """Return the numbers of each of a shard's tokens if experts are split over shards: the tokens of all
+    shards, and the inputs and outputs of their experts."""
     if not isinstance(kind.ffn, Experts) or not options.enable_expert_parallel:
         return 0
     shards = options.data_parallel_size
@@ -87,8 +85,8 @@ def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
 
 
 class StageBudget(NamedTuple):
-    """What the devices of a stage have for the keys of its layers: bytes of each, which hold one of `ways`
-    parts of a page."""
+    """Memory of a stage's devices for the keys of its layers: bytes of each, which holds one of `ways` parts
+    of a page."""
 
     span: slice
     budget: int
@@ -100,14 +98,14 @@ class StageBudget(NamedTuple):
         return dict(zip(windows_of(own), page_bytes(own, W, kept), strict=True))
 
     def bytes_of(self, pages: Mapping[int | None, int], sizes: Mapping[int | None, int]) -> int:
-        """Bytes of so many pages of each window, of which one has so many."""
+        """Return the bytes of `pages[w]` pages of each window w, of `sizes[w]` bytes each."""
         return sum(pages[window] * size for window, size in sizes.items()) // self.ways
 
 
 def rooms(
     config: PairConfig, options: EngineOptions, params: Params, memory: int | None
 ) -> list[StageBudget]:
-    """What each stage has, in bytes of memory of each accelerator."""
+    """Return the budget of each stage, in bytes of memory of each accelerator."""
     found, target = stages(params), target_of(params)
     if len(found) == 1:
         params = attending(target) if is_apart(params) else params
@@ -142,7 +140,7 @@ def cache_budget(
 
 
 def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Of pages on their way to tiers and back."""
+    """Return the bytes of pages on their way to tiers and back."""
     kept = kept_as(options.kv_cache_dtype, dtype)
     pages = OFFERED + STAGED if options.has_tiers else 0
     return pages * sum(page_bytes(config.layers, options.page_size, kept))
@@ -181,10 +179,10 @@ def host_memory() -> int:
 
 
 def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, memory: int | None) -> Sizes:
-    """Fixed shapes for a model, whose parameters may be shapes, in bytes of memory of each of their
-    accelerators, or in a host's (None).
+    """Choose the sizes of an engine. `memory` is the bytes of each accelerator, or None on a CPU; parameters
+    may be shapes.
 
-    Raises ValueError, saying which knob to turn, where they do not fit.
+    Raises ValueError, with the option to change, if the model does not fit.
     """
     check_slots(config, options, memory)
     dtype = target_of(params).embed.dtype
@@ -192,7 +190,7 @@ def choose_sizes(config: PairConfig, options: EngineOptions, params: Params, mem
 
 
 def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[StageBudget], dtype: Any) -> Sizes:
-    """The same in what each stage has for its keys, of a model that computes in a dtype."""
+    """Choose sizes within the budget of each stage, for a model that computes in `dtype`."""
     W, kept = options.page_size, kept_as(options.kv_cache_dtype, dtype)
     most = config.target.max_position
     longest = options.max_model_len or most

@@ -133,7 +133,7 @@ class Transfers:
 
 
 def count_for(pages: int) -> int:
-    """The smallest of COUNTS that holds so many pages."""
+    """Return the smallest of COUNTS that holds `pages` pages."""
     return next(n for n in COUNTS if n >= pages)
 
 

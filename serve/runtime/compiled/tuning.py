@@ -1,5 +1,5 @@
-"""How XLA configured what a device runs. Autotuning measures candidates, so another machine of the same kind,
-or another start, may choose other products, whose sums have other bits."""
+"""Configuration that XLA chose for a device. Autotuning measures candidates, so another machine of the same
+kind, or another start, may choose other products, whose sums have other bits."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ BACKEND = "backend_config="
 
 
 def tuning(programs: Iterable[Any]) -> str:
-    """A hash of the settings that backends noted in compiled programs, whatever these were named."""
+    """Return a hash of the settings that backends noted in compiled programs, whatever the names of these."""
     found = hashlib.sha256()
     for text in sorted("\n".join(sorted(settings(program.as_text() or ""))) for program in programs):
         found.update(text.encode())
@@ -18,12 +18,12 @@ def tuning(programs: Iterable[Any]) -> str:
 
 
 def settings(text: str) -> Iterable[str]:
-    """The settings of each instruction of a module that has some."""
+    """Yield the settings of each instruction of a module that has some."""
     return (json.dumps(found, sort_keys=True) for line in text.splitlines() if (found := noted(line)))
 
 
 def noted(instruction: str) -> dict[str, Any]:
-    """What a backend noted in the text of an instruction, a kernel's own code apart."""
+    """Return the settings that a backend noted in an instruction, without a kernel's own code."""
     at = instruction.find(BACKEND + "{")
     if at < 0:
         return {}

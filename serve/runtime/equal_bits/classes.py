@@ -1,9 +1,8 @@
-"""Which compiled shapes give the same bits, and how long they take: found by running all of them before they
-serve.
+"""Compiled shapes that give the same bits, and their times: found by running all of them before they serve.
 
-A matrix product's rows depend on its number of rows only through the kernel that the compiler picks for it.
-So shapes fall into classes; within one, a request's bits do not depend on the shapes that its tokens happened
-to run in.
+A row of a matrix product depends on the number of rows only through the kernel that the compiler picks for
+it. So shapes fall into classes; within one, a request's bits do not depend on the shapes that its tokens
+happened to run in.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from .probe import Probe, Runs, finish
 
 @dataclass(frozen=True)
 class ShapeClasses:
-    """The shapes that may serve together, and whether prefill and decode write the same bits."""
+    """Shapes that may serve together. same_bits: prefill and decode write the same bits."""
 
     prefill: tuple[Shape, ...]
     decode: tuple[Shape, ...]
@@ -42,7 +41,7 @@ class ShapeClasses:
 
     @property
     def may_defer(self) -> bool:
-        """Whether each decode has a twin that draws later."""
+        """True if each decode has a twin that draws later."""
         return bool(self.decode) and {s.deferred for s in self.decode} == {*self.deferred}
 
     def joined(self, shape: Shape) -> "ShapeClasses":
@@ -52,21 +51,12 @@ class ShapeClasses:
 def choose_classes(
     programs: Programs, arguments: StepArguments, canonical: Canonical, reproducible: bool
 ) -> tuple[ShapeClasses, StepArguments]:
-    """The shapes that may serve together: under the reproducibility contract those with the bits of the
-    canonical ones, else all."""
-    if reproducible:
-        return known_classes(programs, arguments, canonical)
-    return ShapeClasses.of(programs.steps, same_bits=True), arguments
-
-
-def known_classes(
-    programs: Programs, arguments: StepArguments, canonical: Canonical
-) -> tuple[ShapeClasses, StepArguments]:
-    """What an earlier start of the same programs with the same parameters has found, or `find_classes`."""
+    """Return the shapes that may serve together: under the reproducibility contract those with the bits of
+    the canonical ones, which a start finds or reads from an earlier one; else all."""
+    if not reproducible:
+        return ShapeClasses.of(programs.steps, same_bits=True), arguments
     own = record(programs, arguments.params, canonical)
-    if programs.loaded and (
-        known := kept.read(own, ShapeClasses)
-    ):  # what is compiled anew may have other bits
+    if programs.loaded and (known := kept.read(own, ShapeClasses)):  # new programs may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments, canonical)
     kept.write(own, classes)
@@ -74,14 +64,12 @@ def known_classes(
 
 
 def record(programs: Programs, params: Any, canonical: Canonical) -> str | None:
-    """What the classes of programs with parameters are kept under."""
     if programs.key is None or kept.folder() is None:
         return None
     return kept.combined([programs.key], fingerprint(params), canonical)
 
 
 def fingerprint(params: Any) -> str:
-    """A hash of each parameter's first numbers."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
@@ -91,7 +79,7 @@ def fingerprint(params: Any) -> str:
 def probing(
     programs: Programs, arguments: StepArguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
 ) -> tuple[Any, StepArguments]:
-    """What comes of a probe's work in an idle engine; the cache is used as scratch."""
+    """Run a probe's work in an idle engine; its cache is scratch."""
     probe = Probe(programs, canonical, programs.steps)
     probe.lent = [list(range(probe.needed))] * len(programs.sizes.pages)
     probe.take(arguments.params, arguments.cache)
@@ -122,7 +110,7 @@ def step_seconds(
     classes: ShapeClasses,
     depths: Sequence[int],
 ) -> tuple[dict[tuple[int, int], float], StepArguments]:
-    """`timed` in an idle engine."""
+    """Run `timed` in an idle engine."""
     with progress.stage("measuring steps", len(timed_shapes(classes, depths))) as done:
         return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, depths, done))
 
@@ -139,7 +127,7 @@ def timed(
 
 
 def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
-    """The shape that stands for each kind of step."""
+    """Return the shape to time for each kind of step."""
     packed = [s for s in classes.verify if s.packed]
     trees = [s for s in classes.verify if not s.packed]
     found = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
@@ -148,6 +136,7 @@ def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int
 
 
 def fullest(shapes: Sequence[Shape], total: int, k: int) -> Shape:
-    """The shape with so many tokens that takes the longest rows of k guesses, as few as may be."""
+    """Return the shape of `total` tokens that takes the longest rows of k draft tokens, with as few rows as
+    possible."""
     fitting = [s for s in shapes if s.packed == total]
     return min(fitting, key=lambda s: (s.rows * (k + 1) < total, s.rows))

@@ -1,7 +1,7 @@
-"""What compiled shapes write and sample on fixed texts, so that their bits can be compared.
+"""Keys and samples of compiled shapes on fixed texts, so that their bits can be compared.
 
-Comparing takes many runs. Each method that runs programs is a generator that yields after every run, so that
-an engine may serve between two of them.
+A comparison takes many runs. Each method that runs programs is a generator that yields after every run, so
+that an engine may serve between two of them.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from ....model.recurrent.kinds import STATE
 from ....model.weights.adapted import NO_ADAPTER, places_in
 from ....sampling.params import SamplingParams, knobs_row
 from ...host import clock
+from ..compiled.batches import empty_batch, fill
 from ..compiled.compile import Programs, StepArguments
 from ..compiled.promise import PendingSample, arrived
 from ..compiled.shapes import Canonical, Shape
-from ..steps.places import fill
 from ..steps.scoring import NEVER
 from ..steps.step import Output, Seat
 
@@ -40,7 +40,7 @@ Runs = Generator[None, None, T]  # yields between two runs of programs
 
 
 def finish(runs: Runs[T]) -> T:
-    """All runs, one after the other."""
+    """Do all runs, one after the other."""
     while True:
         try:
             next(runs)
@@ -49,7 +49,8 @@ def finish(runs: Runs[T]) -> T:
 
 
 class Written(NamedTuple):
-    """A digest of a sequence's keys and values, and samples' log-probabilities by the tokens before them."""
+    """Digest of a sequence's keys and values, and the log-probabilities of samples by the number of tokens
+    before them."""
 
     digest: bytes
     scores: dict[int, bytes]
@@ -59,8 +60,8 @@ class Probe:
     """Runs shapes on fixed token sequences, in pages of a cache that are lent to it, and compares what they
     write and sample with the canonical shape of their phase.
 
-    Between two runs the engine may have the cache: `take` and `give` pass it. The slots are the probe's own.
-    `needed` are the pages of each window that it wants, `lent` those that it has.
+    Between two runs the engine may have the cache: `take` and `give` pass it. The probe has slots of its own.
+    It needs `needed` pages of each window, and has those of `lent`.
     """
 
     def __init__(self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape]):
@@ -70,7 +71,7 @@ class Probe:
         areas, least = [s.area for s in shapes if s.phase == "prefill"], FEWEST_STEPS
         wide = [s for s in shapes if s.phase != "prefill"]
         self.tokens = min(max(areas), self.page_size * min(self.pool, sizes.table_width))
-        self.layers = programs.config.target.layers  # a guess may have any bits
+        self.layers = programs.config.target.layers  # draft tokens may have any bits
         room = max(min(self.pool // self.capacity, sizes.table_width), 1)  # pages of a row of decode at most
         enough = -(-self._enough(like.cache) // canonical.decode.rows)
         least = max(least, *(s.tokens for s in wide))
@@ -87,7 +88,7 @@ class Probe:
         self.forget()
 
     def forget(self) -> None:
-        """Other parameters are served: what the canonical shapes wrote says nothing any more."""
+        """Forget the results of the canonical shapes: other parameters are served."""
         self._written: dict[tuple[int, int], Written] = {}
         self._decoded: dict[bool, list[bytes]] = {}
         self._spoken: np.ndarray | None = None
@@ -101,7 +102,7 @@ class Probe:
         return cache
 
     def rest(self) -> None:
-        """Hold nothing on the device."""
+        """Release the arrays on the device."""
         self._state = self.slots = None
 
     # ------------------------------------------------------------ one run
@@ -117,7 +118,7 @@ class Probe:
         return jax.tree.map(np.asarray, arrived(out))
 
     def _seated(self) -> Any:
-        """Slots with requests that do not end."""
+        """Return slots with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
         slots, places = self.programs.fresh_slots(), places_in(self.programs.like.params)
@@ -128,17 +129,18 @@ class Probe:
         return slots
 
     def _own(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
-        """Pages by their numbers among those that are lent, for each window."""
+        """Return pages for each window, by their numbers among those lent."""
         return [np.asarray(lent, np.int32)[pages] for lent in self.lent]
 
     # ------------------------------------------------------------ prefill
 
     def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
-        """What a prefill writes of a sequence's first tokens, and scores where the canonical one has some."""
+        """Run a prefill of a sequence's first tokens; returns what it wrote, with scores at the canonical
+        one's ends of chunks."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         scores = {}
         for first in range(0, tokens, shape.area):
-            batch = self.programs.empty_batch(shape, self.capacity)
+            batch = empty_batch(self.programs.sizes, shape, self.capacity)
             starts = range(first, min(first + shape.area, tokens), shape.tokens)
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -154,8 +156,8 @@ class Probe:
         return Written(self._digests(pages[None], tokens)[0], scores)
 
     def agrees(self, shape: Shape) -> Runs[bool]:
-        """Whether a shape writes and samples what the canonical one of its phase does, for the texts that it
-        takes to tell."""
+        """Return True if a shape writes and samples what the canonical one of its phase does, on as many
+        texts as it takes to tell."""
         if shape in self.canonical:
             return True
         if shape.phase != "prefill":
@@ -168,7 +170,7 @@ class Probe:
         return True
 
     def _enough(self, cache: KVCache) -> int:
-        """Tokens that leave enough numbers in the cache to tell."""
+        """Return the tokens that leave enough numbers in the cache to tell shapes apart."""
         pools = list(self._pools(cache))
         narrow = any(pool.dtype.itemsize < 4 for pool, _ in pools)
         each = sum(numbers_of_token(pool, self._is_state(window)) for pool, window in pools)
@@ -184,8 +186,8 @@ class Probe:
     # ------------------------------------------------------------ decode and verification
 
     def decode(self, shape: Shape, spoken: bool = False) -> Runs[list[bytes]]:
-        """Digest of each row after `steps` tokens, rows taking the sequences in turn; of texts that decode
-        itself has `spoken`, guesses are right."""
+        """Return the digest of each row after `steps` tokens; rows take the sequences in turn. If decode
+        itself has `spoken` the texts, draft tokens are right."""
         text = (yield from self._speak()) if spoken else self.text
         scores = [b""] * self._rows(shape)
         for start in range(0, self.steps, shape.tokens):
@@ -197,13 +199,13 @@ class Probe:
         return [own + score for own, score in zip(self._digests(pages, self.steps), scores, strict=True)]
 
     def decoded(self, spoken: bool = False) -> Runs[list[bytes]]:
-        """What the canonical decode makes of the same texts."""
+        """Return the digests of the canonical decode on the same texts."""
         if spoken not in self._decoded:
             self._decoded[spoken] = yield from self.decode(self.canonical.decode, spoken)
         return self._decoded[spoken]
 
     def same_bits(self) -> Runs[bool]:
-        """Whether prefill writes what decode does."""
+        """Return True if prefill writes what decode does."""
         for i, row in enumerate((yield from self.decoded())):
             written = yield from self.prefill(self.canonical.prefill, self.steps, i % self.sequences)
             if row[:16] != written.digest:
@@ -211,7 +213,7 @@ class Probe:
         return True
 
     def _speak(self) -> Runs[Int[np.ndarray, "texts tokens"]]:
-        """The texts, each going on after its first token as the canonical decode does."""
+        """Return the texts, continued after their first token by the canonical decode."""
         if self._spoken is None:
             text, decode, n = self.text.copy(), self.canonical.decode, self.sequences
             for step in range(1, self.steps):
@@ -222,7 +224,7 @@ class Probe:
         return self._spoken
 
     def seconds(self, shape: Shape, tokens: int) -> Runs[float]:
-        """The best time of a step of rows with so many tokens, as many as it holds, whose guesses are
+        """Return the best time of a step of as many rows of `tokens` tokens as fit, whose draft tokens are
         right."""
         text = yield from self._speak()
         batch = self._batch(shape, text, 0, min(tokens, self.steps), tokens)
@@ -235,7 +237,7 @@ class Probe:
 
     @property
     def sequences(self) -> int:
-        """Texts that rows of decode take in turn."""
+        """Number of texts that rows of decode take in turn."""
         return min(self.canonical.decode.rows, TEXTS)
 
     def _rows(self, shape: Shape, tokens: int = 0) -> int:
@@ -244,9 +246,9 @@ class Probe:
     def _batch(
         self, shape: Shape, text: Int[np.ndarray, "texts tokens"], start: int, count: int, tokens: int = 0
     ) -> Batch:
-        """Rows of `tokens`, T without it, in pages of their own, with the sequences' tokens
-        [start, start + count)."""
-        batch = self.programs.empty_batch(shape, self.capacity)
+        """Return a batch of rows of `tokens` tokens, by default T, in pages of their own, with the sequences'
+        tokens [start, start + count)."""
+        batch = empty_batch(self.programs.sizes, shape, self.capacity)
         for row in range(self._rows(shape, tokens)):
             own = text[row % self.sequences, start : start + count]
             fill(batch, row, own, start, self._own(self._pages(row)), row)
@@ -263,7 +265,7 @@ class Probe:
         return arrived(self._state[1])
 
     def _pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
-        """The arrays of the pools whose layers' bits matter, each with the number of its window."""
+        """Yield the pools whose layers' bits matter, each with the number of its window."""
         windows = self.programs.config.windows
         for pools in (cache.k, cache.v, cache.states):
             for layer, pool in zip(self.layers, pools, strict=False):
@@ -272,7 +274,8 @@ class Probe:
                     yield own, windows.index(window)
 
     def _digests(self, rows: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
-        """A hash of each sequence's keys and values in all layers: its first tokens, in pages of its own."""
+        """Return a hash of each sequence's keys and values in all layers: its first tokens, in pages of its
+        own."""
         found, pages = [hashlib.blake2b(digest_size=16) for _ in rows], self._own(rows.reshape(-1))
         for pool, window in self._pools(self._cache):
             read = self._read(pool, pages[window])
@@ -286,7 +289,8 @@ class Probe:
         return self.programs.config.windows[window] == STATE
 
     def _compiled_readers(self, cache: KVCache) -> dict[Any, Any]:
-        """Programs that copy as many pages as a row has, or a prefill, out of a pool of each kind."""
+        """Compile, for each kind of pool, a program that copies the pages of a row or of a prefill out of
+        it."""
         self._at_once = max(self.pages, min(self.needed, SMALLEST_READ))
         pages = jax.ShapeDtypeStruct((self._at_once,), jnp.int32)
         kinds = {kind(pool): pool for pool, _ in self._pools(cache)}
@@ -298,7 +302,7 @@ class Probe:
     def _read(
         self, pool: Shaped[Array, "K P W ..."], pages: Int[np.ndarray, " M"]
     ) -> Shaped[np.ndarray, "K M W ..."]:
-        """Pages of a pool, in one piece."""
+        """Copy pages of a pool, in one piece."""
         n, reader = self._at_once, self._readers[kind(pool)]
         parts = [np.resize(pages[i : i + n], n) for i in range(0, len(pages), n)]
         return np.concatenate([np.asarray(reader(pool, part)) for part in parts], axis=1)[:, : len(pages)]
@@ -308,7 +312,8 @@ SMALLEST_READ = 8  # pages
 
 
 def numbers_of_token(pool: Any, is_state: bool) -> int:
-    """Numbers by which a token is told from others in a pool; of a state one for each dimension of a head."""
+    """Return the numbers that tell a token from others in a pool; of a state one for each dimension of a
+    head."""
     return pool.shape[0] * (pool.shape[-1] if is_state else prod(pool.shape[3:]))
 
 

@@ -1,9 +1,8 @@
-"""Programs that come while an engine serves, as the rest of a cold one's table does: compiled beside it,
-compared with its first programs between its steps, and taken into its classes one by one.
+"""Warm-up beside serving: the rest of a cold engine's table is compiled by threads, compared with its first
+programs between its steps, and added to its classes one by one.
 
-The first programs are the canonical ones, whose bits all others must have, so whatever joins later changes no
-result. Compiling needs no engine and has threads of its own; comparing needs pages of the cache, which are
-lent for as long as one shape takes.
+The first programs are the canonical ones, whose bits all others must have, so a shape that joins later
+changes no result. Comparing needs pages of the cache, which are lent for as long as one shape takes.
 """
 
 import threading
@@ -24,18 +23,18 @@ from ..compiled.shapes import PHASES, Canonical, Shape
 from .classes import ShapeClasses, timed
 from .probe import Probe, Runs
 
-PLAIN = "prefill", "decode"  # phases without whose missing shapes an engine serves as well
-PAUSE = 0.02  # seconds between two looks at an engine
-TURN = 0.001  # seconds after a run, in which whoever waits for the engine has it
+PLAIN = "prefill", "decode"  # phases whose missing shapes an engine can do without
+PAUSE = 0.02  # seconds between two polls of an engine
+TURN = 0.001  # seconds after a run in which a waiting caller can have the engine
 
 
-# What guesses, if the shapes allow it: of the classes, and the times of their steps as `timed` has them.
+# Makes the speculation of these classes and of the times of their steps, as `timed` returns them.
 Speculate = Callable[[ShapeClasses, dict[tuple[int, int], float] | None], Any]
 
 
 class WarmupGoal(NamedTuple):
-    """What a warm-up is to find: shapes with the bits of the canonical ones, where there is a contract, and
-    the times of steps whose rows have up to so many guesses, for each of `depths`."""
+    """Goal of a warm-up: shapes with the bits of the canonical ones, if `reproducible`, and the times of
+    steps whose rows have up to `depths` draft tokens."""
 
     canonical: Canonical
     reproducible: bool
@@ -43,8 +42,8 @@ class WarmupGoal(NamedTuple):
 
 
 def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, Shape]:
-    """The smallest set that serves every request: a prefill and a decode, the canonical ones where the table
-    has them."""
+    """Return the smallest set that serves every request: a prefill and a decode, the canonical ones if the
+    table has them."""
     prefills = [s for s in shapes if s.phase == "prefill" and s.rows == 1]
     decodes = [s for s in shapes if s.phase == "decode" and s.tokens == 1]
     return (
@@ -54,20 +53,21 @@ def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, 
 
 
 def in_turn(shapes: Collection[Shape]) -> list[Shape]:
-    """The order to compile in: of each phase the largest first, since those save most calls."""
+    """Return the order of compilation: of each phase the largest first, since those save most calls."""
     phases = [sorted((s for s in shapes if s.phase == p), key=lambda s: -s.area) for p in reversed(PHASES)]
     return [shape for each in zip_longest(*phases) for shape in each if shape is not None]
 
 
 class Warmup:
-    """What of `shapes` an engine with `classes` has still to compile and to compare.
+    """Compiles and compares those of `shapes` that an engine with `classes` lacks.
 
-    `advance` is called between its steps. `classes` grow; once `done`, `speculation` is what `speculate`
-    makes of them and of the times of steps, if those were wanted. A shape that fails is left out, and noted
-    in `failed`. What classes have become is kept under `record`.
+    The engine calls `advance` between its steps. `classes` grow. Once `done`, `speculation` is what
+    `speculate` makes of them and of the times of steps, if those were wanted. A shape that fails is left out
+    and noted in `failed`. The final classes are kept under `record`.
 
-    While the engine serves, a shape is compiled where the engine says that it is `wanted`, and all where it
-    is `idle`; those of verification and of deferred draws at once: something waits until all are there.
+    While the engine serves, a shape is compiled if the engine has set it as `wanted`, and all are if it is
+    `idle`. Shapes of verification and of deferred draws are compiled at once: the engine waits until all are
+    there.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class Warmup:
     # ------------------------------------------------------------ compiling, in threads
 
     def begin(self, idle: Callable[[], bool]) -> None:
-        """Start to compile. One of the threads calls `idle` as well, until all is done: an engine with
-        nothing else to do may advance there, and says whether it did."""
+        """Start to compile. One of the threads also calls `idle` until all is done: there an engine with
+        nothing else to do may advance, and returns whether it did."""
         threads = max(1, min((kept.cores() or 2) // 2, self._compiling))
         targets = [partial(self._attend, idle), *[self._compile] * (threads - 1)]
         for number, target in enumerate(targets):
             threading.Thread(target=target, name=f"{THREADS}-{number}").start()
 
     def hurry(self) -> None:
-        """Compile all, beside serving too: something waits for the end."""
+        """Compile everything beside serving, because the engine waits for the end."""
         self._waited_for = True
 
     def stop(self) -> None:
-        """Compile nothing more than what is begun, and hold nothing on the device."""
+        """Compile nothing more than what is begun, and release the arrays on the device."""
         self.stopped = True
         if self._probe is not None:
             self._probe.rest()
@@ -131,7 +131,7 @@ class Warmup:
                 self._prepare()
             self._add(shape) if shape else time.sleep(PAUSE)
         if self.done:
-            idle()  # an engine without requests hears of it
+            idle()  # so that an engine without requests takes the result
 
     def _compile(self) -> None:
         while self._goes_on and self._missing:
@@ -139,8 +139,8 @@ class Warmup:
             self._add(shape) if shape else time.sleep(PAUSE)
 
     def _take(self) -> Shape | None:
-        """The shape to compile now: the one that is wanted, or any where nothing serves, and where the engine
-        waits for all."""
+        """Return the shape to compile now: the wanted one, or any if nothing serves, or if the engine waits
+        for all."""
         with self._lock:
             shape, self.wanted = self.wanted, None
             if self.idle or self._waited_for:
@@ -176,7 +176,7 @@ class Warmup:
 
     @property
     def missing(self) -> Sequence[Shape]:
-        """Shapes that are to be compiled where the steps want them."""
+        """Shapes that are compiled only if steps want them."""
         return () if self._waited_for else tuple(self._missing)
 
     @property
@@ -185,14 +185,14 @@ class Warmup:
 
     @property
     def has_in_hand(self) -> bool:
-        """Whether a shape is on its way to the classes."""
+        """True if a shape is being compiled, or waits to be compared."""
         return self.is_compiling or bool(self._here) or self._runs is not None
 
     # ------------------------------------------------------------ comparing, between steps
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to run, or nothing is to come any more."""
+        """True if there is something to run, or the warm-up can end."""
         return self._runs is not None or self.done or (self._is_ready and (bool(self._here) or self._is_last))
 
     @property
@@ -205,8 +205,8 @@ class Warmup:
         return not self._compiling and not self._here
 
     def advance(self, state: StepArguments, tables: PageTables, spare: int) -> KVCache | None:
-        """One run of what is compared, in pages that are lent once that leaves `spare` to the sequences that
-        run; gives the cache back, None where a failure has cost it."""
+        """Do one run of a comparison, in pages that are lent once that leaves `spare` to running sequences;
+        returns the cache, None if a failure has cost it."""
         if self._runs is None and not self.done:
             self._choose(tables, spare)
         if self._runs is None or self._probe is None:
@@ -229,7 +229,7 @@ class Warmup:
         self._current = None
 
     def interrupt(self, tables: PageTables) -> None:
-        """Give pages and memory back: what was being compared begins again later."""
+        """Release pages and memory; the comparison under way begins again later."""
         if self._current is not None:
             self._here.appendleft(self._current)
         if self._probe is not None:
@@ -237,7 +237,7 @@ class Warmup:
         self._finish(tables)
 
     def replaced(self, tables: PageTables) -> None:
-        """Other parameters are served from now on: shapes that come are compared on them."""
+        """Compare later shapes on other parameters, which are served from now on."""
         self.interrupt(tables)
         self._record = None
         if self._probe is not None:
@@ -249,7 +249,7 @@ class Warmup:
         self._lent, self._runs, self._current = [], None, None
 
     def _choose(self, tables: PageTables, spare: int) -> None:
-        """What to run next, if there are pages for it."""
+        """Choose what to run next, if there are pages for it."""
         if not self.aim.reproducible:
             while self._here:
                 self.classes = self.classes.joined(self._here.popleft())
@@ -269,7 +269,7 @@ class Warmup:
             self.classes = self.classes.joined(shape)
 
     def _end(self, probe: Probe) -> Runs[None]:
-        """What is to be known of all shapes together; then they are kept for the next start."""
+        """Find what concerns all shapes together, and keep the classes for the next start."""
         if self.aim.reproducible:
             self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
             if not self.failed:

@@ -16,6 +16,7 @@ from ....kvcache.pages import Batch
 from ....model.pair import Params
 from ...host.memory import release
 from ..compiled import kept
+from ..compiled.batches import empty_batch
 from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
 from ..compiled.promise import StepFuture, arrived
 from ..compiled.shapes import Shape
@@ -130,7 +131,7 @@ class SharedPrograms(Programs):
     def _obey(self, order: Order, state: StepArguments, shape: Shape | None) -> StepArguments:
         match order.program:
             case "run" if shape is not None:
-                batch = order.tree(self.empty_batch(shape, 0))
+                batch = order.tree(empty_batch(self.sizes, shape, 0))
                 cache, slots, output = super().run(shape, state, batch)
                 self._await(output)
                 return replace(state, cache=cache, slots=slots)

@@ -1,5 +1,5 @@
-"""The seam `Phases`: what a compiled step runs. A model alone is the plainest of them; those that guess are
-in `speculation`."""
+"""The seam `Phases`: the functions that compiled steps run. Those with a draft model or a head are in
+`speculation`."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -19,8 +19,8 @@ Result = tuple[KVCache, Slots, Output]
 
 @runtime_checkable
 class Phases(Protocol):
-    """The phases of a step. Its repr names everything that decides what they compute, since kept programs are
-    found by it."""
+    """Phases of a step. The repr names everything that decides what they compute: kept programs are found by
+    it."""
 
     @property
     def config(self) -> PairConfig: ...
@@ -34,8 +34,8 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """The steps of a model that nothing on the device guesses for; `acceptance` is the rule for the host's
-    guesses."""
+    """Steps of a model without a drafter on the device; `acceptance` is the rule for the host's draft
+    tokens."""
 
     target: ModelConfig
     acceptance: str = "coupled"
@@ -53,15 +53,15 @@ class TargetOnly:
     def forward(
         self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch
     ) -> tuple[KVCache, Float[Array, "B T D"]]:
-        """A decode of one token a row, T = 1, up to the hidden states that tokens are drawn from: the slots
-        stay as they are."""
+        """Run a decode of one token a row, T = 1, up to the hidden states that tokens are drawn from. The
+        slots stay as they are."""
         hidden, cache = step.run(params, cache, slots, step.awake(slots, batch), self.target)
         return cache, hidden
 
     def draw(
         self, params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
     ) -> tuple[Slots, Output]:
-        """The rest of it: tokens drawn from the hidden states, under the masks that the slots have now."""
+        """Draw the tokens from the hidden states, under the masks that the slots have now."""
         return step.sampled(params, self.target, slots, step.awake(slots, batch), hidden)
 
     def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:

@@ -1,21 +1,18 @@
-"""Where a batch's tokens are: rows that the host writes, and a verification's tokens as rows of one each."""
-
-from collections.abc import Sequence
+"""Places of a batch's tokens: those of a verification as rows of one token each."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ....kvcache.pages import Batch
 
 
 def rows_of_one(batch: Batch) -> Batch:
-    """Each token of the rows as a row of its own, [rows,1]: what decode computes, with its bits."""
+    """Return each token of the rows as a row of its own, [rows,1]: what decode computes, with its bits."""
     return each_place(batch) if batch.packed is None else packed_rows(batch, batch.packed)
 
 
 def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
-    """Those of the B*T places that hold a token; empty rows for the rest."""
+    """Return the places that hold a token as rows, behind them empty rows."""
     T = batch.tokens.shape[1]
     row, place = packed // T, packed % T
 
@@ -32,7 +29,7 @@ def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
 
 
 def row_of_place(batch: Batch) -> Int[Array, "B T"]:
-    """Which of `rows_of_one` a token is; any where there is none."""
+    """Return for each token its row among `rows_of_one`; any if there is none."""
     B, T = batch.tokens.shape
     if batch.packed is None:
         return jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
@@ -41,14 +38,14 @@ def row_of_place(batch: Batch) -> Int[Array, "B T"]:
 
 
 def place_of_row(batch: Batch) -> Int[Array, " rows"]:
-    """Which of the B*T places each of `rows_of_one` is; any beyond them for an empty one."""
+    """Return for each of `rows_of_one` its place among B*T; any beyond them if it is empty."""
     if batch.packed is None:
         return jnp.arange(batch.tokens.size, dtype=jnp.int32)
     return batch.packed
 
 
 def each_place(batch: Batch) -> Batch:
-    """All B*T places as rows."""
+    """Return all B*T places as rows."""
     B, T = batch.tokens.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -64,32 +61,6 @@ def each_place(batch: Batch) -> Batch:
     )
 
 
-def fill(
-    batch: Batch,
-    row: int,
-    tokens: Int[np.ndarray, " T"] | list[int],
-    start: int,
-    pages: Sequence[Int[np.ndarray, " M"] | list[int]],
-    slot: int,
-) -> None:
-    """Write one row of a host batch; `pages` has the row's own for each window."""
-    batch.tokens[row, : len(tokens)] = tokens
-    batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    for table, own in zip(batch.page_tables, pages, strict=True):
-        table[row, : len(own)] = own
-
-
-def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:
-    """The places that hold a host batch's tokens, B*T for the rest; at most `rows` of them may. Those of
-    several shards, with B rows each, follow each other."""
-    T, places = batch.tokens.shape[1], []
-    for count in np.split(np.asarray(batch.count), shards):
-        real = np.flatnonzero(np.arange(T) < count[:, None])
-        assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
-        places.append(np.pad(real, (0, rows - len(real)), constant_values=len(count) * T))
-    return np.concatenate(places).astype(np.int32)
-
-
 def at_least(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """The rows, padded with zeros to at least `rows`."""
+    """Pad with zeros to at least `rows` rows."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))

@@ -26,8 +26,8 @@ def prompt_scores(
     since: Int[Array, " B"],
     n_top: int = MAX_LOGPROBS,
 ) -> Scores:
-    """Scores of the tokens behind those of a chunk, [B,T] (column i is token i+1), at the prompt's positions
-    `since` or later; zeros where no row wants any."""
+    """Score the tokens behind those of a chunk, [B,T] (column i is token i+1), at the prompt's positions
+    `since` or later; zeros if no row wants any."""
     at, count = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None], batch.count[:, None]
     following = jnp.where(at == count - 1, batch.after[:, None], jnp.roll(batch.tokens, -1, axis=1))
     wanted = (at < count) & (following >= 0) & (positions(batch) + 1 >= since[:, None])
@@ -44,8 +44,7 @@ def score_prompt(
     wanted: Bool[Array, "B T"],
     n_top: int = MAX_LOGPROBS,
 ) -> Scores:
-    """Log-probabilities of the token after each wanted position, a tile of positions at a time; of others
-    any.
+    """Score the token after each wanted position, a tile of positions at a time; others have any score.
 
     All shapes of an engine have one tile: products of another number of rows have other bits.
     """
@@ -67,12 +66,12 @@ def score_prompt(
         return jax.lax.fori_loop(0, turns, partial(one, order=order), no_scores(rows, n_top))
 
     def those(wanted: Bool[Array, " rows"]) -> Scores:
-        """Wanted positions first, and no turn for tiles without any."""
+        """Take wanted positions first, and no turn for tiles without any."""
         turns = -(-jnp.sum(wanted, dtype=jnp.int32) // tile)
         return looped(turns, jnp.argsort(~wanted, stable=True).astype(jnp.int32))
 
     def every(wanted: Bool[Array, " rows"]) -> Scores:
-        """An accelerator is to know the number of turns."""
+        """Take all tiles: the number of turns is known to an accelerator."""
         return looped(all_turns, jnp.arange(rows, dtype=jnp.int32))
 
     scored = jax.lax.platform_dependent(wanted.reshape(rows), cpu=those, default=every)
@@ -80,5 +79,5 @@ def score_prompt(
 
 
 def score_tile(V: int) -> int:
-    """Positions of a prompt whose logits exist at once, for a vocabulary of V."""
+    """Return the positions of a prompt whose logits exist at once, for a vocabulary of V."""
     return max(tile for tile in SCORE_TILES if tile == SCORE_TILES[0] or 4 * tile * V <= SCORE_BYTES)

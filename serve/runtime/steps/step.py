@@ -37,8 +37,7 @@ FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer ha
 
 @pytree
 class Slots:
-    """What the device remembers of each running request between steps; a slot is a request's seat, axis C of
-    capacity."""
+    """State on the device of each running request between steps, by slot, axis C of capacity."""
 
     last: Any  # int32 [C], the last token sampled
     live: Any  # bool [C], False once a stop token or the end was reached
@@ -47,12 +46,12 @@ class Slots:
     scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
     adapter: Any  # int32 [C], the place of the request's adapter beside the weights, NO_ADAPTER
     sampling: SamplingState
-    hidden: Any = None  # [C,D], from which the last token was sampled; None where nothing guesses from it
+    hidden: Any = None  # [C,D], from which the last token was sampled; None without a head
 
 
 @pytree
 class StageZeroSlots:
-    """What the first stage of a pipeline knows of each slot: these leaves of Slots."""
+    """Leaves of Slots that the first stage of a pipeline has."""
 
     last: Any  # int32 [C]
     live: Any  # bool [C]
@@ -61,7 +60,7 @@ class StageZeroSlots:
 
 @pytree
 class Seat:
-    """One slot's first contents: the scalars of Slots and the request's sampling knobs."""
+    """First contents of a slot: the scalars of Slots and the request's sampling parameters."""
 
     known: Any
     end: Any
@@ -72,7 +71,7 @@ class Seat:
 
 @pytree
 class Output:
-    """What a step tells the host: samples [B,steps], NO_TOKEN where none; of prompts scores [B,T] and pooled
+    """Results of a step for the host: samples [B,steps], NO_TOKEN if none; of prompts scores [B,T] and pooled
     hidden states, else None."""
 
     sampled: Sampled
@@ -87,8 +86,8 @@ def empty_slots(
     n_top: int = MAX_LOGPROBS,
     positions: int = 1,
 ) -> Slots:
-    """Seats for `capacity` requests; `hidden` is the last hidden state of one, where it is kept, `n_top` and
-    `positions` as in `empty_state`."""
+    """Return `capacity` unused slots; `hidden` is the shape of a last hidden state, if one is kept; `n_top`
+    and `positions` as in `empty_state`."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -120,7 +119,8 @@ def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
 
 
 def awake(slots: Slots | StageZeroSlots, batch: Batch) -> Batch:
-    """The batch as the device sees it: stopped slots are empty rows, unknown tokens are the slot's last."""
+    """Return the batch as the device computes it: stopped slots are empty rows, unknown tokens are the slot's
+    last."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens == ON_DEVICE, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
@@ -196,10 +196,11 @@ def accept(
     offers: Float[Array, "B T V"] | None,
     rule: Rule,
 ) -> tuple[Slots, Sampled]:
-    """Sample after each token of the rows as long as the samples agree with the guesses that follow, [B,T].
+    """Sample after each token of the rows as long as the samples agree with the draft tokens that follow,
+    [B,T].
 
-    `hidden` and `logits` are those of `rows_of_one`, `offers` the distributions from which the tokens of the
-    batch were drawn, None where they were not drawn.
+    hidden, logits: those of `rows_of_one`.
+    offers: distributions from which the draft tokens were drawn; None if they were not drawn.
     """
     T, rows = batch.tokens.shape[1], row_of_place(batch)
 
@@ -231,14 +232,14 @@ def run(
 def through_model(
     params: Decoder, slots: Slots, batch: Batch, config: ModelConfig, attend: Attend, state: Any
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """The hidden states of every token, and attend's state after them."""
+    """Return the hidden states of every token, and attend's state after them."""
     params = with_owners(params, slots.adapter[batch.slot])
     return forward(params, config, batch.tokens, positions(batch), attend, state, lengths(slots, batch))
 
 
 def lengths(slots: Slots | StageZeroSlots, batch: Batch) -> Int[Array, " B"]:
-    """Tokens that each row's sequence may come to: the last that a request may have is sampled, and never
-    fed."""
+    """Return the tokens that each row's sequence may come to: the last that a request may have is sampled and
+    never fed."""
     return slots.end[batch.slot] - 1
 
 
@@ -254,7 +255,7 @@ def step(
 def sampled(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[Slots, Output]:
-    """What a step says of its rows' hidden states."""
+    """Sample from a step's hidden states, and score prompts."""
     prompt = pooled = None
     if batch.after is not None:
         prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
@@ -264,19 +265,20 @@ def sampled(
 
 
 def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """Rows of one prompt, which see those before them, or of several; samples after those that end one."""
+    """Compute rows of one prompt, which see those before them, or of several; sample after those that end
+    one."""
     return step(params, cache, slots, batch, config=config)
 
 
 def verify(
     params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
 ):
-    """A row's last token and guesses of what follows, T in all; emits samples up to the first that is not its
-    guess.
+    """Compute a row's last token and draft tokens behind it, T in all; sample up to the first that is not its
+    draft token.
 
     By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant
-    verification, Daliri et al., arXiv 2408.07978). The keys of wrong guesses are overwritten before anything
-    reads them.
+    verification, Daliri et al., arXiv 2408.07978). The keys of wrong draft tokens are overwritten before they
+    are read.
     """
     return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
 
@@ -303,7 +305,7 @@ def judge(
 
 
 def guessing(batch: Batch, windows: tuple[int | None, ...]) -> VerifyAttend:
-    """`attend` for the tokens of a verification as rows of one."""
+    """Return `attend` for the tokens of a verification as rows of one."""
     paged = Paged(rows_of_one(batch), windows)
     return VerifyAttend(paged, Paged(batch, windows).rows, row_of_place(batch), place_of_row(batch))
 
@@ -317,7 +319,7 @@ def judged(
     offers: Float[Array, "B T V"] | None,
     rule: Rule,
 ) -> tuple[Slots, Output]:
-    """What a verification says of the hidden states of `rows_of_one`."""
+    """Sample from the hidden states of `rows_of_one`."""
     hidden = hidden[:, 0]
     logits = unembed(params, config, hidden)
     slots, found = accept(slots, batch, hidden, logits, offers, rule)
@@ -325,7 +327,8 @@ def judged(
 
 
 def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
-    """T steps of one token a row, each fed with the token before it; `count` of a row says how many it takes.
+    """Take T steps of one token a row, each fed with the token before it; `count` of a row is the number that
+    it takes.
 
     Tokens of the batch that are not ON_DEVICE are fed as given: that replays what a preempted request had
     generated.

@@ -116,7 +116,7 @@ def families(metrics: Iterable[Metric], labels: dict[str, str]) -> Iterable[Fami
     """Group metrics by their names, with `labels` in addition to their own."""
     found: dict[str, Family] = {}
     for metric in metrics:
-        name, about = metric.name, metric.name.removeprefix("vllm:").replace("_", " ")
+        name, about = metric.name, metric.name.partition(":")[2].replace("_", " ")
         for own, values in samples(metric):
             own = labels | own
             family = found.setdefault(name, KINDS[type(metric)](name, about, labels=[*own]))

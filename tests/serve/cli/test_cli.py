@@ -4,6 +4,7 @@ sentence."""
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import duetto
 from duetto import LLM, SamplingParams
 from duetto.serve.cli import main as cli
 from duetto.serve.cli import plan
+from duetto.serve.cli.common import log_from
 from duetto.serve.cli.main import main, parse
 from duetto.serve.jobs.batch.fingerprint import contents
 from duetto.serve.options.engine import EngineOptions
@@ -253,3 +255,15 @@ def test_a_report_may_take_an_earlier_ones_place(tmp_path):
     check_path(file)
     file.write_text(json.dumps(dict.fromkeys(["ttft", "tpot", "e2e", "steps", "requests"], 0)))
     check_path(file)
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", True), ("info", False)])
+def test_a_log_level_decides_which_lines_are_shown(monkeypatch, capsys, level: str, shown: bool):
+    log = logging.getLogger("duetto")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    before = log.level
+    log_from(level)
+    log.debug("duetto: request 1 waits")
+    log.setLevel(before)
+    assert ("request 1 waits" in capsys.readouterr().err) == shown

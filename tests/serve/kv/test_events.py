@@ -101,7 +101,7 @@ def test_an_engine_tells_of_prompts_and_of_what_it_has_generated(llm):
         found = noted.memory.hits(names_of(text, size, TOKENS))
         full = names_of(text[:-1], size, scheduler.root)
         assert found == len(llm.engine.tables.find(full)[0]) >= 3
-    llm.engine.scheduler.forget()
+    llm.engine.tables.forget()
     assert not noted.names
     pool.listener = None
 

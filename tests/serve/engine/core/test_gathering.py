@@ -82,7 +82,7 @@ def gathering(clock: Hand) -> PrefillBatcher:
     """One that has seen a seat become free in every step."""
     made = PrefillBatcher(lambda: CLASSES, by_area, clock)
     for _ in range(200):
-        made.stepped(seated=1, running=8)
+        made.dispatched(admitted=1, running=8)
     return made
 
 
@@ -92,25 +92,25 @@ def test_a_prompt_is_held_back_no_longer_than_it_is_patient():
     for patience in (math.inf, 3.0):
         request = ask(prompt_of(0, 30))
         request.clock.arrival, request.patience = 1.0, patience
-        made.joined(request, waiting=2)
+        made.queued(request, waiting=2)
     line = [30] * 8
     clock.now = 3.9
-    assert made.seats(1, 8, 1, line) == 0
+    assert made.limit(1, 8, 1, line) == 0
     clock.now = 4.0
-    assert made.seats(1, 8, 1, line) == 1
+    assert made.limit(1, 8, 1, line) == 1
     request.slot = 0  # it has got a seat: the others are patient
-    assert made.seats(1, 8, 1, line) == 0
+    assert made.limit(1, 8, 1, line) == 0
 
 
 def test_nobody_waits_for_a_first_token_that_is_awaited():
     made = gathering(clock := Hand())
-    made.joined(request := ask(prompt_of(0, 30)), waiting=9)  # others are in line before it
+    made.queued(request := ask(prompt_of(0, 30)), waiting=9)  # others are in line before it
     clock.now = request.clock.arrival
-    assert made.seats(1, 8, 1, [30] * 8) == 1
+    assert made.limit(1, 8, 1, [30] * 8) == 1
 
 
 def test_nobody_waits_while_nothing_runs():
-    assert gathering(Hand()).seats(1, 0, 1, [30] * 8) == 1
+    assert gathering(Hand()).limit(1, 0, 1, [30] * 8) == 1
 
 
 def test_the_report_counts_groups_and_what_they_waited():
@@ -118,8 +118,8 @@ def test_the_report_counts_groups_and_what_they_waited():
     made = gathering(clock)
     for now, free in ((1.0, 1), (2.0, 1), (2.5, 2)):
         clock.now = now
-        seated = made.seats(free, 8, 1, [30] * 8)
-        made.stepped(seated, running=8)
+        seated = made.limit(free, 8, 1, [30] * 8)
+        made.dispatched(seated, running=8)
     assert made.report() == {"groups": 1, "prompts": 2, "steps": 2, "seconds": 1.5}
 
 
@@ -128,7 +128,7 @@ def test_those_who_have_left_the_line_are_forgotten():
     for _ in range(100):
         request = ask(prompt_of(0, 30))
         request.patience = 5.0
-        made.joined(request, waiting=1)
+        made.queued(request, waiting=1)
         request.slot = 0
     assert len(made._hurried) <= 2
 

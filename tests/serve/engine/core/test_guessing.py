@@ -1,11 +1,10 @@
 """Guesses in the engine: what they save, where they are cut short, and that nobody gives way to them."""
 
-from typing import Any, cast
-
 import pytest
-from fakes.engine import Zeros, ask, expected, prompt_of, run, start
+from fakes.engine import ask, expected, prompt_of, run, start
 
 from duetto.serve.engine.speculation.controller import Controller
+from duetto.serve.engine.speculation.drafter import ConstantDrafter
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 
@@ -40,7 +39,7 @@ def test_nobody_gives_way_to_a_guess():
     its page."""
     engine, programs = start(guesses=6, pages=5, page_size=4, seats=2, budget=16, max_model_len=16)
     assert engine.speculation is not None
-    engine.speculation.drafter = cast(Any, Zeros())
+    engine.speculation.drafter = ConstantDrafter(0)
     requests = [ask(prompt_of(i, 5), 9, i) for i in range(2)]
     for request in requests:
         engine.submit(request)

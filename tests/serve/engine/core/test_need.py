@@ -44,7 +44,7 @@ def need_of(plan: SchedulerOutput, prefill: float = 1.0, decode: float = 1.0) ->
     need = Need(Sizes(1024, 32, (512,), 64), meter, FIRST)
     for _ in range(EVERY * LOOKS):
         assert need.choice(MISSING, left=1000.0, cost=1.0) is None
-        need.saw(FIRST, MISSING, plan)
+        need.record(FIRST, MISSING, plan)
     return need
 
 

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.serve.engine.speculation.drafter import DeviceDrafter, Drafter, NoDrafter, host_drafter
+from duetto.serve.engine.speculation.drafter import (
+    NONE,
+    ON_THE_DEVICE,
+    ConstantDrafter,
+    Drafter,
+    host_drafter,
+)
 from duetto.serve.engine.speculation.ngram import Lookup, NgramDrafter
 from duetto.serve.engine.speculation.suffix import ANCHOR, PLACES, SuffixDrafter, SuffixIndex
 from duetto.serve.options.speculation import METHODS, SpeculativeConfig
@@ -167,7 +173,7 @@ def test_suffix_drafter_does_not_learn_prompts_of_others():
 MAKERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NgramDrafter(2, 4),
     "suffix": lambda: SuffixDrafter(capacity=5000),
-    "none": NoDrafter,
+    "none": ConstantDrafter,
 }
 
 
@@ -286,4 +292,7 @@ def test_every_method_has_a_drafter():
     for method in METHODS:
         model = {"model": "m"} if method in ("draft_model", "heads", "tree") else {}
         drafter = host_drafter(SpeculativeConfig.from_dict({"method": method} | model))
-        assert type(drafter) is kinds.get(method, DeviceDrafter if model else NoDrafter)
+        if method in kinds:
+            assert type(drafter) is kinds[method]
+        else:
+            assert drafter == (ON_THE_DEVICE if model else NONE)

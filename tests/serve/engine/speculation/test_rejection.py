@@ -20,9 +20,8 @@ from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
-from duetto.serve.engine.speculation.chain import ChainSpeculation
+from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
 from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
-from duetto.serve.engine.speculation.tree import TreeSpeculation
 from duetto.serve.runtime.steps.scoring import NEVER
 from duetto.serve.runtime.steps.step import Seat, empty_slots, seat
 
@@ -53,13 +52,11 @@ def exact(params, first: int, temperature: float) -> np.ndarray:
 class Device:
     """Rows of one page each, all seated with seeds of their own, stepped by hand."""
 
-    def __init__(
-        self, guide: ChainSpeculation | TreeSpeculation, params: Pair, first_seed: int, temperature: float
-    ):
+    def __init__(self, guide: DraftSpeculation, params: Pair, first_seed: int, temperature: float):
         self.params, self.first = params, 1
         self.prefill, self.verify = jax.jit(guide.prefill), jax.jit(guide.verify)
         self.layers = guide.config.layers
-        self.columns = guide.tree.depth + 1 if isinstance(guide, TreeSpeculation) else 3
+        self.columns = guide.tree.depth + 1 if guide.tree else 3
         self.seats(first_seed, temperature)
 
     def seats(self, first_seed: int, temperature: float) -> None:
@@ -98,7 +95,7 @@ class Device:
         return found
 
 
-def guide_of(name: str) -> tuple[ChainSpeculation | TreeSpeculation, Pair]:
+def guide_of(name: str) -> tuple[DraftSpeculation, Pair]:
     target, draft = random_params(SMALL, 1), random_params(SMALL, 2)
     tree = TokenTree.of_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
     if "draft" in name:
@@ -109,9 +106,9 @@ def guide_of(name: str) -> tuple[ChainSpeculation | TreeSpeculation, Pair]:
         pair, params = PairConfig(SMALL), Pair(target, head)
         guesser = HeadProposer(SMALL)
     if "tree" not in name:
-        return ChainSpeculation(pair, guesser, "rejection"), params
+        return DraftSpeculation(pair, guesser, "rejection"), params
     tree = TokenTree.of_widths((2, 2)) if "wide" in name else tree
-    return TreeSpeculation(pair, guesser, "rejection", tree), params
+    return DraftSpeculation(pair, guesser, "rejection", tree), params
 
 
 @pytest.mark.parametrize(

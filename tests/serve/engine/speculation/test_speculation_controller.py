@@ -91,17 +91,17 @@ class Fixed:
     def __init__(self, k: int):
         self.k = k
 
-    def asks(self, rows: int) -> bool:
+    def should_speculate(self, rows: int) -> bool:
         return self.k > 0
 
     def choose(self, offers: Sequence[Offer]) -> list[int]:
         return [min(self.k, offer.guesses) for offer in offers]
 
-    def verified(
+    def record_verified(
         self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
     ) -> None: ...
-    def plainly(self, rows: int, seconds: float) -> None: ...
-    def judged(self, form: int, offered: int, accepted: int) -> None: ...
+    def record_plain(self, rows: int, seconds: float) -> None: ...
+    def record_acceptance(self, form: int, offered: int, accepted: int) -> None: ...
     def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
 
 
@@ -134,7 +134,7 @@ def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Tex
     length = sum(load(i / STEPS) for i in range(STEPS))
     while (now := tokens / length) < 1:
         rows, shares, step = load(now), text(now), step + 1
-        waits, offers = policy.asks(rows), world.offers(rows)
+        waits, offers = policy.should_speculate(rows), world.offers(rows)
         guesses = policy.choose(offers) if waits else [0] * rows
         right = world.right(shares, offers)
         given = [1 + min(n, r) for n, r in zip(guesses, right, strict=True)]
@@ -142,15 +142,15 @@ def simulate(policy: Fixed | Controller, machine: Machine, load: Load, text: Tex
         took = machine.step(rows, guesses, waits, prompts) * float(world.rng.lognormal(0, 0.05))
         tokens, clock = tokens + sum(given), clock + took
         if waits:
-            policy.verified(guesses, sum(given), took, prompts > 0)
+            policy.record_verified(guesses, sum(given), took, prompts > 0)
         elif not (prompts or before):
-            policy.plainly(rows, took)
+            policy.record_plain(rows, took)
         before = prompts
         known = range(rows) if waits else [(step + i) % rows for i in range(2)] * (step % GLANCES == 0)
         for row, offer in [(row, offers[row]) for row in known if offers[row].guesses]:
             seen = min(given[row], K) if waits and not machine.draft else guesses[row] if waits else K
             if seen and (waits or not machine.draft):
-                policy.judged(offer.form, seen, min(seen, right[row]))
+                policy.record_acceptance(offer.form, seen, min(seen, right[row]))
             world.runs[row] = min(seen, right[row]) + world.runs[row] * (right[row] >= seen)
         if not waits and not machine.draft and step % GLANCES == 0:
             policy.glance(rows, [offers[row] for row in known])
@@ -189,8 +189,8 @@ def settled(seconds: dict[tuple[int, int], float], share: float, unit: int = 1) 
     """A controller that has seen many guesses; those of a row that was wrong are never right."""
     controller, rng = Controller(seconds, unit), np.random.default_rng(1)
     for right in rng.random((1000, 4)) < share:
-        controller.judged(UNKNOWN, 4, int(np.cumprod(right).sum()))
-        controller.judged(form_of(0), 4, 0)
+        controller.record_acceptance(UNKNOWN, 4, int(np.cumprod(right).sum()))
+        controller.record_acceptance(form_of(0), 4, 0)
     return controller
 
 
@@ -241,12 +241,12 @@ def test_what_was_won_may_be_lost_again_up_to_the_credit(rows: int, credit: floa
 def test_plain_steps_are_measured_however_slow_they_are_thought_to_be():
     controller = settled({(8, 0): 9.0, (8, 4): 1.0}, 0.9)
     for _ in range(2000):
-        if controller.asks(1):
+        if controller.should_speculate(1):
             guesses = controller.choose([Offer(4)])
-            controller.verified(guesses, 2, 1.0)
+            controller.record_verified(guesses, 2, 1.0)
         else:
-            controller.plainly(1, 0.4)
-    assert controller.plain.of((8, 0)) < 0.5 and not controller.asks(1)
+            controller.record_plain(1, 0.4)
+    assert controller.plain.of((8, 0)) < 0.5 and not controller.should_speculate(1)
 
 
 def test_plain_steps_are_taken_to_be_as_slow_as_asked_ones_are():
@@ -254,13 +254,13 @@ def test_plain_steps_are_taken_to_be_as_slow_as_asked_ones_are():
     controller, asked = Controller({(8, 0): 1.0, (8, 4): 1.1}), 0
     for step in range(4000):
         slow = (1.0, 1.6)[step // 40 % 2]
-        if controller.asks(1):
+        if controller.should_speculate(1):
             guesses = controller.choose([Offer(4)])
-            controller.judged(UNKNOWN, 4, step % 2)
-            controller.verified(guesses, 1 + (step % 2 if any(guesses) else 0), 1.2 * slow)
+            controller.record_acceptance(UNKNOWN, 4, step % 2)
+            controller.record_verified(guesses, 1 + (step % 2 if any(guesses) else 0), 1.2 * slow)
             asked += 1
         else:
-            controller.plainly(1, slow)
+            controller.record_plain(1, slow)
     assert asked > 0.94 * 4000
 
 
@@ -276,8 +276,8 @@ def test_a_step_of_more_tokens_than_the_largest_shape_has_a_time_of_its_own():
     controller = Controller({(8, 0): 1.0, (16, 0): 2.0, (8, 4): 1.0, (16, 4): 2.0})
     assert controller.plain.of((32, 0)) == 4.0 and controller.plain.of((24, 0)) == 3.0
     for rows in [32] * 100 + [16] * 100:
-        if not controller.asks(rows):
-            controller.plainly(rows, rows / 8)
+        if not controller.should_speculate(rows):
+            controller.record_plain(rows, rows / 8)
     assert controller.plain.of((32, 0)) == pytest.approx(4.0)
     assert controller.plain.of((16, 0)) == pytest.approx(2.0)
 
@@ -289,12 +289,12 @@ def test_host_work_on_prompts_is_charged_to_the_steps_that_wait_for_it():
         controller, asked[prompt] = settled({(8, 0): 1.0, (8, 4): 1.0}, 0.9), 0
         for step in range(2000):
             prompts = step % 2 == 0
-            if controller.asks(1):
+            if controller.should_speculate(1):
                 guesses = controller.choose([Offer(4)])
-                controller.verified(guesses, 1 + step // 2 % 2, 1.2 + prompt * prompts, prompts)
+                controller.record_verified(guesses, 1 + step // 2 % 2, 1.2 + prompt * prompts, prompts)
                 asked[prompt] += 1
             elif not prompts:
-                controller.plainly(1, 1.0)
+                controller.record_plain(1, 1.0)
     assert asked[1.0] < 100 and asked[0.0] > 1500
 
 
@@ -313,9 +313,11 @@ def test_the_same_story_gives_the_same_choices():
         controller, found = Controller(SECONDS), []
         for step in range(500):
             rows = 1 + step // 100
-            guesses = controller.choose([Offer(4)] * rows) if controller.asks(rows) else [0] * rows
-            controller.verified(guesses, rows + sum(guesses) // 2, 1 + step % 7 / 10)
-            controller.judged(UNKNOWN, 4, step % 3)
+            guesses = (
+                controller.choose([Offer(4)] * rows) if controller.should_speculate(rows) else [0] * rows
+            )
+            controller.record_verified(guesses, rows + sum(guesses) // 2, 1 + step % 7 / 10)
+            controller.record_acceptance(UNKNOWN, 4, step % 3)
             found.append(guesses)
         return found
 

@@ -31,7 +31,7 @@ from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import described, find_target
 from duetto.serve.planner.roofline.thunks import compile_thunks
-from duetto.serve.engine.speculation.chain import ChainSpeculation
+from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
 from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
 
 main(["plan", "--shape", "135m", "--target", "h200", "--compile", "none", "--json"])
@@ -55,10 +55,10 @@ def thunks(kind, phase, rows, tokens):
         head, one = abstract(head_spec(config.hidden_size, 256), jnp.dtype("bfloat16")), params.embed.sharding
         head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), head)
         params, hidden = Pair(params, head), config.hidden_size
-        phases = ChainSpeculation(pair, HeadProposer(config), "coupled")
+        phases = DraftSpeculation(pair, HeadProposer(config), "coupled")
     if "draft" in kind:
         pair, params = PairConfig(config, config), Pair(params, params)
-        phases = ChainSpeculation(pair, DraftModel(config, "rejection"), "rejection")
+        phases = DraftSpeculation(pair, DraftModel(config, "rejection"), "rejection")
     sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
     with described(target):
         lowered = lower(phases, Shape(phase, rows, tokens), arguments_like(pair, params, sizes), sizes)

@@ -13,7 +13,6 @@ from duetto.model.tree import abstract, init
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request, RequestTimes
-from duetto.serve.engine.core.rows import batch_of
 from duetto.serve.engine.startup.start import start_engine
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.simulation.run import Simulation, prompt_of
@@ -47,9 +46,14 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def told(self, programs, shape, works):
-        self.plans[-1].append((str(shape), [(w.request.id, w.start, w.count) for w in works.values()]))
-        return batch_of(programs, shape, works)
+    def noting(self, batch):
+        """`batch` of an engine's programs, which notes the rows of each call."""
+
+        def noted(shape, works):
+            self.plans[-1].append((str(shape), [(w.request.id, w.start, w.count) for w in works.values()]))
+            return batch(shape, works)
+
+        return noted
 
     def end(self, request: Request) -> None:
         self.ended.append((request.id, len(request.tokens), request.preemptions))
@@ -79,8 +83,9 @@ def real() -> Iterator[tuple[Engine, EngineOptions]]:
 def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
-    engine.meter.now, engine.on_end, engine._told = clock, run.end, run.told
-    engine.meter.heard = lambda shape, cached, seconds: run.seconds.append(seconds)
+    engine.meter.now, engine.on_end = clock, run.end
+    engine.programs.batch = run.noting(engine.programs.batch)
+    engine.meter.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
     while coming or engine.has_work:
         run.begins.append(clock())
@@ -103,12 +108,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-
-    def told(programs, shape, works):
-        found.told(engine.programs, shape, works)
-        return works
-
-    own.engine.on_end, own.engine._told = found.end, told
+    own.engine.on_end, own.programs.batch = found.end, found.noting(own.programs.batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"

@@ -22,8 +22,7 @@ ROOT = Path(duetto.__file__).parent
 TOPS = [place for name in kept.LIBRARY for place in map(Path, kept.places(name))]
 # Where programs are lowered or compared, and measurements kept.
 BEGINNINGS = (
-    "serve.engine.speculation.chain",
-    "serve.engine.speculation.tree",
+    "serve.engine.speculation.draft_steps",
     "serve.engine.startup.trial",
     "serve.runtime.compiled.compile",
     "serve.runtime.compiled.transfers",

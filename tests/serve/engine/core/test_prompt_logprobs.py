@@ -1,16 +1,11 @@
-"""Kept scores of pages: scored prompts find pages as others do, over a fake device."""
+"""Scored prompts take the cached pages whose tokens' scores they do not want, over a fake device."""
 
-from typing import Any, cast
-
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from fakes.device import Params, fake_score
+from fakes.device import fake_score
 from fakes.engine import ask, prompt_of, run, start
 
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request
-from duetto.serve.engine.core.scores import PageScores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 
@@ -29,20 +24,20 @@ def assert_scores(request: Request) -> None:
     assert request.prompt_scores.logprob == [fake_score(i, request.prompt[i]) for i in wanted]
 
 
-def test_a_prompt_that_was_scored_finds_its_pages_and_their_scores():
+def test_a_prompt_whose_tokens_are_all_scored_is_computed_as_a_whole():
     engine, programs = start(**SIZES)
-    for cached in (0, 12):
+    for _ in range(2):
         request = scored(engine, prompt_of(0, 15))
         run(engine)
         assert_scores(request)
-        assert request.cached == cached
-    assert [works for _, works in programs.ran] == [[(0, 0, 15)], [(0, 12, 3)]]
+        assert request.cached == 0
+    assert [works for _, works in programs.ran] == [[(0, 0, 15)], [(0, 0, 15)]]
 
 
-def test_continuations_of_one_context_wait_for_its_scores_and_compute_it_once():
+def test_continuations_of_one_context_compute_it_once():
     engine, programs = start(**SIZES)
     context = prompt_of(0, 10)
-    requests = [scored(engine, [*context, i, i + 1], arrival=i) for i in range(3)]
+    requests = [scored(engine, [*context, i, i + 1], 10, i) for i in range(3)]
     run(engine)
     for request in requests:
         assert_scores(request)
@@ -59,7 +54,7 @@ def test_a_scored_prompt_that_comes_back_finds_what_it_has_generated_too():
     engine.submit(request)
     while request.generated < 6:
         engine.step()
-    assert len(request.names) == 3 == engine.scheduler.scores.known(request, 3)
+    assert len(request.names) == 3 == len(engine.scheduler.usable(request))
     engine.vacate()
     run(engine)
     assert_scores(request)
@@ -78,7 +73,7 @@ def test_a_page_that_nobody_scored_is_computed_again_where_its_scores_are_wanted
 
 
 def test_a_continuation_that_begins_a_page_needs_the_token_before_it():
-    """Position 8 is scored by the hidden state of position 7, which only the same next token has kept."""
+    """Position 8 is scored by the hidden state of position 7: the page that ends there is computed again."""
     engine, _ = start(**SIZES)
     context = prompt_of(0, 8)
     first, other = (scored(engine, [*context, i, 9], since, i) for i, since in ((0, 1), (1, 8)))
@@ -87,56 +82,18 @@ def test_a_continuation_that_begins_a_page_needs_the_token_before_it():
     run(engine)
     for request in (first, other, again):
         assert_scores(request)
-    assert (first.cached, other.cached, again.cached) == (0, 4, 8)
+    assert (first.cached, other.cached, again.cached) == (0, 4, 4)
 
 
-@pytest.mark.parametrize("ends", ["aborted", "preempted"])
-def test_whoever_waits_for_scores_goes_on_without_them(ends: str):
+def test_a_scored_prompt_that_is_preempted_keeps_the_scores_that_it_has():
     engine, _ = start(**SIZES | {"budget": 4, "chunk": 4})
     first, second = (scored(engine, prompt_of(0, 15), arrival=i) for i in range(2))
-    for _ in range(2):
+    for _ in range(3):
         engine.step()
-    assert first.slot is not None and second.slot is None
-    if ends == "aborted":
-        engine.abort(first)
-    else:
-        engine.vacate()
+    had = first.unscored
+    assert 1 < had < 15
+    engine.vacate()
+    assert first.unscored == had
     run(engine)
+    assert_scores(first)
     assert_scores(second)
-    if ends == "preempted":
-        assert_scores(first)
-
-
-def test_other_parameters_have_other_scores():
-    engine, _ = start(**SIZES)
-    scored(engine, prompt_of(0, 15))
-    run(engine)
-    assert engine.scheduler.scores.nbytes > 0
-    engine.update_params(cast(Any, Params(jnp.ones((2, 2)))))
-    assert engine.scheduler.scores.nbytes == 0
-    request = scored(engine, prompt_of(0, 15))
-    run(engine)
-    assert request.cached == 0
-
-
-def test_kept_scores_are_bounded_and_the_least_recently_used_go_first():
-    kept = PageScores(4, most_bytes=2 * 4 * 4 * 8)  # two pages of four fields
-
-    def request(text: int, done: int) -> Request:
-        found = ask([*range(text, text + 5)], 1, prompt_logprobs=0)
-        found.names = [bytes([text])]
-        found.prompt_scores.extend(*(np.arange(done, dtype=float) for _ in range(4)))
-        return found
-
-    for text in (0, 1):
-        kept.keep(request(text, 4), 1)
-    assert kept.known(request(0, 0), 1) == 1
-    found = request(0, 1)
-    found.computed = 4
-    kept.take(found)  # what it lacks: three of four
-    assert found.prompt_scores.logprob == [0.0, 1.0, 2.0, 3.0]
-    kept.keep(request(2, 4), 1)
-    assert [kept.known(request(text, 0), 1) for text in (0, 1, 2)] == [1, 0, 1]
-    assert kept.nbytes == kept.most_bytes
-    kept.keep(request(3, 3), 1)  # not the whole page
-    assert kept.known(request(3, 0), 1) == 0 and kept.nbytes == kept.most_bytes

@@ -1,0 +1,42 @@
+"""Reasons why the request at the head of the queue is not admitted."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .request import Request
+
+LOG = logging.getLogger("duetto")
+
+
+class AdmissionReason(Enum):
+    """A reason to wait; its value is the sentence of the log, its name in small letters that of reports."""
+
+    NO_SLOT = "every slot is taken"
+    NO_PAGES = "too few pages of the cache are free for its tokens"
+    SHARD_FULL = "the shards with a free slot lack pages, and the other shards lack a slot"
+    PAGES_LENT = "pages are lent to a comparison of programs, and the rest does not hold its full length"
+    ADAPTER = "running requests use every place for a LoRA adapter"
+    PREFIX_PENDING = "a running request is computing the next page of its prompt"
+    KV_TRANSFER = "pages of its prompt are on their way from a tier or a prefill engine"
+    PREFILL_BATCHING = "its prefill is held back to be shared with others"
+
+
+@dataclass
+class WaitingReasons:
+    """Steps that left the head of the queue waiting, by reason. Each change of the head's reason is logged at
+    level debug."""
+
+    counts: Counter[AdmissionReason] = field(default_factory=Counter)
+    last: tuple[str, AdmissionReason] | None = None  # the head's id and its reason
+
+    def note(self, head: Request, reason: AdmissionReason) -> None:
+        self.counts[reason] += 1
+        if (now := (head.id, reason)) != self.last:
+            self.last = now
+            LOG.debug("duetto: request %s waits: %s", head.id, reason.value)
+
+    def report(self) -> dict[str, int]:
+        """Return the steps for each reason, 0 included."""
+        return {reason.name.lower(): self.counts[reason] for reason in AdmissionReason}
