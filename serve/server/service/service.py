@@ -160,7 +160,6 @@ class Service:
         return await asyncio.to_thread(self.results, call)
 
     def results(self, call: ApiCall) -> list[RequestOutput]:
-        """Return the results of a finished call."""
         return [self._driver.output(flow) for flow in call.flows]
 
     @contextmanager

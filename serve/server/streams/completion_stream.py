@@ -107,7 +107,6 @@ class CompletionEvents:
         return self.request.tasks[0]
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Return the events of a step."""
         before, after = self._frame
         pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
         return b"".join(pieces)

@@ -54,7 +54,6 @@ class Replies:
         }
 
     def named(self, task: Task) -> str:
-        """Return the name of the model in the reply."""
         return self.model if task.model is None else task.model
 
     def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
@@ -93,7 +92,6 @@ class Replies:
         return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
 
     def chat_delta(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
-        """Return a stream's addition to a choice."""
         known = parting.count
         parts = parting.take(output.text, at_end=output.finished())
         calls, answer = call_deltas(parts, known), text_of(parts, TextDelta)
@@ -156,7 +154,6 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def alternatives_of(task: Task) -> float:
-    """Return the number of likeliest tokens that a task asks for."""
     top = task.params.logprobs or 0
     return math.inf if top == ALL else top
 

@@ -136,7 +136,6 @@ class TextReader:
         return self.text[start : self.at]
 
     def blank(self) -> Steps[str]:
-        """Read white space."""
         return (yield from self.run(str.isspace))
 
     def stops_in(self, mark: str) -> Steps[bool]:

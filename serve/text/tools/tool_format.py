@@ -141,7 +141,6 @@ class ToolParser:
         self._events = format.events(self._reader, known, MANY if is_several else 1)
 
     def take(self, text: str, at_end: bool = False) -> list[Event]:
-        """Take text, and return its events."""
         self._reader.text += text
         self._reader.is_over = at_end
         found: list[Event] = []
