@@ -149,7 +149,9 @@ class CompletionEvents:
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
             if out.index not in self._begun:
-                self._begun[out.index] = self.replies.parting(self.task, self.prompt_ids, self.id, out.index)
+                self._begun[out.index] = self.replies.reply_parser(
+                    self.task, self.prompt_ids, self.id, out.index
+                )
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])

@@ -68,7 +68,7 @@ class ResponseEvents:
     def __init__(self, replies: Replies, id: str, request: CompletionRequest, prompt_ids: Sequence[int]):
         (task,) = request.tasks
         self._response = Response(id, request.created, replies.named(task), task, request.repeated)
-        self._parting = replies.parting(task, prompt_ids, id)
+        self._parser = replies.reply_parser(task, prompt_ids, id)
         self._items: list[OutputItem] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0
@@ -104,7 +104,7 @@ class ResponseEvents:
     def _taken(self, output: CompletionOutput) -> Iterator[bytes]:
         self._last = output
         self._tokens += len(output.token_ids)
-        parts = self._parting.take(output.text, at_end=output.finished())
+        parts = self._parser.take(output.text, at_end=output.finished())
         if parts and all(isinstance(part, ReasoningDelta) for part in parts):
             self._thoughts += len(output.token_ids)
         for part in parts:
