@@ -148,10 +148,9 @@ class CompletionEvents:
             out = silenced(out)
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
-            if out.index not in self._begun:
-                self._begun[out.index] = self.replies.reply_parser(
-                    self.task, self.prompt_ids, self.id, out.index
-                )
+            if (index := out.index) not in self._begun:
+                parser = self.replies.new_parser(self.task, self.prompt_ids, self.id, index)
+                self._begun[index] = parser
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])

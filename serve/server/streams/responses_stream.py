@@ -68,7 +68,7 @@ class ResponseEvents:
     def __init__(self, replies: Replies, id: str, request: CompletionRequest, prompt_ids: Sequence[int]):
         (task,) = request.tasks
         self._response = Response(id, request.created, replies.named(task), task, request.repeated)
-        self._parser = replies.reply_parser(task, prompt_ids, id)
+        self._parser = replies.new_parser(task, prompt_ids, id)
         self._items: list[OutputItem] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0
