@@ -16,7 +16,7 @@ from ...sampling.params import SamplingParams
 from ...sampling.structured import StructuredOutputsParams
 from ..engine.lora.registry import Registry
 from ..host.threads import Orders, obey
-from ..text.grammar.grammars import Wanted
+from ..text.grammar.grammars import CompileJob
 from ..text.outputs import CompletionOutput, RequestOutput
 from .intake import InputProcessor, Prompt
 from .llm import LLM
@@ -127,7 +127,7 @@ class Driver:
         assert self.adapters is not None
         self.adapters.unload(name)
 
-    def wanted(self, asked: StructuredOutputsParams) -> Wanted:
+    def wanted(self, asked: StructuredOutputsParams) -> CompileJob:
         """The grammar that a flow waits for. Raises ValueError for what is no grammar."""
         return self._llm._intake.grammars.wanted(asked)
 

@@ -164,7 +164,6 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(scope: Scope) -> bool:
-    """Return whether a request arrived at a loopback address."""
     try:
         found = ip_address((scope.get("server") or ("",))[0].partition("%")[0])
     except ValueError:  # no socket of the internet

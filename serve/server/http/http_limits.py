@@ -181,5 +181,4 @@ def too_long() -> HttpError:
 
 
 def protocol(seconds: float) -> Any:
-    """Return the protocol factory for uvicorn."""
     return partial(LimitedHttpProtocol, seconds=seconds)

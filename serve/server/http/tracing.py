@@ -99,7 +99,6 @@ class Traced:
 
 
 def attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a call and of its results."""
     task, requests = call.tasks[0], [one for flow in call.flows for one in flow.ticket.requests]
     yield "gen_ai.operation.name", OPERATIONS.get(task.form, task.form)
     yield "gen_ai.provider.name", "duetto"

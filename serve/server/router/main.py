@@ -55,9 +55,9 @@ def naming(options: RouterOptions) -> Naming:
 
 def replicas_of(options: RouterOptions) -> list[Replica]:
     """Return the servers, each with an index of the prompts that it caches."""
-    told, most = options.kv_events is not None, options.cache_tokens // options.page_size
+    has_events, most = options.kv_events is not None, options.cache_tokens // options.page_size
     return [
-        Replica(str(ServerAddress.of(url)), EventPrefixIndex() if told else AssumedPrefixIndex(most))
+        Replica(str(ServerAddress.of(url)), EventPrefixIndex() if has_events else AssumedPrefixIndex(most))
         for url in options.servers
     ]
 
@@ -145,7 +145,6 @@ KINDS = (CounterMetricFamily, "router", COUNTS), (GaugeMetricFamily, "router_rep
 
 
 def router_families(replicas: Sequence[Replica], proxy: Proxy) -> Iterator[Metric]:
-    """Read the counts of a router and the states of its replicas."""
     for kind, prefix, table in KINDS:
         for name, (about, value) in table.items():
             family = kind(f"duetto:{prefix}_{name}", about, labels=["replica"])

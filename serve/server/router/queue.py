@@ -102,7 +102,6 @@ class RequestQueue:
         self.advance()
 
     def fail(self, error: HttpError) -> None:
-        """Fail all waiting requests."""
         for place in self._places:
             if not place.seat.done():
                 place.seat.set_exception(error)

@@ -55,7 +55,6 @@ class ResumableStream:
         self._outputs, self.realm = [], ""
 
     def begin(self) -> None:
-        """Begin the answer of a replica."""
         self._rest, self._held = b"", []
 
     def take(self, data: bytes) -> bytes:

@@ -101,7 +101,7 @@ class Completions:
     def _read_request(self, body: bytes, source: str | None) -> CompletionRequest:
         request = self.api.parse(object_of(body, "body"), self.service.defaults)
         if request.tasks[0].model is not None:
-            self.service.known(request.tasks[0].model)
+            self.service.require_model(request.tasks[0].model)
         if source is None:
             return request
         return replace(request, tasks=[replace(task, source=source) for task in request.tasks])
@@ -130,7 +130,7 @@ class Completions:
         async def begin() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             if request.resume is not None and request.resume.has_begun:
-                events.skip(call.known, request.resume.events)
+                events.skip(call.resumed, request.resume.events)
             else:
                 await write(events.begin())
 

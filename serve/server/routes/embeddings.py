@@ -43,7 +43,7 @@ class Embeddings:
             body = await read_body(Request(scope, receive), self.service.options)
             inputs = await asyncio.to_thread(lambda: inputs_of(object_of(body, "body")))
             if inputs.tasks[0].model is not None:
-                self.service.known(inputs.tasks[0].model)
+                self.service.require_model(inputs.tasks[0].model)
             with self.service.under_way():
                 flows = await self._embedded(inputs.tasks, scope, receive)
                 scope["response_id"] = id  # for tracing

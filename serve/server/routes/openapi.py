@@ -79,7 +79,6 @@ class Path:
 
 
 def document(paths: Sequence[Path], release: str, has_keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI document of routes."""
     schemas, operations = Schemas(), {}
     for path in paths:
         operations.setdefault(path.template, {})[path.method.lower()] = operation(path, schemas, has_keys)
@@ -120,7 +119,6 @@ def operation(path: Path, schemas: Schemas, has_keys: bool) -> dict[str, Any]:
 
 
 def replies(path: Path, schemas: Schemas) -> dict[str, Any]:
-    """Return the successful answer of a route."""
     kind = {"type": "string"} if path.reply is None else schemas.of(path.reply)
     found = {"description": "the answer"} | content(path.media, kind)
     if path.event is not None:

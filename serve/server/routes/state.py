@@ -66,7 +66,7 @@ class ServerState:
         return json_response({"object": "list", "data": list(map(self._model, names))})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._model(self.service.known(request.path_params["name"])))
+        return json_response(self._model(self.service.require_model(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, object]:
         about = {"id": name, "object": "model", "created": self._since, "owned_by": "duetto"}

@@ -14,7 +14,7 @@ from ....sampling.params import SamplingParams
 from ...host.threads import finished
 from ...llm.driver import Driver, StreamHandle
 from ...llm.llm import LLM
-from ...text.grammar.grammars import Wanted
+from ...text.grammar.grammars import CompileJob
 from ...text.openai.errors import RequestError
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, params_for, prompt_ids, refusal
@@ -29,7 +29,7 @@ class PreparedPrompt:
     task: Task
     prompt: list[int]
     params: SamplingParams | PoolingParams
-    wanted: Wanted | None
+    wanted: CompileJob | None
 
     @property
     def is_ready(self) -> bool:

@@ -35,7 +35,7 @@ class ApiCall:
     stream: OutputStream
 
     @property
-    def known(self) -> list[CompletionOutput]:
+    def resumed(self) -> list[CompletionOutput]:
         """Outputs that its completions had on another server."""
         return [output for flow in self.flows for output in flow.known]
 
@@ -90,7 +90,7 @@ class Service:
         self._driver = Driver(llm, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
-    def known(self, name: str) -> str:
+    def require_model(self, name: str) -> str:
         """Return a name that the model or an adapter is served under. Raises HttpError for others."""
         if name not in self.names and name not in self.adapters:
             raise HttpError(404, f"model {name!r} is not served here", "model_not_found", "model")
@@ -160,7 +160,6 @@ class Service:
         return await asyncio.to_thread(self.results, call)
 
     def results(self, call: ApiCall) -> list[RequestOutput]:
-        """Return the results of a finished call."""
         return [self._driver.output(flow) for flow in call.flows]
 
     @contextmanager
@@ -201,7 +200,7 @@ class Service:
         return flows
 
     def _begin(self, flow: StreamHandle, task: Task, client: str, stream: OutputStream, end: float) -> None:
-        place, n = self._line(client, task, len(flow.prompt)), task.params.n
+        place, n = self._position(client, task, len(flow.prompt)), task.params.n
         flow.rank(place, task.source)
         late = self._loop.call_at(end, self._late, flow)
         self._places[flow] = ActiveStream(stream, stream.choices, n, place, late)
@@ -214,7 +213,7 @@ class Service:
             return self._driver.leave(flow)
         self._driver.begin(flow)
 
-    def _line(self, client: str, task: Task, prompt_tokens: int) -> int:
+    def _position(self, client: str, task: Task, prompt_tokens: int) -> int:
         """Return the position in the fair queue, by the tokens that may be generated. All clients without a
         key are one, first come, first served."""
         if not client:

@@ -113,5 +113,4 @@ def prompts_of(prompt: Any) -> list[Any]:
 
 
 def scored(task: Task) -> Task:
-    """Return a task with log-probabilities of its prompt."""
     return replace(task, params=replace(task.params, prompt_logprobs=task.params.logprobs))

@@ -107,7 +107,6 @@ class CompletionEvents:
         return self.request.tasks[0]
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Return the events of a step."""
         before, after = self._frame
         pieces = [before + ENCODER.encode(choice) + after for out in outputs for choice in self._choices(out)]
         return b"".join(pieces)
@@ -149,8 +148,9 @@ class CompletionEvents:
             out = silenced(out)
         self.tokens += len(out.token_ids)
         if self.task.form == "chat":
-            if out.index not in self._begun:
-                self._begun[out.index] = self.replies.parting(self.task, self.prompt_ids, self.id, out.index)
+            if (index := out.index) not in self._begun:
+                parser = self.replies.new_parser(self.task, self.prompt_ids, self.id, index)
+                self._begun[index] = parser
                 delta = {"role": "assistant", "content": ""}
                 yield {"index": out.index, "delta": delta, "logprobs": None, "finish_reason": None}
             choice = self.replies.chat_delta(out, self.task, self._begun[out.index])

@@ -20,7 +20,6 @@ PREFIXES = {THOUGHT: "rs", ANSWER: "msg", ARGUMENTS: "fc"}  # of items' ids
 def whole(
     replies: Replies, id: str, request: CompletionRequest, outputs: list[RequestOutput]
 ) -> dict[str, Any]:
-    """Return the answer to a request."""
     (result,) = outputs
     (output,) = result.outputs
     events = ResponseEvents(replies, id, request, result.prompt_token_ids)
@@ -69,7 +68,7 @@ class ResponseEvents:
     def __init__(self, replies: Replies, id: str, request: CompletionRequest, prompt_ids: Sequence[int]):
         (task,) = request.tasks
         self._response = Response(id, request.created, replies.named(task), task, request.repeated)
-        self._parting = replies.parting(task, prompt_ids, id)
+        self._parser = replies.new_parser(task, prompt_ids, id)
         self._items: list[OutputItem] = []
         self._last: CompletionOutput | None = None
         self._tokens = self._thoughts = self._count = 0
@@ -79,7 +78,6 @@ class ResponseEvents:
         return b"".join(self._event(name, response=record) for name in ("created", "in_progress"))
 
     def chunks(self, outputs: list[CompletionOutput]) -> bytes:
-        """Return the events of a step."""
         return b"".join(event for output in outputs for event in self._taken(output))
 
     def end(self, prompt_tokens: int, cached_tokens: int) -> bytes:
@@ -88,7 +86,6 @@ class ResponseEvents:
         return closed + self._event(record["status"], response=record)
 
     def ended(self, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """Return the whole response."""
         assert self._last is not None
         usage = responses.usage(prompt_tokens, cached_tokens, self._tokens, self._thoughts)
         return self._response.ended(self._last, [item.record() for item in self._items], usage)
@@ -107,7 +104,7 @@ class ResponseEvents:
     def _taken(self, output: CompletionOutput) -> Iterator[bytes]:
         self._last = output
         self._tokens += len(output.token_ids)
-        parts = self._parting.take(output.text, at_end=output.finished())
+        parts = self._parser.take(output.text, at_end=output.finished())
         if parts and all(isinstance(part, ReasoningDelta) for part in parts):
             self._thoughts += len(output.token_ids)
         for part in parts:
@@ -126,7 +123,6 @@ class ResponseEvents:
             yield from self._added(THOUGHT, part.text)
 
     def _opened(self, kind: str, begun: ToolCallStart | None = None) -> Iterator[bytes]:
-        """Begin an item."""
         yield from self._closed()
         same = sum(item.kind == kind for item in self._items)
         item = OutputItem(len(self._items), self._response.item_id(PREFIXES[kind], same), kind, begun=begun)

@@ -76,7 +76,6 @@ def serve_one(vocabulary: Any) -> NoReturn:
 
 
 def report(error: str = "", bytes: int = 0, signal: int = 0) -> None:
-    """Write the cost of a grammar."""
     pickle.dump({"error": error, "bytes": bytes, "signal": signal}, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 

@@ -117,7 +117,6 @@ def quoted(text: str) -> str:
 
 
 def whitespace(params: StructuredOutputsParams) -> Any:
-    """Return llguidance's white space options for a JSON Schema."""
     if params.whitespace_pattern is not None:
         return {"whitespace_pattern": params.whitespace_pattern}
     return {"whitespace_flexible": not params.disable_any_whitespace}

@@ -30,6 +30,7 @@ POLL = 0.05  # seconds between two looks whether there is memory for a large gra
 class CompileJob:
     """A grammar that requests wait for. An `urgent` one does not wait for memory of others."""
 
+    grammars: "Grammars"
     text: str
     future: Future[Compiled] = field(default_factory=Future)
     waiting: int = 0
@@ -38,6 +39,10 @@ class CompileJob:
 
     def __post_init__(self):
         self.future.set_running_or_notify_cancel()  # a request that leaves does not cancel it for others
+
+    def leave(self) -> None:
+        """Stop waiting, as one request. A grammar that no request waits for is not compiled."""
+        self.grammars.leave(self)
 
     def fail(self) -> None:
         """Fail: no lane compiles it any more."""
@@ -62,17 +67,6 @@ class Lane:
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.gauge.stop()
-
-
-class Wanted:
-    """The grammar that a request waits for, until it leaves."""
-
-    def __init__(self, grammars: "Grammars", job: CompileJob):
-        self._grammars, self._job, self.future = grammars, job, job.future
-
-    def leave(self) -> None:
-        """Stop waiting. A grammar that no request waits for is not compiled."""
-        self._grammars.leave(self._job)
 
 
 class Grammars:
@@ -110,7 +104,7 @@ class Grammars:
         with panics_as_errors():
             return Constraint(found.matcher.deep_copy(), frozenset(self._ends), found.first, start, found)
 
-    def wanted(self, params: StructuredOutputsParams, urgent: bool = False) -> Wanted:
+    def wanted(self, params: StructuredOutputsParams, urgent: bool = False) -> CompileJob:
         """Begin to compile a grammar; the job is dropped when all its requests have left. Raises ValueError
         for invalid JSON or text, and for a model without what grammars need."""
         self._check()
@@ -120,7 +114,7 @@ class Grammars:
             job = self._jobs.get(text) or self._begin(text)
             job.waiting += 1
             job.urgent |= urgent
-        return Wanted(self, job)
+        return job
 
     def leave(self, job: CompileJob) -> None:
         """Drop one request from a job; the last one stops it."""
@@ -156,7 +150,7 @@ class Grammars:
         return vocabulary(self._words)
 
     def _begin(self, text: str) -> CompileJob:
-        job = CompileJob(text)
+        job = CompileJob(self, text)
         if (found := self._kept.get(text)) is not None:
             job.future.set_result(found)
         else:

@@ -88,6 +88,5 @@ class Dialect:
         return thought if reasoning.is_open else f"({lark.text(marks.begin)} {thought})? "
 
     def _special(self, token: str) -> int | None:
-        """Return the id of a special token of this name."""
         id = None if self.tokenizer is None else self.tokenizer.token_id(token)
         return id if self.tokenizer is not None and id in self.tokenizer.special_ids else None

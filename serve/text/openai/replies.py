@@ -37,7 +37,7 @@ class Replies:
         cache."""
         chat, ids = task.form == "chat", output.prompt_token_ids
         choices = [
-            self.chat_choice(o, task, self.parting(task, ids, id, o.index))
+            self.chat_choice(o, task, self.new_parser(task, ids, id, o.index))
             if chat
             else self.completion_choice(o, task)
             for o in output.outputs
@@ -54,7 +54,6 @@ class Replies:
         }
 
     def named(self, task: Task) -> str:
-        """Return the name of the model in the reply."""
         return self.model if task.model is None else task.model
 
     def ending(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
@@ -76,7 +75,7 @@ class Replies:
     def dialect(self) -> Dialect:
         return Dialect(self.tokenizer, self.parser)
 
-    def parting(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
+    def new_parser(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
         """Return the parser of a choice of the reply with this id, to a prompt."""
         reasoning = self.dialect.reasoning(prompt_ids)
         tool_format, toolbox = self.dialect.tool_format, task.toolbox
@@ -85,28 +84,27 @@ class Replies:
         parser = ToolParser(tool_format, toolbox.tools, toolbox.is_several)
         return ReplyParser(f"{id} {index}", reasoning, parser, tool_format.has_short_ids)
 
-    def chat_choice(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
-        parts = parting.take(output.text, at_end=True)
+    def chat_choice(self, output: CompletionOutput, task: Task, parser: ReplyParser) -> dict[str, Any]:
+        parts = parser.take(output.text, at_end=True)
         calls, answer = whole_calls(parts), text_of(parts, TextDelta)
         message = {"role": "assistant", "content": None if calls and not answer else answer}
         message |= reasoned(text_of(parts, ReasoningDelta), task) | ({"tool_calls": calls} if calls else {})
-        return {"index": output.index, "message": message, **self._chat_ending(output, task, parting)}
+        return {"index": output.index, "message": message, **self._chat_ending(output, task, parser)}
 
-    def chat_delta(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
-        """Return a stream's addition to a choice."""
-        known = parting.count
-        parts = parting.take(output.text, at_end=output.finished())
+    def chat_delta(self, output: CompletionOutput, task: Task, parser: ReplyParser) -> dict[str, Any]:
+        known = parser.count
+        parts = parser.take(output.text, at_end=output.finished())
         calls, answer = call_deltas(parts, known), text_of(parts, TextDelta)
         delta = reasoned(text_of(parts, ReasoningDelta), task) | ({"content": answer} if answer else {})
         delta |= {"tool_calls": calls} if calls else {}
-        return {"index": output.index, "delta": delta, **self._chat_ending(output, task, parting)}
+        return {"index": output.index, "delta": delta, **self._chat_ending(output, task, parser)}
 
-    def _chat_ending(self, output: CompletionOutput, task: Task, parting: ReplyParser) -> dict[str, Any]:
+    def _chat_ending(self, output: CompletionOutput, task: Task, parser: ReplyParser) -> dict[str, Any]:
         logprobs = None
         if output.logprobs is not None:
             logprobs = self.chat_logprobs(output, output.logprobs, alternatives_of(task))
         ending = {"logprobs": logprobs, **self.ending(output, task)}
-        has_called = parting.count and output.finish_reason == "stop"
+        has_called = parser.count and output.finish_reason == "stop"
         return ending | ({"finish_reason": "tool_calls"} if has_called else {})
 
     def completion_logprobs(
@@ -156,7 +154,6 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def alternatives_of(task: Task) -> float:
-    """Return the number of likeliest tokens that a task asks for."""
     top = task.params.logprobs or 0
     return math.inf if top == ALL else top
 

@@ -174,13 +174,11 @@ def message(id: str, text: str | None, status: str) -> dict[str, Any]:
 
 
 def thought(id: str, text: str | None) -> dict[str, Any]:
-    """Return the item of the reasoning."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": id, "type": "reasoning", "summary": [], "content": content}
 
 
 def call(id: str, begun: ToolCallStart, text: str, status: str) -> dict[str, Any]:
-    """Return the item of a call, with its arguments so far."""
     own = {"id": id, "type": "function_call", "call_id": begun.id, "name": begun.name}
     return own | {"arguments": text, "status": status}
 

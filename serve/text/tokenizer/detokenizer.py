@@ -46,7 +46,6 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text returned so far."""
         return "".join(self._pieces)
 
     def after(self, pieces: int) -> tuple[str, int]:

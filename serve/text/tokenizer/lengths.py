@@ -37,7 +37,6 @@ class Measure:
     spaces_vanish: bool = False
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's number of tokens."""
         if self.spaces_vanish:
             text = "".join(text.split())
         if self.composed > 1 and not (self.ascii_stays and text.isascii()):

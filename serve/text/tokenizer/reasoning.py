@@ -82,7 +82,6 @@ class Reasoning:
         return thought, rest
 
     def _answer(self, text: str, at_end: bool) -> str:
-        """Return the answer without its marks."""
         if self.is_marked is None:
             bare = text.lstrip()
             found = next((mark for mark in self.marks.opens if bare.startswith(mark)), None)

@@ -269,7 +269,6 @@ class Tokenizer:
     def batch_decode(
         self, sequences: Iterable[Any], skip_special_tokens: bool = False, **neutral: Any
     ) -> list[str]:
-        """Return the texts of several sequences of token ids."""
         return [self.decode(ids, skip_special_tokens, **neutral) for ids in sequences]
 
     def decode_token(self, token_id: int) -> str:

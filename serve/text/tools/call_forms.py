@@ -69,20 +69,20 @@ class JsonCall:
 
     def _key(self, reader: TextReader) -> Steps[str | None]:
         """Return the next key of an object, if one comes."""
-        yield from reader.blank()
+        yield from reader.skip_space()
         if (yield from reader.skip(",")):
-            yield from reader.blank()
+            yield from reader.skip_space()
         if (yield from reader.peek()) != '"':
             return None
         key = decoded((yield from reader.value()))
-        yield from reader.blank()
+        yield from reader.skip_space()
         found = yield from reader.skip(":")
-        yield from reader.blank()
+        yield from reader.skip_space()
         return key if found else None
 
     def _called(self, reader: TextReader, name: str) -> Steps[None]:
         """Yield the arguments of a call whose name is known, and the end of its object."""
-        reader.given()
+        reader.consume()
         yield ToolCallStart(name)
         yield from reader.arguments()
         end = reader.at
@@ -132,23 +132,23 @@ class NamedJsonCall:
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
         if not (yield from reader.skip(self.opens)):
             return False
-        word = yield from reader.run(in_name)
+        word = yield from reader.take_while(in_name)
         name, id = word.removeprefix(self.prefix), None
         if self.is_numbered:
             name, id = NUMBERED.sub("", name), word
         if name not in tools:
             return False
         if self.id_mark and (yield from reader.skip(self.id_mark)):
-            id = yield from reader.run(str.isalnum)
-        yield from reader.blank()
+            id = yield from reader.take_while(str.isalnum)
+        yield from reader.skip_space()
         is_next = yield from reader.skip_any(mark.strip() for mark in self.between)
-        yield from reader.blank()
+        yield from reader.skip_space()
         if not is_next or (yield from reader.peek()) != "{":
             return False
-        reader.given()
+        reader.consume()
         yield ToolCallStart(name, id)
         yield from reader.arguments()
-        yield from reader.blank()
+        yield from reader.skip_space()
         if not (yield from reader.skip(self.closes.strip())):
             reader.at = 0
         yield ToolCallEnd()
@@ -188,10 +188,10 @@ class TaggedCall:
     def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
         if not (yield from reader.skip(self.name[0])):
             return False
-        tool = tools.get((yield from reader.run(in_name)))
+        tool = tools.get((yield from reader.take_while(in_name)))
         if tool is None or not (yield from reader.skip(self.name[1].strip())):
             return False
-        reader.given()
+        reader.consume()
         yield ToolCallStart(tool.name)
         yield ToolCallArguments("{")
         separator = ""
@@ -207,7 +207,7 @@ class TaggedCall:
     def _key(self, reader: TextReader) -> Steps[str | None]:
         """Return the key of the next parameter. Without one the arguments end, unless the text ends before
         that is certain."""
-        yield from reader.blank()
+        yield from reader.skip_space()
         if self.closes and (yield from reader.skip(self.closes)):
             yield ToolCallArguments("}")
             return None
@@ -215,7 +215,7 @@ class TaggedCall:
         if (yield from reader.skip(self.key[0])):
             key, is_whole = yield from reader.until(self.key[1].strip())
             if self.value[0]:
-                yield from reader.blank()
+                yield from reader.skip_space()
             if is_whole and (yield from reader.skip(self.value[0])):
                 return key.strip()
             is_cut = not is_whole or (yield from reader.stops_in(self.value[0]))
@@ -227,7 +227,7 @@ class TaggedCall:
     def _parameter(self, reader: TextReader, tool: Tool, key: str, separator: str) -> Steps[bool]:
         """Yield a parameter as JSON; return whether it is complete."""
         text, is_whole = yield from reader.until(self.value[1])
-        reader.given()
+        reader.consume()
         text = text.removeprefix(self.padding)
         before, schema = f"{separator}{json.dumps(key, ensure_ascii=False)}: ", tool.schema(key)
         if is_whole:

@@ -27,7 +27,6 @@ class Lark:
         return self.quoted(part) if id is None else f"<[{id}]>"
 
     def quoted(self, text: str) -> str:
-        """Return a literal."""
         return json.dumps(text, ensure_ascii=False)
 
     def rule(self, terms: str, attributes: str = "") -> str:

@@ -37,7 +37,6 @@ class ReplyParser:
         return len(self._ids)
 
     def take(self, text: str, at_end: bool = False) -> list[Part]:
-        """Take text, and return its parts."""
         thought = ""
         if self.reasoning is not None:
             thought, text = self.reasoning.take(text, at_end)
@@ -77,5 +76,4 @@ def call_deltas(parts: Iterable[Part], known: int) -> list[dict[str, Any]]:
 
 
 def whole_calls(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Return the calls of a whole reply."""
     return [{name: one[name] for name in ("id", "type", "function")} for one in call_deltas(parts, 0)]

@@ -97,7 +97,7 @@ class TextReader:
     def __init__(self):
         self.text, self.at, self.is_over = "", 0, False
 
-    def given(self) -> str:
+    def consume(self) -> str:
         """Remove the part that was read, and return it."""
         text, self.text, self.at = self.text[: self.at], self.text[self.at :], 0
         return text
@@ -128,16 +128,15 @@ class TextReader:
                 return True
         return False
 
-    def run(self, is_in: Callable[[str], bool]) -> Steps[str]:
+    def take_while(self, is_in: Callable[[str], bool]) -> Steps[str]:
         """Read characters of a kind."""
         start = self.at
         while (character := (yield from self.peek())) and is_in(character):
             self.at += 1
         return self.text[start : self.at]
 
-    def blank(self) -> Steps[str]:
-        """Read white space."""
-        return (yield from self.run(str.isspace))
+    def skip_space(self) -> Steps[str]:
+        return (yield from self.take_while(str.isspace))
 
     def stops_in(self, mark: str) -> Steps[bool]:
         """Return whether the text ends inside a mark that may come next."""
@@ -172,4 +171,4 @@ class TextReader:
         while not scan.is_over and (yield from self.more()):
             self.at = scan.take(self.text, 0)
             if self.at:
-                yield ToolCallArguments(self.given())
+                yield ToolCallArguments(self.consume())

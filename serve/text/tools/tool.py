@@ -36,7 +36,6 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Schemas of the parameters by name."""
         found = self.arguments.get("properties")
         return found if isinstance(found, Mapping) else {}
 
@@ -71,7 +70,6 @@ class Toolbox:
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        """Tools that may be called."""
         functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
         found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
         return tuple(tool for tool in found if self.only in (None, tool.name))

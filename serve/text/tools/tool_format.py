@@ -53,24 +53,24 @@ class ToolFormat:
         """Yield a message's text and at most `most` calls."""
         count = 0
         if self.is_bare:
-            yield from reader.blank()
+            yield from reader.skip_space()
             yield from reader.skip(self.begin)
             count = yield from self._section(reader, tools, most)
-        while count < most and (yield from consumed(reader, self.begin)):
+        while count < most and (yield from text_before(reader, self.begin)):
             count += yield from self._section(reader, tools, most - count)
         yield from rest(reader, count > 0)
 
     def _section(self, reader: TextReader, tools: Mapping[str, Tool], most: int) -> Steps[int]:
         """Yield the calls behind a mark; return their number."""
-        yield from reader.blank()
+        yield from reader.skip_space()
         is_list = yield from reader.skip("[")
         count, goes_on = 0, True
         while goes_on:
-            yield from reader.blank()
+            yield from reader.skip_space()
             form = yield from self._form(reader)
             if form is None or not (yield from form.call(reader, tools)):
                 if reader.at:
-                    yield TextDelta(reader.given())
+                    yield TextDelta(reader.consume())
                 break
             count += 1
             goes_on = yield from self._ended(reader, form, is_list, count < most)
@@ -88,15 +88,15 @@ class ToolFormat:
 
     def _ended(self, reader: TextReader, form: CallForm, is_list: bool, may_go_on: bool) -> Steps[bool]:
         """Read the text behind a call; return whether another call may follow."""
-        reader.given()
-        yield from reader.blank()
+        reader.consume()
+        yield from reader.skip_space()
         if may_go_on and (yield from reader.skip_any((",", ";"))):
             return True
         if is_list and (yield from reader.skip("]")):
-            reader.given()
-            yield from reader.blank()
+            reader.consume()
+            yield from reader.skip_space()
         if self.end and (yield from reader.skip(self.end)):
-            reader.given()
+            reader.consume()
             return False
         start = reader.at
         found = may_go_on and bool(form.opens) and (yield from reader.skip(form.opens))
@@ -104,14 +104,14 @@ class ToolFormat:
         return found
 
 
-def consumed(reader: TextReader, mark: str) -> Steps[bool]:
+def text_before(reader: TextReader, mark: str) -> Steps[bool]:
     """Yield text up to a mark, and read the mark; return whether it comes. White space before it is held."""
     while True:
         found = reader.text.find(mark)
         end = len(reader.text) - overlap(reader.text, (mark,)) if found < 0 else found
         if kept := len(reader.text[:end].rstrip()):
             reader.at = kept
-            yield TextDelta(reader.given())
+            yield TextDelta(reader.consume())
         elif found >= 0 or reader.is_over:
             reader.at = found + len(mark) if found >= 0 else 0
             return found >= 0
@@ -125,7 +125,7 @@ def rest(reader: TextReader, is_bound: bool) -> Steps[None]:
         holds = is_bound or not reader.is_over
         if kept := len(reader.text.rstrip() if holds else reader.text):
             reader.at = kept
-            yield TextDelta(reader.given())
+            yield TextDelta(reader.consume())
         elif reader.is_over:
             return
         else:
@@ -141,7 +141,6 @@ class ToolParser:
         self._events = format.events(self._reader, known, MANY if is_several else 1)
 
     def take(self, text: str, at_end: bool = False) -> list[Event]:
-        """Take text, and return its events."""
         self._reader.text += text
         self._reader.is_over = at_end
         found: list[Event] = []

@@ -76,8 +76,8 @@ def test_whatever_is_drawn_is_calls_with_arguments_of_their_schemas(words, gramm
     boxes = [Toolbox(TOOLS, "required"), Toolbox(TOOLS, "required", is_several=False)]
     for seed, box in enumerate([*boxes, Toolbox(TOOLS, "required", "say")] * 3):
         text, is_whole = walk(grammars, words, dialect.constraints(box, []), seed)
-        parting = ReplyParser("key", None, ToolParser(dialect.require_tool_format(), box.tools))
-        parts = parting.take(text, at_end=True)
+        replier = ReplyParser("key", None, ToolParser(dialect.require_tool_format(), box.tools))
+        parts = replier.take(text, at_end=True)
         calls = whole_calls(parts)
         if is_whole:
             whole += 1
@@ -129,11 +129,11 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     ) + 'b"</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     follower.follow(own.encode(text))
     assert follower.failure is None and own.token_id("<end>") in allowed(follower.masks()[0])
-    parting = ReplyParser(
+    replier = ReplyParser(
         "key", dialect.reasoning(prompt), ToolParser(dialect.require_tool_format(), Toolbox(TOOLS).tools)
     )
-    parts = parting.take(text, at_end=True)
-    assert text_of(parts, ReasoningDelta) == 'b"' and not text_of(parts, TextDelta) and parting.count == 1
+    parts = replier.take(text, at_end=True)
+    assert text_of(parts, ReasoningDelta) == 'b"' and not text_of(parts, TextDelta) and replier.count == 1
     assert dialect.calls_special and dialect.keeps_special
 
 
