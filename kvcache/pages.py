@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from ..model.attention import UNSEEN, AttentionParams, Keys, LatentRows, Made, Values, grouped
 from ..model.config import LayerKind, windows_of
-from ..model.layers import einsum
+from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
-from ..model.scatter import apart
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree
 from .groups import by_length

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..model.layers import apart
 from ..model.recurrent.kinds import BLOCK, Leaves
 from ..model.recurrent.linear import Terms, lone_step, step
 from ..model.recurrent.states import Recurrence, RecurrentInputs, RecurrentState, newest
-from ..model.scatter import apart
 from ..model.tree import pytree, static
 from .kernels.memory import MemoryPool, StatePages, step_pages, steps_in_place
 

@@ -5,11 +5,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .config import NormKind
-from .grouped import can_multiply, grouped_product
 from .tree import Spec, pytree
+from .weights.grouped import can_multiply, grouped_product
 
 
 @pytree
@@ -152,3 +152,23 @@ def softcapped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*s
 
 def scaled(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+# ---------------------------------------------------------------- unique indices of scatters
+
+# Flags that make a GPU's results reproducible (`xla_gpu_exclude_nondeterministic_ops`) turn a scatter whose
+# indices may collide into sorts of them; one with unique indices stays one kernel.
+
+
+def apart(index: Int[Array, "*shape"], write: Bool[Array, "*shape"], size: int) -> Int[Array, "*shape"]:
+    """The index where it is to `write`; elsewhere one past `size`, no two alike, which mode="drop" leaves
+    out."""
+    beyond = size + jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
+    return jnp.where(write, index, beyond)
+
+
+def first_of_each(ids: Int[Array, "B ids"]) -> Bool[Array, "B ids"]:
+    """True at the first occurrence of each id in its row."""
+    n = ids.shape[1]
+    before = jnp.tril(jnp.ones((1, n, n), bool), -1)
+    return ~jnp.any((ids[:, :, None] == ids[:, None, :]) & before, axis=2)

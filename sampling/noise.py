@@ -11,9 +11,10 @@ from jaxtyping import Array, Float32, Int, UInt, UInt32
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 PARITY = 0x1BD11BDA
 Pair = tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]
+Key = tuple[UInt32[Array, "*#shape"], UInt32[Array, "*#shape"]]
 
 
-def threefry(key: Pair, count: Pair) -> Pair:
+def threefry(key: Key, count: Pair) -> Pair:
     """The hash of two words under a key."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     a, b = count[0] + keys[0], count[1] + keys[1]
@@ -25,7 +26,7 @@ def threefry(key: Pair, count: Pair) -> Pair:
     return a, b
 
 
-def fold_in(key: Pair, data: UInt32[Array, " B"]) -> Pair:
+def fold_in(key: Key, data: UInt32[Array, " B"]) -> Pair:
     """`jax.random.fold_in` of a key a row."""
     return threefry(key, (jnp.zeros_like(data), data))
 

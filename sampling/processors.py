@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from ..model.scatter import apart, first_of_each
+from ..model.layers import apart, first_of_each
 from ..model.tree import pytree
 from .noise import gumbel
 from .params import NO_TOKEN, Knobs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from ..model.scatter import apart
+from ..model.layers import apart
 from ..model.tree import pytree, static
 from .checks import MAX_LOGPROBS
 from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, knobs_row

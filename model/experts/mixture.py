@@ -1,11 +1,11 @@
 """Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv
 1701.06538).
 
-Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, a Hopper GPU with
-the kernel of `model/grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for `ragged_dot`, we
-go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's bits
-depend on neither its neighbours nor their number: all tiles of a step have one size, and a row of a product
-knows nothing of the others.
+Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, a Hopper GPU with the
+kernel of `model/weights/grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for
+`ragged_dot`, we go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A
+token's bits depend on neither its neighbours nor their number: all tiles of a step have one size, and a row
+of a product knows nothing of the others.
 """
 
 from dataclasses import replace
@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..config import Experts
 from ..ffn import FFN, activate, feed_forward, ffn_spec
-from ..grouped import can_multiply
-from ..layers import Norm, Weight, biased, einsum, norm_spec, ragged_product
-from ..scatter import apart
+from ..layers import Norm, Weight, apart, biased, einsum, norm_spec, ragged_product
 from ..sharding import on_several_devices
 from ..tree import Spec, is_spec, pytree, static
+from ..weights.grouped import can_multiply
 
 
 @pytree

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from duetto.kvcache.pages import Batch, new_tokens
-from duetto.model.scatter import apart, first_of_each
+from duetto.model.layers import apart, first_of_each
 
 
 def test_indices_are_unique_and_those_that_write_keep_theirs():

@@ -17,9 +17,9 @@ from ....kvcache.pages import ON_DEVICE, Batch, KVCache, positions
 from ....kvcache.states import VerifyAttend, VerifyCache
 from ....model.attention import Attend
 from ....model.config import ModelConfig
+from ....model.layers import apart
 from ....model.pooling import Pooled, pool
 from ....model.recurrent.kinds import STATE
-from ....model.scatter import apart
 from ....model.sharding import in_any_shard
 from ....model.transformer import Decoder, forward, unembed
 from ....model.tree import pytree

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .gpus import on_hopper, shipped
+from ..gpus import on_hopper, shipped
 
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
