@@ -114,7 +114,7 @@ def engine_families(llm: LLM, model_name: str) -> Iterator[Family]:
 
 def families(metrics: Iterable[Metric], labels: dict[str, str]) -> Iterable[Family]:
     """Group metrics by their names, with `labels` in addition to their own."""
-    found: dict[str, Family] = {}
+    found: dict[str, Any] = {}  # families, whose base class has no add_metric
     for metric in metrics:
         name, about = metric.name, metric.name.partition(":")[2].replace("_", " ")
         for own, values in samples(metric):
