@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....checkpoints.dialects import Marks
+from ....checkpoints.dialects import Marks, marks_of
 from ....sampling.structured import StructuredOutputsParams
-from ..tokenizer.reasoning import Reasoning, are_special, marks_of
+from ..tokenizer.reasoning import Reasoning, are_special
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.lark import Lark
 from ..tools.tool import Toolbox
@@ -26,7 +26,8 @@ class Dialect:
     @cached_property
     def marks(self) -> Marks | None:
         """Marks of the reasoning, if the model reasons."""
-        return marks_of(self.tokenizer)
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return None if template is None else marks_of(template)
 
     @cached_property
     def keeps_special(self) -> bool:

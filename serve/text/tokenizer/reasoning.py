@@ -3,18 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....checkpoints import dialects
 from ....checkpoints.dialects import Marks
 from .detokenizer import overlap
 from .tokenizer import Tokenizer
 
 TAIL = 32  # tokens at the end of a prompt, in which a template may have begun the reasoning
-
-
-def marks_of(tokenizer: Tokenizer | None) -> Marks | None:
-    """Return the marks of reasoning in a tokenizer's chat template, if any."""
-    template = None if tokenizer is None else tokenizer.chat_template
-    return None if template is None else dialects.marks_of(template)
 
 
 def are_special(tokenizer: Tokenizer, marks: Marks) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -302,7 +303,8 @@ class Tokenizer:
         """Return a new text stream behind a prompt; a prompt without text begins a text."""
         if self._alphabet:
             return ByteLevelStream(self._alphabet)
-        kept = _last(prompt_ids, 4, lambda i: self.keeps(i, skip_special_tokens) is not None)
+        last = (i for i in reversed(prompt_ids) if self.keeps(i, skip_special_tokens) is not None)
+        kept = [*islice(last, 4)][::-1]
         if self._rules:
             return PieceStream(self._rules, at_start=not kept)
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), kept)
@@ -310,8 +312,7 @@ class Tokenizer:
     def _named(self, config: Mapping[str, Any], name: str) -> tuple[str | None, int | None]:
         """Return a token that the configuration names, and its id; it becomes special if it is a plain token
         of the vocabulary."""
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = content(config.get(name))
         if token is None or self._backend.token_to_id(token) is None:
             return token, None
         self._backend.add_special_tokens([token])
@@ -322,17 +323,6 @@ def encoding(ids: list[Any]) -> Encoding:
     several = bool(ids) and isinstance(ids[0], list)
     mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
-
-
-def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:
-    """Return the last `count` ids that are kept, in order."""
-    found: list[int] = []
-    for token_id in reversed(ids):
-        if len(found) == count:
-            break
-        if keep(token_id):
-            found.append(token_id)
-    return found[::-1]
 
 
 def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
