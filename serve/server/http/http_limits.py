@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -178,7 +177,3 @@ def head_size(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]])
 
 def too_long() -> HttpError:
     return HttpError(431, f"the head has more than {MOST_HEAD} bytes", "head_too_long")
-
-
-def protocol(seconds: float) -> Any:
-    return partial(LimitedHttpProtocol, seconds=seconds)

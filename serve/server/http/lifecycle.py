@@ -21,7 +21,7 @@ from ...host.streams import tell
 from ...options.server import ServerOptions
 from ..service.errors import HANDLERS
 from .guards import ApiKeys, Guard, guards
-from .http_limits import protocol
+from .http_limits import LimitedHttpProtocol
 
 CLOSING = 3  # seconds that connections have after the last request
 
@@ -54,8 +54,9 @@ async def serve_app(
 ) -> None:  # fmt: skip
     """Serve an app at the bound socket `own` until `ended` is set. A first signal calls `drain`, a second one
     ends the process. `place` names in the log what is served, and where."""
+    protocol: Any = partial(LimitedHttpProtocol, seconds=options.receive_timeout)
     config = uvicorn.Config(
-        app, http=protocol(options.receive_timeout), ws="none", loop="none", lifespan="off",
+        app, http=protocol, ws="none", loop="none", lifespan="off",
         log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING,
         ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
     )  # fmt: skip

@@ -239,7 +239,10 @@ class Service:
         for flow, outputs, at_end in pieces:
             if (place := self._places.get(flow)) is None:
                 continue  # its client has left
-            self._starts(place)
+            if place.late is not None:
+                place.late.cancel()
+                place.late = None
+                self._shares.served(place.line)
             for output in outputs:
                 output.index += place.base
             place.stream.put(outputs, at_end)
@@ -253,12 +256,6 @@ class Service:
                 place.stream.wake()
             place.stream.is_silent = True
         self._pinging = self._loop.call_later(self.options.ping, self._ping)
-
-    def _starts(self, place: ActiveStream) -> None:
-        if place.late is not None:
-            place.late.cancel()
-            place.late = None
-            self._shares.served(place.line)
 
     def _late(self, flow: StreamHandle) -> None:
         if (place := self._places.pop(flow, None)) is None:

@@ -65,7 +65,10 @@ def parse_completion(form: Form, body: Mapping[str, Any], defaults: Mapping[str,
     silent = echo and fields.get("max_tokens") == 0
     if silent:
         fields["max_tokens"] = 1
-    prompts = prompts_of(fields.get("prompt"))
+    if "prompt" not in fields:
+        wanted = "prompt is missing: a string or token ids, or a list of them"
+        raise RequestError("invalid_request", wanted, "prompt")
+    prompts = listed(fields["prompt"])
     n = fields.get("n", 1)
     many = isinstance(n, int) and len(prompts) * n > MAX_CHOICES
     require(not many, "n", n, f"at most {MAX_CHOICES} completions, {len(prompts)} prompts have n each")
@@ -101,15 +104,6 @@ def wants_usage(options: Any, stream: bool) -> bool:
     usage = options.get("include_usage") or False
     require(isinstance(usage, bool), "include_usage", usage, "true or false")
     return usage
-
-
-def prompts_of(prompt: Any) -> list[Any]:
-    """Return the prompts of a completion: text or token ids, or a list of them."""
-    if prompt is None:
-        raise RequestError(
-            "invalid_request", "prompt is missing: a string or token ids, or a list of them", "prompt"
-        )
-    return listed(prompt)
 
 
 def scored(task: Task) -> Task:

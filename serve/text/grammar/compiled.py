@@ -91,7 +91,10 @@ def written(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if params.schema is not None:
-        return LLMatcher.grammar_from_json_schema(params.schema, overrides=whitespace(params))
+        spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+        if params.whitespace_pattern is not None:
+            spaces = {"whitespace_pattern": params.whitespace_pattern}
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
@@ -114,9 +117,3 @@ def as_lark(text: str) -> str:
 def quoted(text: str) -> str:
     """Return a text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def whitespace(params: StructuredOutputsParams) -> Any:
-    if params.whitespace_pattern is not None:
-        return {"whitespace_pattern": params.whitespace_pattern}
-    return {"whitespace_flexible": not params.disable_any_whitespace}

@@ -39,19 +39,14 @@ def inputs_of(body: Mapping[str, Any]) -> EmbeddingInputs:
         params = PoolingParams(**fields)
     except ValueError as error:
         raise RequestError("invalid_request", str(error)) from None
+    require("input" in body, "input", None, "a string or token ids, or a list of them")
+    inputs = listed(body["input"])
+    require(len(inputs) <= MOST_INPUTS, "input", inputs, f"at most {MOST_INPUTS}")
     tasks = [
         Task("embedding", None, READING, prompt=prompt_of("input", one), model=model, pooling=params)
-        for one in inputs_in(body.get("input"))
+        for one in inputs
     ]
     return EmbeddingInputs(tasks, encoding == "base64")
-
-
-def inputs_in(given: Any) -> list[Any]:
-    """Return the inputs of a body as a list of texts or lists of token ids."""
-    require(given is not None, "input", given, "a string or token ids, or a list of them")
-    found = listed(given)
-    require(len(found) <= MOST_INPUTS, "input", given, f"at most {MOST_INPUTS}")
-    return found
 
 
 def reply(

@@ -60,18 +60,13 @@ def object_of(text: bytes, what: str) -> dict[str, Any]:
         raise too_deep(what) from None
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise too_deep(what)
-    check_keys(text.decode(), what)
-    if not isinstance(value, dict):
-        raise RequestError(f"invalid_{what}", f"the {what} must be a JSON object, not {as_json(value)}")
-    return value
-
-
-def check_keys(text: str, what: str) -> None:
-    """Raise RequestError for a repeated key of an object; msgspec keeps the last."""
-    try:
+    try:  # msgspec keeps the last value of a repeated key
         json.loads(text, object_pairs_hook=unique, parse_int=len, parse_float=len)
     except RepeatedKey as error:
         raise RequestError("repeated_key", f"{error} of the {what}", error.key[:60]) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"invalid_{what}", f"the {what} must be a JSON object, not {as_json(value)}")
+    return value
 
 
 def too_deep(what: str) -> RequestError:
