@@ -79,7 +79,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
     passes: list[Pass] | None = None  # with speculation, in the order of their tokens
-    weights: list[tuple[int, int]] | None = None  # from which token on, which version of the weights
+    weights: list[tuple[int, int]] | None = None  # (first token, version of the weights) pairs
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -166,7 +166,7 @@ def is_address(name: str) -> bool:
 def is_loopback(scope: Scope) -> bool:
     try:
         found = ip_address((scope.get("server") or ("",))[0].partition("%")[0])
-    except ValueError:  # no socket of the internet
+    except ValueError:  # a Unix socket
         return False
     mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
     return (mapped or found).is_loopback

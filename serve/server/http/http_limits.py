@@ -24,11 +24,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *given: Any, seconds: float, **others: Any):
         super().__init__(*given, **others)
         self._seconds = seconds
-        self._head_bytes = 0  # since a piece of a body: of a head, or of what ends a body
-        self._pieces = 0  # heads begun and ended, and pieces of bodies
-        self._between = True  # no message is under way: the next begins with what comes
+        self._head_bytes = 0  # bytes of a head or of a body's end, since the last piece of a body
+        self._pieces = 0  # counts heads begun, heads ended, and pieces of bodies
+        self._between = True  # no message is under way: the next byte begins one
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._earlier: list[RequestResponseCycle] = []  # whose answers are awaited behind the latest
+        self._earlier: list[RequestResponseCycle] = []  # requests before `cycle` that have no whole answer
 
     def _within(self, what: str, do: Callable[[], object]) -> None:
         self._cancel(what)
@@ -146,7 +146,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._within("head", self._close_idle)  # also where what comes is no request
+        self._within("head", self._close_idle)  # also for bytes that are no request
 
     def pause_writing(self) -> None:
         super().pause_writing()

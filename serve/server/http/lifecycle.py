@@ -23,7 +23,7 @@ from ..service.errors import HANDLERS
 from .guards import ApiKeys, Guard, guards
 from .http_limits import LimitedHttpProtocol
 
-CLOSING = 3  # seconds that connections have after the last request
+CLOSING = 3  # seconds until connections are closed after the last request
 
 
 def run(work: Coroutine[Any, Any, int]) -> int:
@@ -63,7 +63,7 @@ async def serve_app(
     server = Server(config, partial(asyncio.get_running_loop().call_soon_threadsafe, drain), place)
     if not has_keys and not is_of_this_machine(own):
         tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
-    reuse(own, True)  # connections that outlive the process have this of it, and do not bar the next one
+    reuse(own, True)  # inherited by connections, so that those that linger do not block the next process
     ending = asyncio.create_task(server.end_after(ended))
     await server.serve(sockets=[own])
     ending.cancel()

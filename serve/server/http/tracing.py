@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....sampling.params import SamplingParams
 from ..service.service import ApiCall
 
-CLOSING = 3  # seconds that an export, and the last spans, have
+CLOSING = 3  # seconds that an export may take, also the last one
 OPERATIONS = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
 
 
@@ -110,7 +110,7 @@ def attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
         yield "gen_ai.response.finish_reasons", [one.finish_reason or "abort" for one in requests]
     yield "gen_ai.usage.input_tokens", call.usage["prompt_tokens"]
     yield "gen_ai.usage.cache_read.input_tokens", call.usage["cached_tokens"]
-    # of several completions: the first token of any, the longest wait for a seat, the last end
+    # Over several completions: the first token of any, the longest wait, the last end.
     clocks = [one.clock for one in requests]
     arrival = clocks[0].arrival
     spans = {

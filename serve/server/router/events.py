@@ -11,7 +11,7 @@ from ...kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBat
 from ...kv.routing.prefix_index import EventPrefixIndex
 from .prompts import TOKENS
 
-PERIOD = 200  # milliseconds between looks at the end
+PERIOD = 200  # milliseconds between checks for the end
 
 
 class ReplicaPages:
@@ -21,7 +21,7 @@ class ReplicaPages:
 
     def __init__(self, memory: EventPrefixIndex, page_size: int):
         self._memory, self._page_size = memory, page_size
-        self._names: dict[int | bytes, bytes] = {}  # ours, by the replica's
+        self._names: dict[int | bytes, bytes] = {}  # the router's names, by the replica's
         self._next = 0  # number of the batch that is expected
 
     def take(self, number: int, events: KVEventBatch) -> None:

@@ -11,9 +11,9 @@ from ...text.openai.fields import of_response
 from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 
-LETTERS = 4  # bytes of text that are about a token
-MOST = 1 << 17  # tokens of a prompt that are looked at
-MOST_ID = 1 << 31  # ids are below it in names of pages; a replica refuses others
+LETTERS = 4  # bytes of text per token, about
+MOST = 1 << 17  # tokens of a prompt that are named
+MOST_ID = 1 << 31  # bound of token ids; replicas reject others
 Naming = Callable[[str, Mapping[str, Any]], Prompt]  # names the pages of the first prompt of a path's body
 TEXT, TOKENS = root("text"), root("tokens")
 
@@ -49,7 +49,7 @@ class TokenNaming:
             ids = given if is_ids(given) else self._ids(given, tools_of(path, body), body)
             return named(ids, self.page_size, TOKENS)
         except (ChatTemplateError, ValueError, TypeError):
-            return Prompt()  # what is wrong with it a replica says
+            return Prompt()  # a replica reports the error
 
     def _ids(self, given: Any, tools: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(given, str):
@@ -101,14 +101,14 @@ def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:
 
 # ---------------------------------------------------------------- tokens of a request
 
-# Fields that bound an answer, the first one that is given counts.
+# Fields that bound an answer; the first one in a body counts.
 BOUNDS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens", "max_tokens"),
 }
-UNBOUNDED = {"/v1/completions": 16}  # tokens of an answer whose body names no bound
-ROOM = 1 << 12  # the same for answers that end where the model's length does, which a router does not know
+UNBOUNDED = {"/v1/completions": 16}  # tokens of an answer without a bound in its body
+ROOM = 1 << 12  # the same, for answers that may fill the model's length, which a router does not know
 CHOICES = 128  # completions of a request at most
 
 

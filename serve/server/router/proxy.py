@@ -35,7 +35,7 @@ ANEW = {
     b"sec-fetch-site",
     SOURCE.encode(),
     *OWN,
-}  # of requests: the router has looked
+}  # request headers that are not passed on
 
 
 OTHER_REALM = HttpError(
@@ -64,7 +64,7 @@ class ProxyRequest:
     body: bytes
     generates: bool = False
     stream: ResumableStream | None = None
-    has_head: bool = False  # that of the answer has been sent
+    has_head: bool = False
 
     @property
     def has_begun(self) -> bool:

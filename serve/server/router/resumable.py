@@ -14,7 +14,7 @@ class PassThroughStream:
     """Passes whole events on; the stream ends where its replica's does."""
 
     def __init__(self):
-        self.held = b""  # of an event that is not whole
+        self.held = b""  # bytes of an incomplete event
 
     def take(self, data: bytes) -> bytes:
         whole, end, self.held = (self.held + data).rpartition(b"\n\n")
@@ -27,13 +27,13 @@ class ResumableStream:
     names the weights that the tokens follow from: only a replica of this realm may continue."""
 
     def __init__(self, body: Mapping[str, Any]):
-        self.is_stream = body.get("stream") is True  # or a whole answer, which is told as the last event
+        self.is_stream = body.get("stream") is True  # else a whole answer, the last event of a stream
         self.id, self._body = uuid.uuid4().hex, dict(body)
         self._created = int(time.time())
         self._outputs: list[list[int]] = []
         self.realm = ""
         self._events = 0  # passed on
-        self._rest = b""  # of an event that is not whole
+        self._rest = b""  # bytes of an incomplete event
         self._held: list[bytes] = []  # events whose tokens are not known
         self.is_whole = False
 

@@ -7,9 +7,7 @@ from ..service.errors import HttpError
 from ..service.streams import ClientLeft, within
 
 REALM = "x-duetto-realm"  # header: the realm of a ready server's answers
-SOURCE = (
-    "x-duetto-prefill"  # header: the address of the engine that computes a prompt, of those that are asked
-)
+SOURCE = "x-duetto-prefill"  # header: the address of the prefill engine for a prompt
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:

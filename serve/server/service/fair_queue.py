@@ -3,7 +3,7 @@ SIGCOMM 1996), by tokens, as in Sheng et al., "Fairness in Serving Large Languag
 
 from collections import OrderedDict
 
-CLIENTS = 4096  # that are remembered, the latest
+CLIENTS = 4096  # number of clients that are remembered, the latest ones
 
 
 class FairQueue:

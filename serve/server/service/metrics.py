@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-PERIOD = 0.1  # seconds between looks
+PERIOD = 0.1  # seconds between measurements
 LIMITS = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
 
 
@@ -23,7 +23,7 @@ class Exposition(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # the registry asks at the registration, when nothing has been counted
+        return ()  # called at the registration, before anything is counted
 
     def collect(self) -> Iterable[Metric]:
         return self._read()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
 LIMITS: dict[str, Any] = {"max_items_in_row": MOST_ITEMS}
-LARGE = 8 << 20  # bytes of a grammar that is worth giving back to the system at once
+LARGE = 8 << 20  # bytes; larger grammars are returned to the system at once
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import llguidance
 
 BOUNDS = CompileLimits(2.0, 128 << 20)
-SLICE = 0.05  # seconds of a processor: grammars that take longer wait in a line of their own
-NICE = 10  # of the process that compiles those
+SLICE = 0.05  # processor seconds; grammars that take longer go to the slow lane
+NICE = 10  # niceness of the slow lane's process
 TRIES = 3  # processes that may be lost to one grammar
 POLL = 0.05  # seconds between two looks whether there is memory for a large grammar
 

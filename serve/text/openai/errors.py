@@ -8,7 +8,7 @@ import msgspec
 
 from ....refusals import RepeatedKey, unique
 
-MAX_DEPTH = 100  # levels of JSON, so that the stack that happens to be left decides nothing
+MAX_DEPTH = 100  # levels of JSON: a fixed bound, not the free stack, decides
 
 
 class RequestError(ValueError):

@@ -12,7 +12,7 @@ from .fields import of_response, of_text
 from .tasks import Task, task_of_body
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
-# Fields that are understood only as far as they ask for nothing, beside those of a chat.
+# Further fields, besides those of a chat, with the values that ask for nothing.
 NEUTRAL: Table = {
     "background": (False,),
     "include": ([],),

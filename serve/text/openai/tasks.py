@@ -21,18 +21,18 @@ from .fields import toolbox_of, with_structured
 from .neutral import HARMLESS, NEUTRAL
 
 Form = Literal["plain", "completion", "chat", "embedding"]
-MAX_CHOICES = 128  # completions of one line: OpenAI's limit
-MAX_STRINGS = 1024  # to stop at, or never to generate: each is looked for at every token
+MAX_CHOICES = 128  # completions of one request: OpenAI's limit
+MAX_STRINGS = 1024  # stop strings or bad words: each is searched at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
 CHAT = names(ChatFields) | names(ToolFields) | names(FormatFields)
 COMPLETION = names(CompletionFields) | names(FormatFields)
-# OpenAI's answers have no place for what these ask for.
+# Results of these have no place in OpenAI's answers.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
-# What a body need not give, unless the model's authors recommend something else.
+# Defaults of bodies, unless the model's authors recommend others.
 DEFAULTS: dict[Form, dict[str, Any]] = {"chat": {"max_tokens": None}, "completion": {"max_tokens": 16}}
-# Variables of a chat template that are not the line's to set.
+# Variables of a chat template that a request may not set.
 TEMPLATE_OWN = frozenset(
     {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
     | {"add_generation_prompt", "now"}
@@ -61,8 +61,8 @@ class Task:
     toolbox: Toolbox | None = None
     model: str | None = None
     pooling: PoolingParams | None = None
-    reasoning: bool = True  # whether a reply has the model's reasoning beside its answer
-    ids: bool = False  # whether it has token ids beside its text
+    reasoning: bool = True
+    ids: bool = False
     now: datetime | None = None
     known: tuple[tuple[int, ...], ...] = ()
     source: str | None = None

@@ -38,7 +38,7 @@ class Detokenizer:
         self._include = include_stop_str_in_output
         self._stream = tokenizer.stream(prompt_ids, skip_special_tokens)
         self._pieces: list[str] = []
-        self._held = ""  # the end of the final text, as far as a stop string may begin in it
+        self._held = ""  # end of the final text that may begin a stop string
         self._length = 0  # of the final text, held part included
         self._floor = 0  # a stop string must end beyond this position
         self.stop_hit: str | None = None

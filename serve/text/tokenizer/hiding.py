@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     import tokenizers
 
-MARKS = "\ufdd0\ufdd1"  # of Unicode's noncharacters; for each a tokenizer is kept
+MARKS = "\ufdd0\ufdd1"  # Unicode noncharacters; a tokenizer is kept for each
 
 
 def hidden(value: Any, tokens: Iterable[str]) -> tuple[Any, str]:

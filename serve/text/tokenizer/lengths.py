@@ -14,8 +14,8 @@ from .stream import byte_alphabet
 if TYPE_CHECKING:
     import tokenizers
 
-COMPOSED = 4  # most characters that Unicode's composition (NFC) makes one of
-# pre-tokenizers that drop nothing, unless they say so
+COMPOSED = 4  # characters that Unicode's composition (NFC) joins at most
+# Pre-tokenizers that drop nothing, unless configured so.
 KEEPING = ("ByteLevel", "Split", "Digits", "Punctuation", "Metaspace")
 
 

@@ -83,7 +83,7 @@ class Tekken(msgspec.Struct):
     special_tokens: list[Special] | None = None
 
 
-# Special tokens of files that name none.
+# Special tokens of files without names for them.
 SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",

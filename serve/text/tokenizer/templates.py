@@ -65,7 +65,7 @@ _CHECKS = """
 {%- endfor %}
 {{- bos_token }}"""
 
-# The text of the system comes with the last of the user's messages.
+# The system's text precedes the last message of the user.
 _INLINE = (
     _CHECKS
     + """
@@ -97,7 +97,7 @@ _THOUGHT = (
     "{%- if message.reasoning_content %}{{- '[THINK]' ~ message.reasoning_content ~ '[/THINK]' }}{% endif %}"
 )
 
-# By the version that a `tekken.json` states. Calls of tools are written in other ways by each of them.
+# By the version in a `tekken.json`. Each writes tool calls in another way.
 INSTRUCT = {
     "v3": _INLINE,
     "v7": _MARKED.replace("THOUGHT", ""),

@@ -28,7 +28,7 @@ from .vocabularies import find_vocabulary
 if TYPE_CHECKING:
     import tokenizers
 
-HELD = 4096  # characters of a text for which the interpreter may be held
+HELD = 4096  # characters; encoding a longer text releases the interpreter lock
 Encode = Callable[[str, bool, str], list[int]]
 # Keywords of Transformers' tokenizers, with the values that ask for nothing.
 NEUTRAL: Table = {
@@ -42,7 +42,7 @@ NEUTRAL: Table = {
     "tokenizer_kwargs": (None, {}),
     "clean_up_tokenization_spaces": (False, None),
 }
-LONG = 100_000  # characters: a shorter text is soon tokenized, and its tokens counted
+LONG = 100_000  # characters; a shorter text is tokenized to count its tokens
 
 
 class Encoding(dict[str, Any]):
@@ -85,7 +85,7 @@ class Tokenizer:
         self._backend = backend
         self._encodes_elsewhere = encode is not None
         self._encode: Encode = encode or self._encoded
-        self._marked: dict[str, tokenizers.Tokenizer] = {"": backend}  # by the mark that each takes out
+        self._marked: dict[str, tokenizers.Tokenizer] = {"": backend}  # by the mark that each removes
         self.split_special_tokens = False
         several = {"default": chat_template} if isinstance(chat_template, str) else chat_template
         self._templates: Mapping[str, str] = several or {}

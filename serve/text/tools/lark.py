@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# JSON as chat templates write it; without this a schema allows any white space, and as much of it
+# JSON as chat templates write it; without this a schema allows any amount of white space.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # text that may be one token
 

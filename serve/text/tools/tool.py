@@ -10,7 +10,7 @@ Choice = Literal["none", "auto", "required"]
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
-DEEPEST = 16  # schemas in schemas that are looked into
+DEEPEST = 16  # nested schemas that are followed
 ANCHORS = ("$defs", "definitions")  # keys of a schema with the definitions of references
 OTHERS = {  # keys of a schema that allow other arguments
     "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
