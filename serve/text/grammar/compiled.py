@@ -81,27 +81,24 @@ class GrammarCache:
 
 def source(params: StructuredOutputsParams) -> str:
     """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text."""
-    try:
-        return written(params)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"structured_outputs is not allowed: {error}") from None
-
-
-def written(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    if params.schema is not None:
-        spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-        if params.whitespace_pattern is not None:
-            spaces = {"whitespace_pattern": params.whitespace_pattern}
-        return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
-    if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        # One terminal, which costs less to follow than many rules.
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, params.choice))}")
-    assert params.grammar is not None
-    return LLMatcher.grammar_from_lark(as_lark(params.grammar))
+    try:
+        if params.schema is not None:
+            spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+            if params.whitespace_pattern is not None:
+                spaces = {"whitespace_pattern": params.whitespace_pattern}
+            return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
+        if params.regex is not None:
+            return LLMatcher.grammar_from_regex(params.regex)
+        if params.choice is not None:
+            # One terminal, which costs less to follow than many rules.
+            choices = " | ".join(map(quoted, params.choice))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        assert params.grammar is not None
+        return LLMatcher.grammar_from_lark(as_lark(params.grammar))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"structured_outputs is not allowed: {error}") from None
 
 
 def as_lark(text: str) -> str:
