@@ -151,9 +151,6 @@ def scored(
     return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
 
 
-# ---------------------------------------------------------------- scores
-
-
 def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
     """Scores of the given tokens, and the `n_top` likeliest beside them."""
     logits = whole(logits.astype(jnp.float32))
