@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
+from ..model.gpus import compiles_for_gpus
 from ..model.layers import apart, first_of_each
 from ..model.tree import pytree
 from .noise import gumbel
@@ -151,7 +152,8 @@ def keep_heaviest(
     """
     distance = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     # a GPU asks the host at each turn of a loop, a CPU's arithmetic costs more than its memory
-    border = jax.lax.platform_dependent(distance, weight, goal, cuda=by_digits, default=by_halves)
+    cuda = {"cuda": by_digits} if compiles_for_gpus() else {}  # else it need not even be traced
+    border = jax.lax.platform_dependent(distance, weight, goal, default=by_halves, **cuda)
     return jnp.where(distance <= border[:, None], x, MASKED)
 
 
