@@ -117,7 +117,7 @@ def first(rows: Iterable[R], template: str) -> R | None:
     return next((row for row in rows if all(sign in template for sign in row.signs)), None)
 
 
-# ---------------------------------------------------------------- words of tiktoken vocabularies
+# ---------------------------------------------------------------- pre-tokenizers of tiktoken vocabularies
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # By the class that `tokenizer_config.json` names.
-WORDS = {
+PRETOKENIZERS = {
     # Kimi K2, Moonlight: runs of Chinese characters by themselves
     "TikTokenTokenizer": PretokenizerRules(
         rf"[\p{{Han}}]+|{_PREFIX}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_PREFIX}{_UPPER}+{_LOWER}*{_ENDINGS}?"

@@ -14,7 +14,7 @@ from .folders import DESCRIBING, named, near
 from .tensors import CheckpointError
 
 ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-WORDS = (*DESCRIBING, "vocab.txt", "adapter_config.json")
+TEXT_FILES = (*DESCRIBING, "vocab.txt", "adapter_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 LEFT_OUT = ("[!1]*/*", "consolidated*")  # folders such as original/, not 1_Pooling/; copies of the weights
 LOG_IN = "give hf_token, set HF_TOKEN, or run `hf auth login`"
@@ -42,7 +42,7 @@ def resolve(
     path = Path(model).expanduser()
     if not isinstance(model, str) or path.exists() or not ID.fullmatch(model):
         return path
-    patterns = (*WORDS, *WEIGHTS) if weights else WORDS
+    patterns = (*TEXT_FILES, *WEIGHTS) if weights else TEXT_FILES
     asked = SnapshotRequest(model, revision, download_dir, token, patterns)
     try:
         commit, names = asked.listed()

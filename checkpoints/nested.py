@@ -29,7 +29,6 @@ MODELS, HEAD = ("language_model.", "model.language_model."), "lm_head."
 
 
 def is_nested(raw: Mapping[str, Any]) -> bool:
-    """True if a `config.json` belongs to such a folder."""
     kind = raw.get("model_type")
     return isinstance(kind, str) and kind in NESTED
 

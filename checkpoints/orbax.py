@@ -164,7 +164,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_stated(record: Any) -> bool:
-    """True if this is what `records_of` writes of a record."""
     kind = RECORDS.get(str(record.get("type"))) if isinstance(record, dict) else None
     if kind is None:
         return False

@@ -207,7 +207,6 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
 
 
 def same_numbers(a: TensorSource, b: TensorSource) -> bool:
-    """True if two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
         return False
     rows = math.prod(a.shape) // max(1, width(a.shape))

@@ -46,7 +46,6 @@ def over_shards(spec: PartitionSpec) -> PartitionSpec:
 
 
 def splits_experts(params: Decoder) -> bool:
-    """True if experts are split over shards."""
     moes = (layer.ffn for layer in params.layers if isinstance(layer.ffn, MoE))
     return any(w.parts is not None and DATA in w.parts.numbers for w in moes)
 

@@ -83,7 +83,6 @@ def attention_of(layer: Layer) -> Layer:
 
 
 def borrows(layer: Layer) -> bool:
-    """True if a layer reads another's keys."""
     return isinstance(layer.attention, Attention) and layer.attention.k is None
 
 

@@ -21,7 +21,6 @@ def gpu_name() -> str:
 
 
 def on_hopper() -> bool:
-    """True if programs are compiled for a Hopper GPU."""
     return any(name in gpu_name() for name in HOPPER)
 
 

@@ -115,7 +115,6 @@ def all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
 
 
 def holds(tree: Any, kind: type) -> bool:
-    """True if a tree has records of a kind."""
     return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
 
 

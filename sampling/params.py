@@ -1,7 +1,7 @@
 """Sampling parameters of a request: `SamplingParams` on the host, and `Knobs`, their row on the device.
 
-Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), a function in
-`processors` and a line of `sample.PIPELINE`.
+Names, defaults and meaning are vLLM's. A new parameter is a field here (and in `Knobs`), a function
+and a line of `PIPELINE` in `processors`.
 """
 
 import math

@@ -1,14 +1,16 @@
 """Logits processors: what each sampling parameter does to logits, and which rows use it.
 
-Each is an exact identity on the rows that do not use it. Their order is `sample.PIPELINE`.
+Each is an exact identity on the rows that do not use it. `PIPELINE`, at the end, has them in their order.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
+from ..model.gpus import compiles_for_gpus
 from ..model.layers import apart, first_of_each
 from ..model.tree import pytree
 from .noise import gumbel
@@ -150,10 +152,34 @@ def keep_heaviest(
     """
     distance = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     # a GPU asks the host at each turn of a loop, a CPU's arithmetic costs more than its memory
-    border = jax.lax.platform_dependent(distance, weight, goal, cuda=by_digits, default=by_halves)
+    cuda = {"cuda": by_digits} if compiles_for_gpus() else {}  # else it need not even be traced
+    border = jax.lax.platform_dependent(distance, weight, goal, default=by_halves, **cuda)
     return jnp.where(distance <= border[:, None], x, MASKED)
 
 
 def perturbed(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """Log-weights whose argmax is a draw (the Gumbel-max trick); (seed, position) decides the noise."""
     return x + gumbel(rows.knobs.seed, rows.position, x.shape[1])
+
+
+# ---------------------------------------------------------------- a sampling step in its order
+
+Wants = Callable[[SamplingRows], Bool[Array, " B"]]  # which rows use a parameter
+Change = Callable[[Float[Array, "B V"], SamplingRows], Float[Array, "B V"]]  # what it does to logits
+Group = Literal["offset", "edit", "narrowing", "draw"]
+
+PIPELINE: dict[str, tuple[Group, Wants, Change]] = {  # the token is the argmax of what comes out
+    "bias": ("offset", has_bias, biased),  # logit_bias, allowed_token_ids, bad words of one token
+    "bans": ("offset", has_bans, without_bans),  # other bad words, min_tokens
+    "grammar": ("offset", is_constrained, within_grammar),
+    "penalties": ("edit", has_penalty, penalized),
+    "temperature": ("draw", is_drawn, tempered),
+    "min_p": ("narrowing", has_min_p, within_min_p),
+    "top_k": ("narrowing", has_top_k, within_top_k),
+    "top_p": ("narrowing", has_top_p, within_top_p),
+    "draw": ("draw", is_drawn, perturbed),
+}
+
+
+def stages(group: Group) -> tuple[str, ...]:
+    return tuple(name for name, (own, _, _) in PIPELINE.items() if own == group)

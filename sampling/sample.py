@@ -5,7 +5,7 @@ neighbours only decide what is computed for nothing. What no row wants is not co
 for an argmax.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,31 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.tree import pytree
-from . import processors as to
 from .checks import MAX_LOGPROBS
 from .params import NO_LOGPROBS, NO_TOKEN
-from .processors import SamplingRows
+from .processors import PIPELINE, Change, SamplingRows, perturbed, stages, tempered
 from .search import argmax, argmax_here, largest, pairwise_sum, whole
 from .state import SamplingState
 
-Wants = Callable[[SamplingRows], Bool[Array, " B"]]  # which rows use a parameter
-Change = Callable[[Float[Array, "B V"], SamplingRows], Float[Array, "B V"]]  # what it does to logits
-
-# A sampling step in its order; the token is the argmax of what comes out.
-PIPELINE: dict[str, tuple[Wants, Change]] = {
-    "bias": (to.has_bias, to.biased),  # logit_bias, allowed_token_ids, bad words of one token
-    "bans": (to.has_bans, to.without_bans),  # other bad words, and min_tokens
-    "grammar": (to.is_constrained, to.within_grammar),
-    "penalties": (to.has_penalty, to.penalized),
-    "temperature": (to.is_drawn, to.tempered),
-    "min_p": (to.has_min_p, to.within_min_p),
-    "top_k": (to.has_top_k, to.within_top_k),
-    "top_p": (to.has_top_p, to.within_top_p),
-    "draw": (to.is_drawn, to.perturbed),
-}
-OFFSETS = ("bias", "bans", "grammar")  # added up before they are added to the logits
-EDITS = (*OFFSETS, "penalties")  # hold for greedy rows too
-NARROWINGS = ("min_p", "top_k", "top_p")
+OFFSETS, NARROWINGS = stages("offset"), stages("narrowing")
+EDITS = (*OFFSETS, *stages("edit"))  # hold for greedy rows too
 LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
 Wanted = dict[str, Bool[Array, " B"]]  # of each change: the rows that use it
 
@@ -92,7 +75,7 @@ def rows_of(
 
 def who_wants(rows: SamplingRows) -> Wanted:
     """Decided once: each branch would compute it anew."""
-    return {name: rows.live & wants(rows) for name, (wants, _) in PIPELINE.items()}
+    return {name: rows.live & wants(rows) for name, (_, wants, _) in PIPELINE.items()}
 
 
 def either(wanted: Wanted, names: Iterable[str]) -> Bool[Array, " B"]:
@@ -105,7 +88,7 @@ def choose(logits: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> I
     x = edited(whole(logits), rows, wanted)
 
     def drawn(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
-        return to.perturbed(narrowed(x, rows, wanted), rows)
+        return perturbed(narrowed(x, rows, wanted), rows)
 
     return argmax_here(only(wanted["draw"], drawn, x, rows))
 
@@ -115,7 +98,7 @@ def edited(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[
 
     def edit(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
         x = only(either(wanted, OFFSETS), partial(offset, wanted=wanted), x, rows)
-        return only(wanted["penalties"], to.penalized, x, rows)
+        return in_turn(x, rows, wanted, stages("edit"))
 
     return where_any(either(wanted, EDITS), edit, x, rows)
 
@@ -130,14 +113,14 @@ def offset(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[
 def narrowed(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[Array, "B V"]:
     """Log-weights to draw from: 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
     narrow = partial(in_turn, wanted=wanted, names=NARROWINGS)
-    return where_any(either(wanted, NARROWINGS), narrow, to.tempered(x, rows), rows)
+    return where_any(either(wanted, NARROWINGS), narrow, tempered(x, rows), rows)
 
 
 def in_turn(
     x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted, names: Iterable[str]
 ) -> Float[Array, "B V"]:
     for name in names:
-        x = only(wanted[name], PIPELINE[name][1], x, rows)
+        x = only(wanted[name], PIPELINE[name][2], x, rows)
     return x
 
 
@@ -166,9 +149,6 @@ def scored(
     some = partial(score, n_top=n_top)
     x = jax.lax.cond(jnp.any(wanted), some, lambda x, _: no_scores(x.shape[0], n_top), logits, token)
     return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
-
-
-# ---------------------------------------------------------------- scores
 
 
 def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:

@@ -83,7 +83,6 @@ def argmax_of_parts(x: Float[Array, "B part"], axes: tuple[str, ...]) -> Int[Arr
 
 
 def can_part(x: Float[Array, "B V"]) -> bool:
-    """True if x lies on several devices that can share V."""
     mesh = jax.typeof(x).sharding.mesh
     return on_several_devices(x) and x.shape[1] % ways(mesh, automatic_axes(mesh)) == 0
 

@@ -48,7 +48,6 @@ Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `par
 def supported(
     q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: AttentionParams
 ) -> bool:
-    """True if the kernels can read these queries and pools."""
     (_, T, N, H), K = q.shape, k.shape[0]
     chosen, pools = reading.selection is not None, (k, v)
     readable = not chosen and all(pool is None or keeps_numbers(pool, q.dtype) for pool in pools)

@@ -163,7 +163,6 @@ def unfixed(params: T) -> T:
 
 
 def is_fixed(params: Any) -> bool:
-    """True if a tree has `Fixed` weights."""
     return holds(params, Fixed)
 
 

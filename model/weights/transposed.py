@@ -101,7 +101,6 @@ def untransposed(params: T) -> T:
 
 
 def is_transposed(params: Any) -> bool:
-    """True if a tree has `Transposed` projections."""
     return holds(params, Transposed)
 
 

@@ -85,9 +85,9 @@ def test_features_that_are_off_change_no_bit():
     )
     wanted = sampler.who_wants(rows)
     for name in (*sampler.EDITS, *sampler.NARROWINGS):
-        assert wanted[name].tolist() == [True, False]
-        change = sampler.PIPELINE[name][1]
-        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(wanted[name], change, x, rows))
+        assert wanted[name].tolist() == [name != "grammar", False]  # the first row has none
+        first, change = jnp.array([True, False]), sampler.PIPELINE[name][2]
+        after = np.asarray(jax.jit(sampler.only, static_argnums=1)(first, change, x, rows))
         assert after[1].tobytes() == np.asarray(x[1]).tobytes()
     together = np.asarray(jax.jit(sampler.edited)(x, rows, wanted))
     assert together[1].tobytes() == np.asarray(x[1]).tobytes()

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....checkpoints.dialects import WORDS
+from ....checkpoints.dialects import PRETOKENIZERS
 from .added import Vocabulary, add_tokens, added_beside, content, named, read_tokens
 from .ranks import from_tekken, from_tiktoken
 
@@ -22,7 +22,7 @@ UNKNOWN = " \N{DOUBLE QUESTION MARK} "  # the text that SentencePiece gives an u
 TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # how its files begin: bytes in base 64, and a rank
 TIKTOKENS = ("tiktoken.model", "*.tiktoken")
 OTHERS = (
-    (TIKTOKENS, f"a tiktoken vocabulary of an unknown tokenizer_class (known: {', '.join(WORDS)})"),
+    (TIKTOKENS, f"a tiktoken vocabulary of an unknown tokenizer_class (known: {', '.join(PRETOKENIZERS)})"),
     (("vocab.txt",), "a WordPiece vocabulary"),
     (("*.spm", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*"), "a vocabulary"),
     (("tokenization_*.py",), "the model's own code"),
@@ -40,7 +40,7 @@ def find_vocabulary(folder: Path) -> Vocabulary | None:
         return from_sentencepiece(folder / "tokenizer.model", config)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return from_merges(folder, {"eos_token": "<|endoftext|>"} | config)
-    words = WORDS.get(config.get("tokenizer_class", ""))
+    words = PRETOKENIZERS.get(config.get("tokenizer_class", ""))
     for file in sorted(file for pattern in TIKTOKENS for file in folder.glob(pattern)):
         if words is not None:
             return from_tiktoken(file, words, config)
