@@ -1,7 +1,7 @@
 """The seam `StepPrograms`: the device programs behind an engine."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class StepPrograms(Protocol):
     @property
     def like(self) -> StepArguments: ...
     @property
-    def steps(self) -> Mapping[Shape, Any]: ...
+    def steps(self) -> dict[Shape, Any]: ...
     @property
     def age(self) -> float: ...
 
@@ -63,11 +63,12 @@ class NullPrograms:
     """Programs without a device: no state is kept, and a subclass decides what `run` samples."""
 
     age = 0.0
-    steps: ClassVar[Mapping[Shape, Any]] = {}
 
     def __init__(self, config: Any, sizes: Sizes):
         self.config, self.sizes = config, sizes
-        self.like = StepArguments(None, None, None)
+        self.steps: dict[Shape, Any] = {}
+        nothing: Any = None
+        self.like = StepArguments(nothing, nothing, nothing)
 
     def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         return slots

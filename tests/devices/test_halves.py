@@ -105,7 +105,8 @@ def test_one_part_attends_while_the_other_feeds(llm, model, oracle, monkeypatch)
     running = llm.engine.scheduler.running
     while len(running) < len(texts) or any(x.tokens == x.prompt for x in running.values()):
         llm.step()
-    llm.engine.programs.stages.drain()
+    programs: Any = llm.engine.programs
+    programs.stages.drain()
     assert ran[ATTENTION] == ran[FFN]
     met = range(ran[FFN] + 4, ran[FFN] + 24)
     found = [list(out.outputs[0].token_ids) for out in llm.wait_for_completion(use_tqdm=False)]

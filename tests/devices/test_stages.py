@@ -184,7 +184,7 @@ def breaks(llm: LLM, step: int) -> None:
 def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, oracle, stages, monkeypatch):
     """Two may not fit."""
     with serve(tiny, tiny.params if stages == 1 else None) as llm:
-        programs = llm.engine.programs
+        programs: Any = llm.engine.programs
         shapes, make, left = {x.shape for x in jax.tree.leaves(programs.like.cache)}, programs.fresh_cache, []
 
         def counted() -> Any:

@@ -123,7 +123,8 @@ class FakePrograms(NullPrograms):
     def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
         return Donated(slots.take() | {int(slot): Slot(new)})
 
-    def load_history(self, slots: Donated, slot, tokens, prompt_len, total_len, bias) -> Donated:
+    def load_history(self, slots: Donated, *history: Any) -> Donated:
+        slot, tokens, _, total_len, _ = history
         table = slots.take()
         table[int(slot)].history = tokens[:total_len].tolist()
         return Donated(table)

@@ -54,14 +54,9 @@ def calls_of(shapes: tuple[Shape, ...], groups: Sequence[Sequence[ScheduledToken
     """Return one call for one group of each shard, or a call for each group if no shape holds all."""
     shape = holder(shapes, groups)
     if shape is None:
-        return [call for part in alone(groups) for call in calls_of(shapes, part)]
+        parts = ([own if k == i else () for k in range(len(groups))] for i, own in enumerate(groups) if own)
+        return [call for part in parts for call in calls_of(shapes, part)]
     return [(shape, numbered(shape, groups))]
-
-
-def alone(groups: Sequence[Sequence[ScheduledTokens]]) -> Iterator[list[Sequence[ScheduledTokens]]]:
-    for i, own in enumerate(groups):
-        if own:
-            yield [own if k == i else () for k in range(len(groups))]
 
 
 def numbered(shape: Shape, groups: Sequence[Sequence[ScheduledTokens]]) -> dict[int, ScheduledTokens]:

@@ -68,7 +68,7 @@ class SimulatedPrograms(NullPrograms):
         self.clock.spend(self._seating)
         return slots
 
-    def batch(self, shape: Shape, rows: Mapping[int, ScheduledTokens]) -> Mapping[int, ScheduledTokens]:
+    def batch(self, shape: Shape, rows: Mapping[int, Any]) -> Mapping[int, Any]:
         return rows
 
     def run(

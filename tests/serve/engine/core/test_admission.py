@@ -79,7 +79,7 @@ def held_back() -> Engine:
     engine, _ = start(seats=1)
     for i in range(2):
         engine.submit(ask([i, i, i], arrival=i))
-    engine.gathering.limit = lambda *_: 0
+    engine.gathering.limit = lambda free, decoding, steps, tokens: 0
     return engine
 
 

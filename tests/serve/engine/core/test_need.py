@@ -167,7 +167,8 @@ def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, adde
     monkeypatch.setattr(kept.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
-        missing = set(map(str, llm.engine.programs.missing))
+        programs: Any = llm.engine.programs
+        missing = set(map(str, programs.missing))
         llm.engine._warm_later()
         end = time.monotonic() + 600.0
         while not missing <= set(added):

@@ -49,9 +49,9 @@ class Run:
     def noting(self, batch):
         """`batch` of an engine's programs, which notes the rows of each call."""
 
-        def noted(shape, works):
-            self.plans[-1].append((str(shape), [(w.request.id, w.start, w.count) for w in works.values()]))
-            return batch(shape, works)
+        def noted(shape, rows):
+            self.plans[-1].append((str(shape), [(w.request.id, w.start, w.count) for w in rows.values()]))
+            return batch(shape, rows)
 
         return noted
 

@@ -190,7 +190,8 @@ def test_sleep_and_other_parameters_while_it_compares(tiny, cold, warm, gate):
 
 def test_a_closed_engine_compiles_nothing_more(tiny, gate):
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
-        programs, missing = llm.engine.programs, len(llm.engine.programs.missing)
+        programs: Any = llm.engine.programs
+        missing = len(programs.missing)
     gate.open.set()
     for thread in threading.enumerate():
         if thread.name.startswith("duetto-warmup"):
@@ -200,7 +201,8 @@ def test_a_closed_engine_compiles_nothing_more(tiny, gate):
 
 def test_settings_of_a_block_of_code_keep_threads_out(tiny, early):
     with jax.default_matmul_precision("float32"), LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
-        assert llm.engine.warmup is None and not llm.engine.programs.missing
+        programs: Any = llm.engine.programs
+        assert llm.engine.warmup is None and not programs.missing
 
 
 @pytest.mark.parametrize("broken", [set(), {"verify[16,4] of 16", "decode[16,1]"}])
@@ -222,7 +224,8 @@ def test_speculation_begins_once_its_steps_are_known(tiny, gate, warm, broken):
 def test_without_any_verification_it_goes_on_without_guesses(tiny, gate, warm, caplog):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM.from_params(tiny.config, tiny.params, speculative_config=ngram, **SIZES) as llm:
-        gate.broken |= {str(s) for s in llm.engine.programs.missing if s.phase == "verify"}
+        programs: Any = llm.engine.programs
+        gate.broken |= {str(s) for s in programs.missing if s.phase == "verify"}
         gate.open.set()
         wait(llm)
         assert llm.engine.speculation is None and "no verification gives the bits of decode" in caplog.text
