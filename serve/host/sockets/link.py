@@ -16,6 +16,7 @@ import msgspec
 M = TypeVar("M")
 MOST = 1 << 30  # bytes of a message
 LENGTH = struct.Struct("!I")  # bytes of the frame that follows
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
 
 
 class Link(Generic[M]):
@@ -25,6 +26,10 @@ class Link(Generic[M]):
 
     def __init__(self, connection: socket.socket, seconds: float, decoder: msgspec.msgpack.Decoder[M]):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection, self._sending, self._decoder = connection, threading.Lock(), decoder
         self.wait_for(seconds)
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..offload.tier import Content
-from .messages import Region
 
 PAUSE = 2e-5  # seconds between two looks
 
@@ -33,8 +33,21 @@ def nixl() -> Any:
     return found
 
 
+class Region(msgspec.Struct, frozen=True):
+    """A writer's offer.
+
+    agent: metadata of the owner's NIXL agent.
+    address: where its registered memory begins.
+    note: notification that the owner gets with each read.
+    """
+
+    agent: bytes
+    address: int
+    note: bytes
+
+
 class RegisteredBuffer:
-    """Bytes that are registered."""
+    """Memory of this process that NIXL agents can read."""
 
     def __init__(self, own: Any, size: int):
         self.bytes = np.empty(size, np.uint8)
@@ -60,6 +73,12 @@ class NixlAgent:
         self._met: Counter[str] = Counter()  # connections to each other agent
         self._lock = threading.Lock()
 
+    def writer(self, size: int) -> "NixlWriter":
+        return NixlWriter(self, size)
+
+    def reader(self, offer: bytes, size: int) -> "NixlReader":
+        return NixlReader(self, msgspec.msgpack.decode(offer, type=Region), size)
+
     def lend(self, size: int) -> RegisteredBuffer:
         with self._lock:
             free = self._free.setdefault(size, [])
@@ -69,14 +88,14 @@ class NixlAgent:
         with self._lock:
             self._free[lent.bytes.size].append(lent)
 
-    def words(self, lent: RegisteredBuffer) -> bytes:
-        """What another agent has to know to read it."""
+    def metadata(self, lent: RegisteredBuffer) -> bytes:
+        """Return what another agent needs to read a buffer."""
         return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
 
-    def meet(self, words: bytes) -> str:
+    def meet(self, metadata: bytes) -> str:
         """The name of another agent, which can be read from now on, until all have parted from it."""
         with self._lock:
-            other = self.own.add_remote_agent(words)
+            other = self.own.add_remote_agent(metadata)
             self._met[other] += 1
             return other
 
@@ -103,10 +122,13 @@ class NixlWriter:
 
     def __init__(self, agent: NixlAgent, size: int):
         self._agent, self._lent, self._closed = agent, agent.lend(size), False
-        self.region = Region(agent.words(self._lent), self._lent.address, secrets.token_bytes(16))
+        self._note = secrets.token_bytes(16)
+        region = Region(agent.metadata(self._lent), self._lent.address, self._note)
+        self.offer = msgspec.msgpack.encode(region)
 
-    def write(self, content: Content) -> None:
+    def write(self, content: Content) -> bytes:
         self._lent.bytes[: len(content)] = np.frombuffer(content, np.uint8)
+        return b""
 
     def settle(self, seconds: float) -> None:
         """Wait until it is read. Raises TimeoutError where that takes longer, and ConnectionError."""
@@ -118,7 +140,7 @@ class NixlWriter:
 
     def _has_come(self) -> bool:
         try:
-            return self._agent.has_come(self.region.note)
+            return self._agent.has_come(self._note)
         except Exception as error:  # NIXL's own have no name in common
             raise ConnectionError(f"NIXL: {type(error).__name__}") from error
 
@@ -135,7 +157,7 @@ class NixlReader:
         self._owner = agent.meet(region.agent)
         self._lent, self._reading = agent.lend(size), threading.Lock()
 
-    def read(self, size: int, until: float) -> Content:
+    def read(self, size: int, carried: bytes, until: float) -> Content:
         """Raises TimeoutError where it is not read by a time of the monotonic clock, and ValueError where it
         is closed or cannot be read."""
         with self._reading:

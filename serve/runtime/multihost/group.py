@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import jax
 
 from ...host.forks import is_inherited
+from ...host.sockets.handshake import HandshakeRejected
 from ...host.sockets.link import Link
 from ...host.streams import tell
-from .ending import LOST, end_process
-from .messages import Beat, End, JoinRejected, Message, Order
+from .messages import Beat, End, Message, Order
+from .supervisor import LOST, end_process
 
 CAUSE = 2.0  # seconds in which this rank may find by itself what another refuses, or what lost it
 BEATS = 10  # signs of life in the time after which a silent rank is lost
@@ -91,7 +92,7 @@ class ProcessGroup:
         self._refused = True
         for link in self._links.values():
             with suppress(OSError):
-                link.send(JoinRejected(str(error)))
+                link.send(HandshakeRejected(str(error)))
         if self.rank:
             time.sleep(self.seconds)
         end_process(1)
@@ -122,7 +123,7 @@ class ProcessGroup:
                 before, since = self._progress[other]
                 moves = done > before or done == self._told
                 self._progress[other] = done, time.monotonic() if moves else since
-            case JoinRejected(why=why):
+            case HandshakeRejected(why=why):
                 time.sleep(0 if self.rank else CAUSE)
                 self._lost(f"rank {other}: {why}", 1)
             case End():

@@ -1,30 +1,16 @@
 """What the processes of a group tell each other, as msgpack in frames over TCP."""
 
-import socket
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
 
-from ...host.sockets.link import Link
-
-
-class JoinRequest(msgspec.Struct, tag="Hello", frozen=True):
-    """A rank's first word: what has to be alike in all of them, by name."""
-
-    rank: int
-    facts: dict[str, str]
+from ...host.sockets.handshake import Handshake, HandshakeRejected
 
 
 class JoinAccepted(msgspec.Struct, tag="Welcome", frozen=True):
     """Rank 0's answer to a rank that runs the same."""
-
-
-class JoinRejected(msgspec.Struct, tag="Refused", frozen=True):
-    """Why a rank cannot begin, or go on."""
-
-    why: str
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
@@ -70,10 +56,5 @@ class End(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 is done."""
 
 
-Message = JoinRequest | JoinAccepted | JoinRejected | Beat | Order | End
+Message = Handshake | JoinAccepted | HandshakeRejected | Beat | Order | End
 DECODER = msgspec.msgpack.Decoder(Message)
-
-
-def link_over(connection: socket.socket, seconds: float) -> Link[Message]:
-    """One end of a connection between two ranks."""
-    return Link(connection, seconds, DECODER)

@@ -20,10 +20,10 @@ from ..compiled.batches import empty_batch
 from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
 from ..compiled.promise import StepFuture, arrived
 from ..compiled.shapes import Shape
-from .ending import end_process
 from .group import ProcessGroup
 from .messages import Order
 from .rendezvous import agree, group
+from .supervisor import end_process
 
 FLIGHTS = 2  # steps that a rank leaves unread
 SMALL = 1 << 20  # numbers of a parameter that ranks are compared by, at most

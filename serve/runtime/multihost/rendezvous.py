@@ -3,7 +3,6 @@
 import atexit
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from ....checkpoints import orbax
 from ...host.devices import default_device, is_started, processor
+from ...host.sockets.handshake import Handshake, HandshakeRejected, greet, meet
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
 from ...host.sockets.secret import Refusal, Secret, key_in
@@ -28,17 +28,16 @@ from ...host.streams import silent_stdout
 from ...options.engine import EngineOptions
 from ..compiled import kept
 from .group import CAUSE, ProcessGroup
-from .messages import JoinAccepted, JoinRejected, JoinRequest, Message, link_over
+from .messages import DECODER, JoinAccepted, Message
 from .supervisor import TOKEN, follow_supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
 JOINING = 300.0  # seconds in which all ranks have to be there
 HELLO = 5.0  # seconds in which a rank that has come names itself
-LONGEST_HELLO = 1 << 16  # bytes
 PAUSE = 0.1  # seconds between two tries to reach rank 0
 SAMPLE = 1 << 20  # bytes
-Rank = tuple[Link[Message], JoinRequest]  # that has come
+Rank = tuple[Link[Message], Handshake]  # that has come
 SETTINGS = (  # of jax, which programs follow from
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
@@ -62,13 +61,13 @@ def join(options: EngineOptions) -> EngineOptions:
     if options.nnodes > 1:
         with LOCK:
             if not _GROUP:
-                meet(options)
+                assemble(options)
             elif _GROUP[0].serves or _GROUP[0].ended:
                 raise ValueError(f"nnodes {options.nnodes} is not allowed: a group of processes has one LLM")
     return replace(options, use_tqdm_on_load=False) if options.node_rank else options
 
 
-def meet(options: EngineOptions) -> None:
+def assemble(options: EngineOptions) -> None:
     """Become one of the group: our links first, then jax's service, then what only devices can tell."""
     ours = not jax.distributed.is_initialized()
     if ours and is_started():
@@ -126,13 +125,13 @@ def secret_of(options: EngineOptions) -> Secret:
     return Secret("group", key_in(options.cluster_key_file) + os.environ.get(TOKEN, "").encode())
 
 
-def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Message]]:
+def gathered(options: EngineOptions, facts: dict[str, str]) -> list[Link[Message]]:
     """Rank 0's links to all others, in their order."""
     found, seen, came = dict[int, Link[Message]](), list[Link[Message]](), queue.SimpleQueue[Rank]()
     port: Port[Rank] = Port((options.master_addr, options.master_port), secret_of(options), "duetto-group")
     until = time.monotonic() + JOINING
     try:
-        port.begin(greeted, came.put)
+        port.begin(lambda connection: greet(connection, HELLO, DECODER), came.put)
         while missing := {*range(1, options.nnodes)} - found.keys():
             try:
                 link, hello = came.get(timeout=max(until - time.monotonic(), 0.001))
@@ -156,31 +155,20 @@ def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Mess
     return [found[rank] for rank in sorted(found)]
 
 
-def greeted(connection: socket.socket) -> Rank:
-    """A rank's link and its first message. Raises ValueError where it is another message."""
-    link = link_over(connection, HELLO)
-    match link.receive(LONGEST_HELLO):
-        case JoinRequest() as hello:
-            return link, hello
-    raise ValueError("the first message is no Hello")
-
-
 def named(ranks: set[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def check(
-    hello: JoinRequest,
-    facts: Mapping[str, str],
+    hello: Handshake,
+    facts: dict[str, str],
     nnodes: int,
     found: Mapping[int, Link[Message]],
     link: Link[Message],
 ) -> None:
     """Raise ValueError, which all that are here hear of, for a rank that cannot be one of the group."""
     missing = {*range(1, nnodes)} - found.keys()
-    names = sorted(facts.keys() | hello.facts.keys())
-    differing = [name for name in names if facts.get(name) != hello.facts.get(name)]
-    if differing:
+    if differing := hello.differing(facts):
         name = differing[0]
         why = f"{name} is {hello.facts.get(name)} in rank {hello.rank} and {facts.get(name)} in rank 0"
     elif hello.rank not in missing:
@@ -189,16 +177,18 @@ def check(
         return
     for here in (*found.values(), link):
         with suppress(OSError):
-            here.send(JoinRejected(why))
+            here.send(HandshakeRejected(why))
     raise ValueError(why)
 
 
-def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
+def reached(options: EngineOptions, facts: dict[str, str]) -> Link[Message]:
     """Another rank's link to rank 0, once all are there."""
     secret, until, last = secret_of(options), time.monotonic() + JOINING, "it does not answer"
+    address, hello = (options.master_addr, options.master_port), Handshake(facts, options.node_rank)
+    seconds = options.distributed_timeout_seconds
     while True:
         try:
-            return welcomed(options, secret, facts)
+            return meet(address, secret, hello, JoinAccepted, DECODER, seconds, JOINING)[0]
         except Refusal as why:
             raise ValueError(str(why)) from None
         except (OSError, EOFError) as error:  # it is not there yet, or ends just now
@@ -207,26 +197,6 @@ def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
             place = f"{options.master_addr}:{options.master_port}"
             raise TimeoutError(f"rank 0 was not found at {place} within {JOINING:g} s: {last}")
         time.sleep(PAUSE)
-
-
-def welcomed(options: EngineOptions, secret: Secret, facts: Mapping[str, str]) -> Link[Message]:
-    """A link to rank 0, which has found this rank the same as itself. Raises Refusal where it has not."""
-    where, seconds = (options.master_addr, options.master_port), options.distributed_timeout_seconds
-    connection = socket.create_connection(where, seconds)
-    try:
-        secret.prove(connection)
-        link = link_over(connection, JOINING)
-        link.send(JoinRequest(options.node_rank, dict(facts)))
-        match link.receive(LONGEST_HELLO):
-            case JoinAccepted():
-                link.wait_for(seconds)
-                return link
-            case JoinRejected(why=why):
-                raise Refusal(why)
-        raise EOFError
-    except BaseException:
-        connection.close()
-        raise
 
 
 def agree(what: Mapping[str, str]) -> None:

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from ...host.streams import tell
-from .ending import LOST, end_process
 
 SUPERVISED = "DUETTO_SUPERVISED"  # in a child's environment: the number of its end of a pipe
 TOKEN = "DUETTO_GROUP"  # likewise: a part of the key that only the ranks of one start know
+LOST = 75  # exit code of a process whose group is lost: EX_TEMPFAIL of sysexits.h
 STARTS = 5  # in a row that may fail without an answer between them
 GRACE = 10.0  # seconds that the other ranks have to end when one has
 PAUSE = 0.05  # seconds between two looks at the children
@@ -159,3 +160,12 @@ def follow_supervisor() -> None:
 
     if is_supervised():
         threading.Thread(target=watch, name="duetto-supervised", daemon=True).start()
+
+
+def end_process(code: int, why: str = "") -> NoReturn:
+    """End this process from any thread, and print the reason where there is one."""
+    if why:
+        tell(f"duetto: {why}")
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    os._exit(code)
