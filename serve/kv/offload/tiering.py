@@ -8,7 +8,7 @@ tokens come, never which.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -27,98 +27,136 @@ PAUSE = 0.02  # seconds
 WRITING = 60.0  # seconds that the end of an engine waits for files
 AHEAD = 1 << 26  # bytes that are on their way then
 
+Ticket = PageFetch | None
+
+
+class PageFinder(Protocol):
+    """Finds the pages of prompts, in the pools and beyond them. Called by the engine's thread.
+
+    A request in line has a `ticket`: the fetch of its pages, None while there is none.
+    """
+
+    tables: PageTables
+
+    def expect(self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None) -> Ticket:
+        """Have another engine compute a prompt that joins the line, if there is one, and of several the one
+        at the address `source`. `names` are those of its full pages."""
+        ...
+
+    def find(self, names: Sequence[bytes], ticket: Ticket) -> Tables:
+        """Return pages of the longest prefix that is here, has been fetched, or may yet be fetched."""
+        ...
+
+    def look(self, names: Sequence[bytes], ticket: Ticket) -> tuple[Tables | None, Ticket]:
+        """Return the pages of the prompt that is first in line, all of them here or arrived; None while it
+        waits. Pages that are in tiers are fetched, under the ticket that is returned too."""
+        ...
+
+    def admit(
+        self, found: Tables, names: Sequence[bytes], tokens: Sequence[int], pages: Tables, ticket: Ticket
+    ) -> None:
+        """Take the pages of the pools that a prompt has got for those that have been fetched: from now on
+        they are found there."""
+        ...
+
+    def drop(self, ticket: Ticket) -> None:
+        """Give a ticket up."""
+        ...
+
+    def pause(self) -> None:
+        """Wait a moment for pages, in an engine that has nothing else to do."""
+        ...
+
+    def step(self, cache: KVCache, tickets: Iterable[Ticket]) -> KVCache:
+        """Copy the pages that have lost their names before anything is written over them; then put those that
+        have been fetched into their places."""
+        ...
+
+    def lose(self) -> None:
+        """Forget the pages that have lost their names: they are written over already."""
+        ...
+
+    def replaced(self, params: Any) -> None:
+        """Find pages of other parameters from now on."""
+        ...
+
+    def woke(self, params: Any) -> None:
+        """Use parameters that may be there again after a sleep."""
+        ...
+
+    def close(self, cache: KVCache | None) -> None:
+        """Keep what can be found in the cache, if there is one, where it outlives the process; then end."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return pages by what became of them, the rule by which they are kept and fetched, and each tier."""
+        ...
+
 
 class NoOffload:
-    """Where an engine without tiers finds pages: in its pools alone."""
+    """Finds pages in the pools alone."""
 
     def __init__(self, tables: PageTables):
         self.tables = tables
 
-    def expect(
-        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
-    ) -> PageFetch | None:
-        """A prompt whose pages have these names comes into line: another engine is asked to compute it, if
-        there is one, and of several the one at the address `source`."""
+    def expect(self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None) -> Ticket:
+        return None
 
-    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
-        """Pages of the longest prefix that is here, has been fetched, or may yet be fetched."""
+    def find(self, names: Sequence[bytes], ticket: Ticket) -> Tables:
         return self.tables.find(names)
 
-    def look(
-        self, names: Sequence[bytes], ticket: PageFetch | None
-    ) -> tuple[Tables | None, PageFetch | None]:
-        """What is found of a prompt that is first in line, all of it here or arrived; None while it waits.
-        What is in tiers is asked for, with a ticket."""
+    def look(self, names: Sequence[bytes], ticket: Ticket) -> tuple[Tables | None, Ticket]:
         return self.tables.find(names), None
 
     def admit(
-        self,
-        found: Tables,
-        names: Sequence[bytes],
-        tokens: Sequence[int],
-        pages: Tables,
-        ticket: PageFetch | None,
-    ) -> None:
-        """A prompt has got pages of its own for those that have been fetched: from now on they are found
-        there."""
+        self, found: Tables, names: Sequence[bytes], tokens: Sequence[int], pages: Tables, ticket: Ticket
+    ) -> None: ...
 
-    def drop(self, ticket: PageFetch | None) -> None:
-        """Nobody wants a ticket any more."""
+    def drop(self, ticket: Ticket) -> None: ...
 
-    def pause(self) -> None:
-        """What an engine does that waits for pages alone."""
+    def pause(self) -> None: ...
 
-    def step(self, cache: KVCache, tickets: Iterable[PageFetch | None]) -> KVCache:
-        """Copy the pages that have lost their names before anything is written over them; then put those that
-        have been fetched into their places."""
+    def step(self, cache: KVCache, tickets: Iterable[Ticket]) -> KVCache:
         return cache
 
-    def lose(self) -> None:
-        """Pages that have lost their names are written over already."""
+    def lose(self) -> None: ...
 
-    def replaced(self, params: Any) -> None:
-        """Pages of other parameters from now on."""
+    def replaced(self, params: Any) -> None: ...
 
-    def woke(self, params: Any) -> None:
-        """The parameters may be there again."""
+    def woke(self, params: Any) -> None: ...
 
-    def close(self, cache: KVCache | None) -> None:
-        """Keep what can be found in the cache, if there is one, where it outlives the process; then end."""
+    def close(self, cache: KVCache | None) -> None: ...
 
     def report(self) -> dict[str, Any]:
-        """Pages by what became of them, the rule by which they are kept and fetched, and each tier."""
         return {}
 
 
-class KVOffloader(NoOffload):
-    """What an engine has in tiers. The prompt that is first in line is looked up by `look` and waits while
-    its pages come; `admit` gives them places, and `step` puts them there, before the step's programs.
+class KVOffloader:
+    """Finds an engine's pages in tiers too. The prompt that is first in line is looked up by `look` and waits
+    while its pages come; `admit` gives them places, and `step` puts them there, before the step's programs.
 
     Fetching pays where it takes less time than computing, by the measured rates of both; it is tried until
     both are known. Where it does not pay pages are neither kept nor fetched.
     """
 
     def __init__(self, mover: PageMover, tables: PageTables, token_seconds: Callable[[], float | None]):
-        super().__init__(tables)
-        self.mover, self.token_seconds = mover, token_seconds
+        self.tables, self.mover, self.token_seconds = tables, mover, token_seconds
         self.kept = self.left_out = self.fetched = self.refused = self.late = 0  # pages
         self._asked = 0
-        self._last: PageFetch | None = None
+        self._last: Ticket = None
         for pool in tables.pools:
             pool.evicted = []
 
     # ------------------------------------------------------------ a prompt in line
 
-    def expect(
-        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
-    ) -> PageFetch | None:
+    def expect(self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None) -> Ticket:
         peer = self.mover.peer
         if peer is None or len(self.find(names, None)[0]) == len(names):
             return None
         ask = peer.ask(prompt, len(names), source)
         return None if ask is None else PageFetch(ask)
 
-    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
+    def find(self, names: Sequence[bytes], ticket: Ticket) -> Tables:
         arrived = set() if ticket is None else ticket.arrived
         more = ticket is None or ticket.rounds < ROUNDS
 
@@ -128,9 +166,7 @@ class KVOffloader(NoOffload):
 
         return self.tables.find(names, is_away)
 
-    def look(
-        self, names: Sequence[bytes], ticket: PageFetch | None
-    ) -> tuple[Tables | None, PageFetch | None]:
+    def look(self, names: Sequence[bytes], ticket: Ticket) -> tuple[Tables | None, Ticket]:
         if ticket is not None and self._awaits(ticket):
             self._last = ticket
             return None, ticket
@@ -162,12 +198,7 @@ class KVOffloader(NoOffload):
             self.mover.fetch(keys, ticket, self._patience(len(keys)))
 
     def admit(
-        self,
-        found: Tables,
-        names: Sequence[bytes],
-        tokens: Sequence[int],
-        pages: Tables,
-        ticket: PageFetch | None,
+        self, found: Tables, names: Sequence[bytes], tokens: Sequence[int], pages: Tables, ticket: Ticket
     ) -> None:
         if ticket is not None:
             ticket.places = {
@@ -178,7 +209,7 @@ class KVOffloader(NoOffload):
             }
             self.tables.name(pages, names[: len(found[0])], 0, tokens)
 
-    def drop(self, ticket: PageFetch | None) -> None:
+    def drop(self, ticket: Ticket) -> None:
         if ticket is not None and not ticket.dropped:
             self.mover.taken(ticket)
 
@@ -193,7 +224,7 @@ class KVOffloader(NoOffload):
 
     # ------------------------------------------------------------ on the device, in the engine's order
 
-    def step(self, cache: KVCache, tickets: Iterable[PageFetch | None]) -> KVCache:
+    def step(self, cache: KVCache, tickets: Iterable[Ticket]) -> KVCache:
         for g, pool in enumerate(self.tables.pools):
             evicted, pool.evicted = pool.evicted or [], []
             if evicted and self.mover.tier.keeps and self.pays is not False:
