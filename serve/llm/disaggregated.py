@@ -18,8 +18,7 @@ from ..engine.startup.start import start_engine
 from ..host.store import warn
 from ..host.threads import Orders, obey
 from ..kv.disagg.client import RemotePrefillClient
-from ..kv.disagg.peer import RemoteKVTier
-from ..kv.disagg.peers import RemoteKVPool
+from ..kv.disagg.peer import RemoteKVPool, RemoteKVTier
 from ..kv.disagg.server import PrefillServer
 from ..kv.disagg.service import Ready
 from ..kv.disagg.transport import transports
