@@ -1,4 +1,4 @@
-"""A prefill engine in another process, as the one sees it that decodes."""
+"""Client of a prefill engine in another process (disaggregated prefill)."""
 
 import itertools
 import queue
@@ -28,14 +28,14 @@ from .messages import (
 from .service import Ready
 from .transport import ALWAYS, PageReader, PageTransport
 
-PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
-LONGER = 5.0  # where it has refused
+PAUSE = 0.2  # seconds until the next attempt to connect
+LONGER = 5.0  # the same after a rejection
 
 
 class RemotePrefillClient:
-    """A source at an address. It is reached again whenever it is lost; prompts that were asked for are then
-    told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither. Pages come
-    by the first of the transports that reaches the source; one whose read is late is not tried again."""
+    """PrefillService at an address. It reconnects after a failure; outstanding prefills are then reported as
+    failed. One thread receives and one sends, so `begin` does not block. Pages come by the first of the
+    transports that reaches the other engine; a transport whose read times out is not used again."""
 
     room = 0
 
@@ -70,7 +70,7 @@ class RemotePrefillClient:
 
     @property
     def transport(self) -> str | None:
-        """Name of the transport of its pages; None where the source is not reached."""
+        """Name of the transport of its pages; None while there is no connection."""
         return self._reader[0] if self._reader else None
 
     def begin(self, prompt: Sequence[int], ready: Ready) -> int:
@@ -89,7 +89,8 @@ class RemotePrefillClient:
                 self._words.put(CancelPrefill(number))
 
     def fetch(self, key: Key) -> Content | None:
-        """A page, if it comes in time and undamaged. A source that is too slow for one is lost."""
+        """Return a page if it comes in time and undamaged. After a page that is late the connection is closed
+        and made again."""
         number, answer = next(self._numbers), queue.SimpleQueue[PageData | None]()
         until = time.monotonic() + self.seconds
         with self._lock:
@@ -109,7 +110,7 @@ class RemotePrefillClient:
             return None
         try:
             content = reader.read(page.size, page.carried, until)
-        except TimeoutError:  # the network carries words to the source, and no reads
+        except TimeoutError:  # messages get through, and this transport does not
             self._transports.pop(name, None)
             warn(f"nothing was read of {self._place} through {name} in {self.seconds:g} s")
         except ValueError:  # closed meanwhile, or lost
@@ -140,7 +141,7 @@ class RemotePrefillClient:
     # ------------------------------------------------------------ threads
 
     def _say(self) -> None:
-        """A source that takes nothing for so many seconds is lost."""
+        """Send what is queued. A connection that takes nothing for `seconds` is closed."""
         while (word := self._words.get()) is not None:
             link = self._link
             if link is not None:
@@ -167,13 +168,13 @@ class RemotePrefillClient:
             self._renewed.clear()
 
     def _follow(self, link: Link[Message]) -> None:
-        """Take what the source sends, until it is lost."""
+        """Handle messages until the connection ends."""
         with suppress(OSError, EOFError, ValueError):
             while True:
                 self._take(link.receive(idle=True))
 
     def _met(self) -> Link[Message] | None:
-        """Return a link to the source. Raises Refusal where it does not compute the pages that are wanted."""
+        """Connect; None while no pages are wanted. Raises Refusal where the other engine has other pages."""
         with self._lock:
             facts, most = self._facts, self._most
         if facts is None:
@@ -189,7 +190,7 @@ class RemotePrefillClient:
         return link
 
     def _reader_of(self, offers: Mapping[str, bytes], most: int) -> tuple[str, PageReader]:
-        """Open the first transport that reaches the source. Raises Refusal where none does."""
+        """Open the first transport that reaches the other engine. Raises Refusal where none does."""
         for name, transport in self._transports.items():
             try:
                 if name in offers:
@@ -226,7 +227,7 @@ class RemotePrefillClient:
                 raise ValueError(f"{type(message).__name__} is no answer")
 
     def _lose(self) -> None:
-        """Whoever waits for the source waits no more."""
+        """Drop the connection: pages and prefills that are waited for have failed."""
         with self._lock:
             link, reader, self._link, self._reader = self._link, self._reader, None, None
             waiting, self._waiting = self._waiting, {}

@@ -85,8 +85,8 @@ DECODER = msgspec.msgpack.Decoder(Message)
 
 
 def facts_of(realm: bytes, page_bytes: Sequence[int]) -> dict[str, str]:
-    """What a prefill and a decode engine must have in common: pages of one realm, `page_bytes` of each
-    window."""
+    """Return what must be equal in a prefill and a decode engine, by name: the protocol, the realm of their
+    pages, and the bytes of a page of each window."""
     return {"protocol": PROTOCOL, "realm": realm.hex(), "page_bytes": repr(tuple(page_bytes))}
 
 

@@ -1,7 +1,8 @@
-"""Memory that engines on other hosts read through NIXL (github.com/ai-dynamo/nixl), of the extra `nixl`.
+"""Transport of pages through NIXL (github.com/ai-dynamo/nixl), of the extra `nixl`: RDMA reads of host
+memory.
 
-NIXL's own thread would keep a core busy, so there is none: the end that reads asks until its read is done,
-and the end that is read from makes progress for as long as a page is on its way.
+NIXL's own progress thread would keep a core busy, so there is none: the reader polls until its read is done,
+and the writer makes progress while a page is on its way.
 """
 
 import logging
@@ -18,18 +19,18 @@ import numpy as np
 
 from ..offload.tier import Content
 
-PAUSE = 2e-5  # seconds between two looks
+PAUSE = 2e-5  # seconds between two polls
 
 
 def nixl() -> Any:
-    """Raises ValueError, saying what to install, without its package."""
+    """Import NIXL. Raises ValueError, with the package to install, where it is missing."""
     raises = logging.raiseExceptions
     try:
         found = import_module("nixl")
     except ImportError as error:
         raise ValueError(f"kv_transport nixl is not allowed: {error}; pip install 'duetto[nixl]'") from None
-    logging.raiseExceptions = raises  # the package turns it off for everybody
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # and tells the rest on standard output
+    logging.raiseExceptions = raises  # the package turns it off for the whole process
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # and logs the rest to standard output
     return found
 
 
@@ -56,9 +57,10 @@ class RegisteredBuffer:
 
 
 class NixlAgent:
-    """This process to NIXL, over UCX: one for all whom it meets.
+    """Transport by this process's NIXL agent, over UCX.
 
-    Memory is lent, and registered until the process ends: a read that was given up may still touch it.
+    Buffers are lent, and stay registered until the process ends: a read that was given up may still touch
+    them.
     """
 
     def __init__(self):
@@ -70,7 +72,7 @@ class NixlAgent:
             raise ValueError("kv_transport nixl is not allowed: its package has no UCX")
         self._free: dict[int, list[RegisteredBuffer]] = {}
         self._notes: set[bytes] = set()
-        self._met: Counter[str] = Counter()  # connections to each other agent
+        self._met: Counter[str] = Counter()  # readers of each other agent
         self._lock = threading.Lock()
 
     def writer(self, size: int) -> "NixlWriter":
@@ -93,7 +95,7 @@ class NixlAgent:
         return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
 
     def meet(self, metadata: bytes) -> str:
-        """The name of another agent, which can be read from now on, until all have parted from it."""
+        """Return the name of another agent. Its memory can be read until each `meet` has its `part`."""
         with self._lock:
             other = self.own.add_remote_agent(metadata)
             self._met[other] += 1
@@ -108,7 +110,8 @@ class NixlAgent:
                     self.own.remove_remote_agent(other)
 
     def has_come(self, note: bytes) -> bool:
-        """Whether a reader has sent this since it was asked for; moves on whatever is on its way."""
+        """Make progress, and return whether a reader's notification has arrived since the last call that
+        returned True for it."""
         with self._lock:
             for notes in self.own.get_new_notifs().values():
                 self._notes.update(notes)
@@ -118,7 +121,7 @@ class NixlAgent:
 
 
 class NixlWriter:
-    """The owner's end, of so many bytes."""
+    """The owner's end: a registered buffer of `size` bytes."""
 
     def __init__(self, agent: NixlAgent, size: int):
         self._agent, self._lent, self._closed = agent, agent.lend(size), False
@@ -131,7 +134,7 @@ class NixlWriter:
         return b""
 
     def settle(self, seconds: float) -> None:
-        """Wait until it is read. Raises TimeoutError where that takes longer, and ConnectionError."""
+        """Wait until the page is read. Raises TimeoutError after `seconds`, and ConnectionError."""
         until = time.monotonic() + seconds
         while not self._closed and not self._has_come():
             if time.monotonic() > until:
@@ -150,7 +153,7 @@ class NixlWriter:
 
 
 class NixlReader:
-    """The other end. Raises what NIXL does where the owner cannot be known."""
+    """The other end. Raises NIXL's errors where the owner's metadata cannot be loaded."""
 
     def __init__(self, agent: NixlAgent, region: Region, size: int):
         self._agent, self._region, self._closed = agent, region, False
@@ -158,8 +161,8 @@ class NixlReader:
         self._lent, self._reading = agent.lend(size), threading.Lock()
 
     def read(self, size: int, carried: bytes, until: float) -> Content:
-        """Raises TimeoutError where it is not read by a time of the monotonic clock, and ValueError where it
-        is closed or cannot be read."""
+        """Read a page into a buffer and copy it. Raises TimeoutError at `until` (monotonic clock), ValueError
+        where the reader is closed or the read fails."""
         with self._reading:
             if self._closed or size > self._lent.bytes.size:
                 raise ValueError("closed, or too large")

@@ -1,4 +1,5 @@
-"""Where a prefill engine is reached: other processes have prompts computed and fetch pages."""
+"""TCP server of a prefill engine (disaggregated prefill): decode engines have prompts computed and fetch
+pages."""
 
 import queue
 import socket
@@ -34,9 +35,9 @@ OTHERS = "its model, weights, layout, canonical shapes, versions, machine or opt
 
 
 class PrefillServer:
-    """Listens at an address, and passes to a source the requests of engines that know the secret. Each engine
-    has two threads, one that receives and one that answers: one that reads nothing for a while is lost, and
-    delays no other. Each chooses one of the transports for its pages.
+    """Listens at an address, and passes the requests of engines that know the secret to a PrefillService.
+    Each connection has a receiver and a sender thread, so a client that stops reading is disconnected after a
+    timeout and blocks no other. Each client chooses one of the transports for its pages.
 
     Raises what `Port` does, and ValueError for a file that has no key.
     """
@@ -56,7 +57,7 @@ class PrefillServer:
         self._lock = threading.Lock()
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
-        """Pages of this realm are handed over from now on; who is here has to come again."""
+        """Hand over pages of this realm from now on, or none; clients are disconnected and connect again."""
         with self._lock:
             self._facts = None if realm is None else facts_of(realm, page_bytes)
             self._most = max(page_bytes, default=0)
@@ -75,7 +76,7 @@ class PrefillServer:
     # ------------------------------------------------------------ threads
 
     def _greet(self, connection: socket.socket) -> tuple[Link[Message], PrefillService] | None:
-        """A visitor's link and the source, where the source has the pages that the visitor wants."""
+        """Return a client's link and the service, where the service has the pages that the client wants."""
         link, hello = greet(connection, SECONDS, DECODER)
         with self._lock:
             why = self._refusal(hello)
@@ -86,14 +87,14 @@ class PrefillServer:
         return None if why or self._source is None else (link, self._source)
 
     def _refusal(self, hello: Handshake) -> str:
-        """Return the reason to reject a visitor; empty where it wants the pages that are here."""
+        """Return the reason to reject a client; empty where it wants the pages that are here."""
         theirs = hello.facts.get("protocol", "1")
         if theirs != PROTOCOL:
             return f"it speaks protocol {theirs} of pages, the prefill engine {PROTOCOL}: use one version"
         return OTHERS if self._facts is None or hello.differing(self._facts) else ""
 
     def _host(self, visitor: tuple[Link[Message], PrefillService]) -> None:
-        """Serve a visitor until it leaves."""
+        """Serve one connection until it closes."""
         link, source = visitor
         try:
             self._visit(link, source)
@@ -119,12 +120,12 @@ class PrefillConnection:
         self, link: Link[Message], source: PrefillService, writers: Mapping[str, PageWriter], most: int
     ):
         self.link, self.source, self.writers, self.most = link, source, writers, most
-        self._numbers: dict[int, int] = {}  # of the source, by the asker's
-        self._lock = threading.RLock()  # a source may answer at once
+        self._numbers: dict[int, int] = {}  # of the service, by the client's
+        self._lock = threading.RLock()  # the service may answer within `begin`
         self._answers: queue.SimpleQueue[tuple[Message, PageWriter | None] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Raises what the link does."""
+        """Handle messages until the connection ends. Raises what the link does."""
         threading.Thread(target=self._answer, name="duetto-prefill-server", daemon=True).start()
         try:
             offers = {name: writer.offer for name, writer in self.writers.items()}

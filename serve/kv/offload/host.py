@@ -1,4 +1,4 @@
-"""Pages in the host's memory."""
+"""Tier of pages in the host's memory."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from .tier import Content, Counts, Key
 
 
 class HostTier:
-    """Pages in at most `most_bytes` of memory, which is taken as they come."""
+    """Pages in at most `most_bytes` of memory, which is allocated page by page (LRU)."""
 
     name, lasts = "host", False
 
@@ -44,10 +44,10 @@ class HostTier:
             return content
 
     def refresh(self) -> None:
-        """Nothing: the memory is this process's alone."""
+        """Do nothing: no other process stores pages here."""
 
     def settle(self, until: float, most: int = 0) -> int:
-        """Nothing: what is offered is here."""
+        """Return 0: what was offered is stored."""
         return 0
 
     def own(self) -> list[tuple[Key, Content]]:
