@@ -4,10 +4,10 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from .tier import Content, Counts, Key
+from .tier import Content, Counts, Key, Tier
 
 
-class HostTier:
+class HostTier(Tier):
     """Pages in at most `most_bytes` of memory, which is allocated page by page (LRU)."""
 
     name, lasts = "host", False
@@ -42,13 +42,6 @@ class HostTier:
                 self._kept.move_to_end(key)
                 self.counts.hit(content)
             return content
-
-    def refresh(self) -> None:
-        """Do nothing: no other process stores pages here."""
-
-    def settle(self, until: float, most: int = 0) -> int:
-        """Return 0: what was offered is stored."""
-        return 0
 
     def own(self) -> list[tuple[Key, Content]]:
         with self._lock:

@@ -54,13 +54,3 @@ class RemoteKV(Tier, Protocol):
 
     def offer(self, key: Key, content: Content) -> None:
         """Do nothing: the prefill engine keeps what it computes."""
-
-    def refresh(self) -> None:
-        """Do nothing: the prefill engine announces its pages."""
-
-    def settle(self, until: float, most: int = 0) -> int:
-        return 0
-
-    def own(self) -> list[tuple[Key, Content]]:
-        """Return none: the pages are the prefill engine's."""
-        return []

@@ -54,7 +54,8 @@ class Tier(Protocol):
     """Pages by key, in bounded room with LRU eviction.
 
     The engine's thread calls `has` at every step, so it reads memory only; the other methods may block. None
-    raises: a page that cannot be stored, or not be read as it was written, is not here.
+    raises: a page that cannot be stored, or not be read as it was written, is not here. By default a tier is
+    this process's alone, stores at once and loses nothing.
     """
 
     name: str
@@ -77,16 +78,15 @@ class Tier(Protocol):
 
     def refresh(self) -> None:
         """Look for pages that other processes have stored."""
-        ...
 
     def settle(self, until: float, most: int = 0) -> int:
         """Wait until at most `most` bytes of offered pages are not stored yet, or until a time of the
         monotonic clock; returns the number of those pages."""
-        ...
+        return 0
 
     def own(self) -> list[tuple[Key, Content]]:
         """Return the pages that are lost when this process ends."""
-        ...
+        return []
 
     def report(self) -> dict[str, Any]:
         """Return its size and its counters, as plain numbers."""

@@ -34,7 +34,8 @@ Ticket = PageFetch | None
 class PageFinder(Protocol):
     """Finds the pages of prompts, in the pools and in other places. The engine's thread calls it.
 
-    A request in line has a `ticket`: the fetch of its pages, None while there is none.
+    A request in the queue has a `ticket`: the fetch of its pages, None while there is none. Methods without a
+    result do nothing by default.
     """
 
     tables: PageTables
@@ -58,15 +59,12 @@ class PageFinder(Protocol):
     ) -> None:
         """Take the pages of the pools that a prompt has got for those that have been fetched: from now on
         they are found there."""
-        ...
 
     def drop(self, ticket: Ticket) -> None:
         """Give a ticket up."""
-        ...
 
     def pause(self) -> None:
         """Wait a moment for pages, in an engine that has nothing else to do."""
-        ...
 
     def step(self, cache: KVCache, tickets: Iterable[Ticket]) -> KVCache:
         """Copy the pages that have lost their names before anything is written over them; then put those that
@@ -75,26 +73,22 @@ class PageFinder(Protocol):
 
     def lose(self) -> None:
         """Forget the pages that have lost their names: they are written over already."""
-        ...
 
     def replaced(self, params: Any) -> None:
         """Find pages of other parameters from now on."""
-        ...
 
     def woke(self, params: Any) -> None:
         """Use parameters that may be there again after a sleep."""
-        ...
 
     def close(self, cache: KVCache | None) -> None:
         """Keep what can be found in the cache, if there is one, where it outlives the process; then end."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """Return pages by what became of them, the rule by which they are kept and fetched, and each tier."""
         ...
 
 
-class NoOffload:
+class NoOffload(PageFinder):
     """Finds pages in the pools alone."""
 
     def __init__(self, tables: PageTables):
@@ -109,24 +103,8 @@ class NoOffload:
     def look(self, names: Sequence[bytes], ticket: Ticket) -> tuple[Tables | None, Ticket]:
         return self.tables.find(names), None
 
-    def admit(
-        self, found: Tables, names: Sequence[bytes], tokens: Sequence[int], pages: Tables, ticket: Ticket
-    ) -> None: ...
-
-    def drop(self, ticket: Ticket) -> None: ...
-
-    def pause(self) -> None: ...
-
     def step(self, cache: KVCache, tickets: Iterable[Ticket]) -> KVCache:
         return cache
-
-    def lose(self) -> None: ...
-
-    def replaced(self, params: Any) -> None: ...
-
-    def woke(self, params: Any) -> None: ...
-
-    def close(self, cache: KVCache | None) -> None: ...
 
     def report(self) -> dict[str, Any]:
         return {}
