@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from duetto.serve.kv.disagg.client import RemotePrefillClient
-from duetto.serve.kv.disagg.nixl import NixlAgent, NixlReader
 from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.service import PrefillService
+from duetto.serve.kv.disagg.transport import PageTransport, transports
 from duetto.serve.kv.offload.tier import Content, Key, key_of, window_of
 
 SIZES = [1 << 16, 1 << 20, 1 << 23]  # bytes of a page of each window
@@ -44,20 +44,16 @@ class Pages:
         return self.contents[window_of(key)]
 
 
-def agent(name: str) -> NixlAgent | None:
-    if name not in NIXL:
-        return None
-    os.environ.update(NIXL[name])
-    made = NixlAgent()
+def ways(name: str) -> dict[str, PageTransport]:
+    os.environ.update(NIXL.get(name, {}))
+    made = transports("nixl" if name in NIXL else name)
     os.environ.pop("UCX_TLS", None)
     return made
 
 
 def own(name: str, here: Connection) -> None:
     """What the process does that owns pages, until nobody wants them."""
-    if name == "tcp":
-        del os.memfd_create  # as on a system that cannot share memory
-    door = PrefillServer(("127.0.0.1", 0), agent(name))
+    door = PrefillServer(("127.0.0.1", 0), ways(name))
     door.renew(b"pages", SIZES)
     door.serve(cast(PrefillService, Pages()))
     here.send(door.address)
@@ -69,11 +65,11 @@ def reached(name: str) -> Iterator[RemotePrefillClient]:
     here, there = multiprocessing.Pipe()
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(name, there))
     owner.start()
-    far = RemotePrefillClient(here.recv(), agent=agent(name))
+    far = RemotePrefillClient(here.recv(), ways(name))
     far.renew(b"pages", SIZES)
     while not far.is_here:
         time.sleep(0.01)
-    assert isinstance(far._memory, NixlReader) == (name in NIXL) and (far._memory is None) == (name == "tcp")
+    assert far.transport == ("nixl" if name in NIXL else name)
     yield far
     far.close()
     here.send(None)

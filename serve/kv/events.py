@@ -1,7 +1,7 @@
-"""Events of the cache: which pages can be found, as vLLM tells it (`vllm/distributed/kv_events.py`).
+"""KV cache events in vLLM's format (`vllm/distributed/kv_events.py`): which pages can be found.
 
 A batch of events is msgpack of the arrays and maps below, behind a topic and a number of 8 bytes, over
-ZeroMQ. ZeroMQ's package is an extra of duetto's. Nothing here imports jax: a router reads what is told.
+ZeroMQ. ZeroMQ's package is an extra of duetto's. Nothing here imports jax: a router decodes events too.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from ...fields import converted
 from ...refusals import unknown
 from ..options.server import ServerOptions
 
-DEVICE = "GPU"  # where pages are that can be read at once: vLLM's name, whatever the device is
-CLOSING = 1.0  # seconds that the last events have
+DEVICE = "GPU"  # vLLM's name of the medium of pages in the pool, on any device
+CLOSING = 1.0  # seconds in which the last events must be sent
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A map with the event's name as `type`."""
+    """Event, encoded as a map with its class name as `type`."""
 
 
 class BlockStored(Event):
-    """Pages that can be found from now on, each behind the one before it. One with `extra_keys` is found by
-    more than its tokens."""
+    """Pages that can be found from now on, each the successor of the one before it. A page with
+    `extra_keys` is found by more than its tokens."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -61,7 +61,7 @@ class AllBlocksCleared(Event):
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What has happened since the batch before, in order; `ts` is the time in seconds."""
+    """Events since the batch before, in order; `ts`: Unix time, seconds."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -70,8 +70,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 @dataclass(frozen=True)
 class EventsConfig:
-    """Where events are published: the keys of vLLM's `kv_events_config`. Raises ValueError for what is not
-    allowed."""
+    """Options of the publisher: the keys of vLLM's `kv_events_config`. Raises ValueError for values that are
+    not allowed."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -103,7 +103,7 @@ class EventsConfig:
 
 
 def events_of(options: ServerOptions) -> EventsConfig:
-    """Where a server's cache tells of its pages; raises ValueError for what is not allowed."""
+    """Return the publisher's options for a server; raises ValueError for values that are not allowed."""
     given = dict(options.kv_events_config or {})
     if options.kv_events_endpoint is not None:
         given |= {"enable_kv_cache_events": True, "endpoint": options.kv_events_endpoint}
@@ -114,7 +114,7 @@ def events_of(options: ServerOptions) -> EventsConfig:
 
 
 def zmq(option: str) -> Any:
-    """ZeroMQ. Raises ValueError, saying what to install, without its package."""
+    """Import ZeroMQ. Raises ValueError, with the package to install, where it is missing."""
     try:
         return import_module("zmq")
     except ImportError:
@@ -124,14 +124,17 @@ def zmq(option: str) -> Any:
 
 
 def number_of(name: bytes) -> int:
-    """A page's name as subscribers take it: a number of 64 bits."""
+    """Return a page's name as subscribers get it: a number of 64 bits."""
     return int.from_bytes(name[-8:])
 
 
 @dataclass
 class Translator:
-    """Makes events of what the pool of an engine says. `root` is the name before the first page; several
-    shards may have a page of one name, which is there while one of them has it."""
+    """Makes events from the notifications of an engine's page pools.
+
+    `root` is the name before the first page. Several shards may have a page of one name: it is removed when
+    the last of them has lost it.
+    """
 
     root: bytes
     page_size: int
@@ -161,8 +164,8 @@ class Translator:
 
 
 class Publisher:
-    """Tells whoever listens, in a thread of its own; the engine waits for nothing. What a slow listener
-    cannot take it misses, as the numbers show."""
+    """Publishes events from a thread of its own, so the engine never waits. A slow subscriber misses batches,
+    which it sees by their numbers."""
 
     def __init__(self, config: EventsConfig, root: bytes, page_size: int):
         self._zmq = zmq("kv_events_config")
@@ -176,8 +179,8 @@ class Publisher:
         self._thread.start()
 
     def _open(self, endpoint: str) -> None:
-        """As vLLM has it: an address of all interfaces or of a file is this process's own, others are joined.
-        Raises ValueError for what cannot be had."""
+        """Bind an address of all interfaces or of a file, connect to any other, as vLLM does. Raises
+        ValueError where that fails."""
         own = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
         try:
             (self._socket.bind if own else self._socket.connect)(endpoint)
@@ -186,7 +189,7 @@ class Publisher:
             self._context.term()
             raise ValueError(f"kv_events_config: endpoint={endpoint!r} cannot be had: {error}") from None
 
-    # ------------------------------------------------------------ what a pool says, from the engine's thread
+    # ------------------------------------------------------------ notifications of a pool, engine's thread
 
     def stored(self, parent: bytes | None, name: bytes, tokens: Sequence[int]) -> None:
         self._said.put(("stored", parent, name, tokens))
@@ -212,7 +215,7 @@ class Publisher:
         self._socket.close(int(1e3 * CLOSING))
 
     def _next(self) -> tuple[list[tuple[Any, ...]], bool]:
-        """All that has been said since the last time, at least something; and whether that was the end."""
+        """Wait for a notification; return all that are queued, and whether the last was the end."""
         said = [self._said.get()]
         while not self._said.empty():
             said.append(self._said.get())
@@ -225,7 +228,7 @@ class Publisher:
 
 
 def merged(events: Sequence[Any]) -> list[Any]:
-    """Events with pages that follow each other in one."""
+    """Merge events whose pages follow each other."""
     found: list[Any] = []
     for event in events:
         last = found[-1] if found else None

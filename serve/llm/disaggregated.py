@@ -18,11 +18,10 @@ from ..engine.startup.start import start_engine
 from ..host.store import warn
 from ..host.threads import Orders, obey
 from ..kv.disagg.client import RemotePrefillClient
-from ..kv.disagg.nixl import NixlAgent
-from ..kv.disagg.peer import RemoteKVTier
-from ..kv.disagg.peers import RemoteKVPool
+from ..kv.disagg.peer import RemoteKVPool, RemoteKVTier
 from ..kv.disagg.server import PrefillServer
 from ..kv.disagg.service import Ready
+from ..kv.disagg.transport import transports
 from ..kv.offload.tier import Content, Key, key_of
 from ..kv.offload.tiering import KVOffloader
 from ..options.checks import GIB, place_of, places_of
@@ -194,7 +193,8 @@ def begin_prefill(
     config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
 ) -> Session:
     """An engine that others reach at an address, beside whatever else it serves."""
-    door = PrefillServer(place_of(str(options.kv_address)), agent_of(options), options.cluster_key_file)
+    ways = transports(options.kv_transport)
+    door = PrefillServer(place_of(str(options.kv_address)), ways, options.cluster_key_file)
     closing.callback(door.close)
     session, prefills = (
         Session(start_engine(config, params, options, told=door.renew)),
@@ -208,16 +208,12 @@ def begin_prefill(
 
 def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
     """An engine whose prompts are computed by those that it is told of."""
-    tiers, agent = {}, agent_of(options)
+    tiers, ways = {}, transports(options.kv_transport)
     for address, place in places_of(str(options.kv_address)).items():
-        far = RemotePrefillClient(place, agent=agent, key_file=options.cluster_key_file)
+        far = RemotePrefillClient(place, ways, key_file=options.cluster_key_file)
         closing.callback(far.close)
         tiers[address] = RemoteKVTier(far, options.kv_patience)
     return Session(start_engine(config, params, options, RemoteKVPool(tiers)))
-
-
-def agent_of(options: EngineOptions) -> NixlAgent | None:
-    return NixlAgent() if options.kv_transport == "nixl" else None
 
 
 def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:

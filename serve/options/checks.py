@@ -14,6 +14,11 @@ UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
 LAYOUTS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
 ROLES = ("prefill", "decode", "both")
 APART = ROLES[:2]  # those of an engine that meets others at an address
+KV_TRANSPORTS = {  # by name, a module of serve/kv/disagg and the class in it
+    "shared_memory": "shared_memory:SharedMemoryTransport",
+    "tcp": "tcp:TcpTransport",
+    "nixl": "nixl:NixlAgent",
+}
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -74,8 +79,9 @@ def check_handover(options: "EngineOptions") -> None:
         raise ValueError(f"kv_role={role!r} is not allowed: {', '.join(ROLES)}, or None")
     if not 0 <= options.kv_patience < math.inf:
         raise ValueError(f"kv_patience {options.kv_patience} is not allowed: 0 or more seconds")
-    if options.kv_transport not in (None, "nixl"):
-        raise ValueError(f"kv_transport {options.kv_transport!r} is not allowed: nixl, or None")
+    if options.kv_transport not in (None, *KV_TRANSPORTS):
+        names = ", ".join(KV_TRANSPORTS)
+        raise ValueError(f"kv_transport {options.kv_transport!r} is not allowed: {names}, or None")
     if role in APART and options.kv_address is None:
         raise ValueError(f"kv_role {role} is not allowed without kv_address: host:port of the prefill engine")
     for name, roles in {

@@ -121,8 +121,8 @@ class EngineOptions:
     )  # fmt: skip
     kv_transport: str | None = knob(
         None,
-        "nixl: pages go from one engine to the other through NIXL where both have it, as over RDMA (default: "
-        "memory on one host, TCP between hosts)",
+        "how pages go from one engine to the other: shared_memory, tcp, or nixl where both have it, as over "
+        "RDMA (default: memory on one host, TCP between hosts)",
     )
     kv_patience: float = knob(
         10.0, "seconds that the first prompt in line waits for its pages; then it is computed here"

@@ -2,7 +2,7 @@
 fake device with a connection between them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from fakes.device import VOCAB, FakePrograms
@@ -11,10 +11,10 @@ from fakes.tiers import FakeTransfers
 
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.kv.disagg.client import RemotePrefillClient
-from duetto.serve.kv.disagg.nixl import NixlAgent
 from duetto.serve.kv.disagg.peer import RemoteKVTier
 from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.service import PrefillService, Ready
+from duetto.serve.kv.disagg.transport import PageTransport, transports
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.mover import PageMover
 from duetto.serve.kv.offload.tier import Content, Key, TierChain
@@ -23,6 +23,7 @@ from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
 
 REALM, SOON = b"fake", 300.0
+WAYS = transports(None)
 SIZES = {"pages": 12, "page_size": 4, "max_model_len": 40, "seats": 2}
 
 
@@ -72,10 +73,12 @@ def tiered(
 class PrefillSide:
     """An engine that computes prompts behind a door, until it ends."""
 
-    def __init__(self, port: int = 0, realm: bytes = REALM, agent: NixlAgent | None = None, **sizes: Any):
+    def __init__(
+        self, port: int = 0, realm: bytes = REALM, ways: Mapping[str, PageTransport] = WAYS, **sizes: Any
+    ):
         engine, programs = start(**(SIZES | sizes))
         page_bytes = tiered(engine, programs, TierChain([HostTier(1 << 20)]))
-        self.door = PrefillServer(("127.0.0.1", port), agent)
+        self.door = PrefillServer(("127.0.0.1", port), ways)
         self.prefills = PrefillWorker(EngineOptions(swap_space=1), VOCAB)
         self.door.renew(realm, page_bytes)
         self.session = Session(engine)
@@ -107,6 +110,6 @@ def peer_of(engine: Engine) -> RemoteKVTier:
 
 
 def far_at(
-    port: int, seconds: float = SOON, agent: NixlAgent | None = None, key_file: str | None = None
+    port: int, seconds: float = SOON, ways: Mapping[str, PageTransport] = WAYS, key_file: str | None = None
 ) -> RemotePrefillClient:
-    return RemotePrefillClient(("127.0.0.1", port), seconds, agent, key_file)
+    return RemotePrefillClient(("127.0.0.1", port), ways, seconds, key_file)

@@ -15,7 +15,7 @@ from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
 from ...kv.offload.mover import PageMover
-from ...kv.offload.tiering import KVOffloader, NoOffload
+from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
 from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.promise import arrived
@@ -106,7 +106,7 @@ class Engine:
         self.programs.close()
 
     @property
-    def tiers(self) -> NoOffload:
+    def tiers(self) -> PageFinder:
         return self.scheduler.tiers
 
     @cached_property

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from ....kvcache.page_hash import extend
 from ....kvcache.sharded_tables import shard_of
 from ....kvcache.tables import PageTables, Tables
-from ...kv.offload.tiering import NoOffload
+from ...kv.offload.tiering import NoOffload, PageFinder
 from ...options.checks import round_up
 from ..lora.places import Places
 from .admission import AdmissionReason, WaitingReasons
@@ -51,7 +51,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by slot
         self.prefilling: dict[int, Request] = {}  # of these, with prompt tokens left to dispatch
         self.free_slots = list(range(limits.max_num_seqs))
-        self.tiers, self.places = NoOffload(tables), Places(0)
+        self.tiers: PageFinder = NoOffload(tables)
+        self.places = Places(0)
         self.reasons = WaitingReasons()
         self._why: AdmissionReason | None = None  # of the head, in this step
         self.group = 0  # of slots, whose turn it is

@@ -1,4 +1,4 @@
-"""One end of a connection between two processes: msgpack in frames over TCP."""
+"""Messages between two processes: msgpack in frames over TCP."""
 
 import errno
 import os
@@ -16,20 +16,27 @@ import msgspec
 M = TypeVar("M")
 MOST = 1 << 30  # bytes of a message
 LENGTH = struct.Struct("!I")  # bytes of the frame that follows
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
 
 
 class Link(Generic[M]):
-    """Messages that a decoder knows. Any thread may send, one receives. Raises EOFError where the other end
-    is closed, TimeoutError where a message has not come or gone whole within some seconds, OSError, and
-    ValueError for what is no message."""
+    """End of a connection. Any thread may send, one thread receives.
+
+    Raises EOFError where the other end is closed, TimeoutError where a message was not sent or received whole
+    within `seconds`, OSError, and ValueError for bytes that the decoder cannot read.
+    """
 
     def __init__(self, connection: socket.socket, seconds: float, decoder: msgspec.msgpack.Decoder[M]):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection, self._sending, self._decoder = connection, threading.Lock(), decoder
         self.wait_for(seconds)
 
     def wait_for(self, seconds: float) -> None:
-        """Set the time for each message from here on."""
+        """Set the seconds that each message may take from here on."""
         self._seconds = seconds
         self._connection.settimeout(seconds)
 
@@ -39,8 +46,8 @@ class Link(Generic[M]):
             self._connection.sendall(LENGTH.pack(len(content)) + content)
 
     def receive(self, most: int = MOST, idle: bool = False) -> M:
-        """The next message, of `most` bytes at most. Where the other end may be `idle`, a message may begin
-        at any time; one that has begun has as long as any other."""
+        """Return the next message, of at most `most` bytes. With `idle` its first byte may come at any time;
+        from then on the message has as long as any other."""
         while idle and not self._comes(self._seconds):
             pass
         until = time.monotonic() + self._seconds
@@ -51,15 +58,15 @@ class Link(Generic[M]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other end is, and has left nothing to be read."""
+        """True where the other end is closed and all that it sent has been read."""
         try:
             return self._comes(0) and not self._connection.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 
     def _comes(self, seconds: float) -> bool:
-        """Whether there is something to be read, or the end, within some seconds. The socket's own timeout
-        stays as it is, since another thread may be sending."""
+        """Wait at most `seconds` for bytes or the end of the connection; return whether there is either. The
+        socket's own timeout stays as it is, since another thread may be sending."""
         place = self._connection.fileno()
         if place < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -79,7 +86,7 @@ class Link(Generic[M]):
         return bytes(parts)
 
     def close(self) -> None:
-        """The other end hears of it, and whoever receives here."""
+        """Close the connection. The other end and a thread that receives here get EOFError or OSError."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -1,4 +1,4 @@
-"""A port at which other processes connect, each of which has to know a secret."""
+"""TCP server for processes that know a secret."""
 
 import errno
 import socket
@@ -19,12 +19,12 @@ G = TypeVar("G")
 
 
 class Port(Generic[G]):
-    """Accepts connections until it is closed, and serves each in a thread. After the handshake `greet` reads
-    the first message; where it returns a guest, `host` serves that one and closes the connection.
+    """Accepts connections until it is closed, and serves each in a thread. After the proof of the key `greet`
+    reads the first message; where it returns a guest, `host` serves that one and closes the connection.
 
-    Connections that have not been greeted are bounded in number: the oldest is closed for a new one. Links
-    bound their time. Raises OSError for an address that cannot be had, and ValueError for one that other
-    machines reach where the secret has no key.
+    At most STRANGERS connections have not been greeted: a new one closes the oldest. Links bound their time.
+    Raises OSError for an address that cannot be bound, and ValueError for an address that other machines
+    reach where the secret has no key.
     """
 
     def __init__(self, address: tuple[str, int], secret: Secret, name: str):
@@ -83,8 +83,8 @@ class Port(Generic[G]):
             warn(f"{self}: more than {STRANGERS} connections at once before their greeting; the oldest ends")
 
     def _end_oldest(self, most: int) -> bool:
-        """End the oldest connection that has not been greeted, where there are more than `most` of them; its
-        thread closes it."""
+        """Shut down the oldest connection that has not been greeted, where there are more than `most`; its
+        thread closes it. Returns whether there was one."""
         with self._lock:
             if found := len(self._strangers) > most:
                 end(self._strangers.popitem(last=False)[0])

@@ -1,4 +1,4 @@
-"""A key that both ends of a connection know, and the handshake by which each proves it to the other.
+"""Mutual authentication of a connection by a shared key.
 
 The listener sends a nonce. The caller answers with its own nonce and an HMAC over both. The listener checks
 it and sends an HMAC too. Each HMAC names its side, so a replayed or reflected one is refused. Messages after
@@ -60,8 +60,10 @@ DECODER = msgspec.msgpack.Decoder(Message)
 
 @dataclass(frozen=True)
 class Secret:
-    """A key, and the purpose of the ports that it opens. With an empty key every caller is accepted that has
-    an empty one too."""
+    """Shared key of one purpose. An empty key accepts every caller whose key is empty too.
+
+    purpose: part of each HMAC, so that a proof for one kind of port is refused by another.
+    """
 
     purpose: str
     key: bytes = field(default=b"", repr=False)
@@ -99,8 +101,8 @@ class Secret:
 
 
 def key_in(path: str | None) -> bytes:
-    """The key in a file, without white space around it; empty where no file is named. Raises ValueError for
-    a file that is missing, too short, or readable by other users."""
+    """Read the key from a file, without white space around it; empty where no file is named. Raises
+    ValueError for a file that is missing, too short, or readable by other users."""
     if path is None:
         return b""
     try:
@@ -117,8 +119,8 @@ def key_in(path: str | None) -> bytes:
 
 
 def exposure(found: os.stat_result) -> str:
-    """The reason why a file keeps no secret; empty where it does. A group may read a file that root owns: so
-    clusters mount their secrets."""
+    """Return the reason why other users may read or change a file; empty where none may. A group may read a
+    file that root owns: Kubernetes mounts secrets so."""
     if not stat.S_ISREG(found.st_mode):
         return "it is no file"
     allowed = stat.S_IRGRP if found.st_uid == 0 else 0

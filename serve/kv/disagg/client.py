@@ -1,61 +1,57 @@
-"""A prefill engine in another process, as the one sees it that decodes."""
+"""Client of a prefill engine in another process (disaggregated prefill)."""
 
 import itertools
 import queue
-import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from ...host.sockets.handshake import Handshake, meet
 from ...host.sockets.link import Link
-from ...host.sockets.secret import Refusal
+from ...host.sockets.secret import Refusal, Secret, key_in
 from ...host.store import warn
 from ..offload.tier import Content, Key
 from .messages import (
+    DECODER,
     SECONDS,
     CancelPrefill,
     GetPage,
-    Handshake,
     HandshakeAccepted,
-    HandshakeRejected,
     Message,
     PageData,
-    Place,
     PrefillDone,
     PrefillRequest,
-    link_over,
-    secret_of,
+    facts_of,
     sum_of,
 )
-from .nixl import NixlAgent, NixlReader
 from .service import Ready
-from .shared_memory import SharedMemoryReader
+from .transport import ALWAYS, PageReader, PageTransport
 
-PAUSE = 0.2  # seconds until a source that cannot be reached is tried again
-LONGER = 5.0  # where it has refused
-WELCOME = 1 << 16  # bytes of a first message, at most
+PAUSE = 0.2  # seconds until the next attempt to connect
+LONGER = 5.0  # the same after a rejection
 
 
 class RemotePrefillClient:
-    """A source at an address. It is reached again whenever it is lost; prompts that were asked for are then
-    told of as not computed. One thread hears, one sends: who asks for a prompt waits for neither. With an
-    agent pages are read through NIXL, where the source has one too, until a read does not come in time."""
+    """PrefillService at an address. It reconnects after a failure; outstanding prefills are then reported as
+    failed. One thread receives and one sends, so `begin` does not block. Pages come by the first of the
+    transports that reaches the other engine; a transport whose read times out is not used again."""
 
     room = 0
 
     def __init__(
         self,
         address: tuple[str, int],
+        transports: Mapping[str, PageTransport],
         seconds: float = SECONDS,
-        agent: NixlAgent | None = None,
         key_file: str | None = None,
     ):
         self.address, self.seconds, self.damaged = address, seconds, 0
-        self._agent, self._secret = agent, secret_of(key_file)
-        self._hello: Handshake | None = None
+        self._transports, self._secret = dict(transports), Secret("pages", key_in(key_file))
+        self._facts: dict[str, str] | None = None
+        self._most = 0  # bytes of a page
         self._link: Link[Message] | None = None
-        self._memory: SharedMemoryReader | NixlReader | None = None
+        self._reader: tuple[str, PageReader] | None = None  # and its transport's name
         self._numbers = itertools.count()
         self._waiting: dict[int, Ready] = {}
         self._pages: dict[int, queue.SimpleQueue[PageData | None]] = {}
@@ -71,6 +67,11 @@ class RemotePrefillClient:
     @property
     def is_here(self) -> bool:
         return self._link is not None
+
+    @property
+    def transport(self) -> str | None:
+        """Name of the transport of its pages; None while there is no connection."""
+        return self._reader[0] if self._reader else None
 
     def begin(self, prompt: Sequence[int], ready: Ready) -> int:
         number = next(self._numbers)
@@ -88,15 +89,16 @@ class RemotePrefillClient:
                 self._words.put(CancelPrefill(number))
 
     def fetch(self, key: Key) -> Content | None:
-        """A page, if it comes in time and undamaged. A source that is too slow for one is lost."""
+        """Return a page if it comes in time and undamaged. After a page that is late the connection is closed
+        and made again."""
         number, answer = next(self._numbers), queue.SimpleQueue[PageData | None]()
         until = time.monotonic() + self.seconds
         with self._lock:
-            link, memory = self._link, self._memory
-            if link is None:
+            if self._link is None or self._reader is None:
                 return None
+            link, (name, reader) = self._link, self._reader
             self._pages[number] = answer
-            self._words.put(GetPage(number, key, place_of(memory)))
+            self._words.put(GetPage(number, key, name))
         try:
             page = answer.get(timeout=self.seconds)
         except queue.Empty:
@@ -107,20 +109,16 @@ class RemotePrefillClient:
         if page is None or page.size < 0:
             return None
         try:
-            content = page.content if memory is None else memory.read(page.size, until)
-        except TimeoutError:
-            self._give_up()
+            content = reader.read(page.size, page.carried, until)
+        except TimeoutError:  # messages get through, and this transport does not
+            self._transports.pop(name, None)
+            warn(f"nothing was read of {self._place} through {name} in {self.seconds:g} s")
         except ValueError:  # closed meanwhile, or lost
             pass
         else:
             return self._checked(key, page, content)
         link.close()
         return None
-
-    def _give_up(self) -> None:
-        """The network carries words to the source, and no reads: its pages come another way from now on."""
-        self._agent = None
-        warn(f"nothing was read of {self._place} through NIXL in {self.seconds:g} s")
 
     def _checked(self, key: Key, page: PageData, content: Content) -> Content | None:
         if len(content) == page.size and sum_of(key, content) == page.sum:
@@ -130,7 +128,8 @@ class RemotePrefillClient:
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         with self._lock:
-            self._hello = None if realm is None else Handshake(realm, tuple(page_bytes))
+            self._facts = None if realm is None else facts_of(realm, page_bytes)
+            self._most = max(page_bytes, default=0)
         self._lose()
         self._renewed.set()
 
@@ -142,7 +141,7 @@ class RemotePrefillClient:
     # ------------------------------------------------------------ threads
 
     def _say(self) -> None:
-        """A source that takes nothing for so many seconds is lost."""
+        """Send what is queued. A connection that takes nothing for `seconds` is closed."""
         while (word := self._words.get()) is not None:
             link = self._link
             if link is not None:
@@ -165,60 +164,52 @@ class RemotePrefillClient:
             except (OSError, ValueError) as error:
                 warn(f"{self._place} is not reached, prompts are computed here until it is: {error}")
             self._lose()
-            self._renewed.wait(pause if self._hello is not None else None)
+            self._renewed.wait(pause if self._facts is not None else None)
             self._renewed.clear()
 
     def _follow(self, link: Link[Message]) -> None:
-        """Take what the source sends, until it is lost."""
+        """Handle messages until the connection ends."""
         with suppress(OSError, EOFError, ValueError):
             while True:
                 self._take(link.receive(idle=True))
 
     def _met(self) -> Link[Message] | None:
-        """A link to the source. Raises Refusal where it does not compute the pages that are wanted."""
-        hello = self._hello
-        if hello is None:
+        """Connect; None while no pages are wanted. Raises Refusal where the other engine has other pages."""
+        with self._lock:
+            facts, most = self._facts, self._most
+        if facts is None:
             return None
-        connection = socket.create_connection(self.address, self.seconds)
-        link = link_over(connection)
+        link, welcome = meet(
+            self.address, self._secret, Handshake(facts), HandshakeAccepted, DECODER, self.seconds
+        )
         try:
-            self._secret.prove(connection)
-            link.wait_for(self.seconds)
-            link.send(hello)
-            match link.receive(WELCOME):
-                case HandshakeRejected(why=why):
-                    raise Refusal(why)
-                case HandshakeAccepted() as welcome:
-                    self._enter(hello, link, welcome.room, self._memory_of(hello, welcome))
-                    return link
-            raise ValueError("no welcome")
+            self._enter(facts, link, welcome.room, self._reader_of(welcome.offers, most))
         except BaseException:
             link.close()
             raise
+        return link
 
-    def _memory_of(
-        self, hello: Handshake, welcome: HandshakeAccepted
-    ) -> SharedMemoryReader | NixlReader | None:
-        """Where pages can be read; where nowhere, they come in answers."""
-        if self._agent is not None:
+    def _reader_of(self, offers: Mapping[str, bytes], most: int) -> tuple[str, PageReader]:
+        """Open the first transport that reaches the other engine. Raises Refusal where none does."""
+        for name, transport in self._transports.items():
             try:
-                if welcome.region is not None:
-                    return NixlReader(self._agent, welcome.region, max(hello.page_bytes, default=0))
+                if name in offers:
+                    return name, transport.reader(offers[name], most)
                 why = "it has none"
-            except Exception as error:  # noqa: BLE001 - NIXL's own have no name in common
+            except Exception as error:  # noqa: BLE001 - those of a transport's package have no name in common
                 why = type(error).__name__
-            warn(f"pages of {self._place} do not come through NIXL: {why}")
-        return SharedMemoryReader.at(welcome.memory, welcome.proof)
+            if name not in ALWAYS:
+                warn(f"pages of {self._place} do not come through {name}: {why}")
+        raise Refusal(f"it offers pages through no transport of {', '.join(self._transports)}")
 
     def _enter(
-        self, hello: Handshake, link: Link[Message], room: int, memory: SharedMemoryReader | NixlReader | None
+        self, facts: dict[str, str], link: Link[Message], room: int, reader: tuple[str, PageReader]
     ) -> None:
         with self._lock:
-            if fits := self._hello is hello:
-                self._link, self._memory, self.room = link, memory, room
+            if fits := self._facts is facts:
+                self._link, self._reader, self.room = link, reader, room
         if not fits:
-            if memory is not None:
-                memory.close()
+            reader[1].close()
             raise EOFError("other pages are wanted by now")
 
     def _take(self, message: Message) -> None:
@@ -236,27 +227,17 @@ class RemotePrefillClient:
                 raise ValueError(f"{type(message).__name__} is no answer")
 
     def _lose(self) -> None:
-        """Whoever waits for the source waits no more."""
+        """Drop the connection: pages and prefills that are waited for have failed."""
         with self._lock:
-            link, memory, self._link, self._memory = self._link, self._memory, None, None
+            link, reader, self._link, self._reader = self._link, self._reader, None, None
             waiting, self._waiting = self._waiting, {}
             answers = list(self._pages.values())
         if link is not None:
             link.close()
         for answer in answers:
             answer.put(None)
-        if memory is not None:
-            memory.close()
+        if reader is not None:
+            reader[1].close()
         for ready in waiting.values():
             with suppress(Exception):
                 ready([])
-
-
-def place_of(memory: SharedMemoryReader | NixlReader | None) -> Place:
-    match memory:
-        case None:
-            return "answer"
-        case SharedMemoryReader():
-            return "shared"
-        case NixlReader():
-            return "registered"

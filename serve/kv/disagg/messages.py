@@ -1,54 +1,36 @@
-"""What an engine that decodes and one that prefills tell each other, as msgpack in frames over TCP."""
+"""Messages between a decode engine and a prefill engine, as msgpack in frames over TCP.
 
-import socket
-from typing import Literal
+Engines of another PROTOCOL reject each other by name: it is a fact of their handshake.
+"""
+
+from collections.abc import Sequence
 from zlib import crc32
 
 import msgspec
 
-from ...host.sockets.link import Link
-from ...host.sockets.secret import Secret, key_in
+from ...host.sockets.handshake import Handshake, HandshakeRejected
 from ..offload.tier import Content, Key
 
 SECONDS = 10.0  # in which a message that has begun must have come or gone
-Place = Literal["answer", "shared", "registered"]
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
-
-
-class Handshake(msgspec.Struct, tag="Hello", frozen=True):
-    """Which pages are wanted, and the bytes of one of each window."""
-
-    realm: bytes
-    page_bytes: tuple[int, ...]
-
-
-class Region(msgspec.Struct, frozen=True):
-    """Registered memory: what an agent of NIXL has to know of its owner's, where it is, and the note that the
-    owner gets with each read."""
-
-    agent: bytes
-    address: int
-    note: bytes
+PROTOCOL = "2"  # a new number for each change of what follows; 1 had no facts
 
 
 class HandshakeAccepted(msgspec.Struct, tag="Welcome", frozen=True):
-    """These pages are computed here, and kept in so many bytes; where memory can be shared, and a proof that
-    it is this one; and what can be read through NIXL."""
+    """The prefill engine has the pages that a decode engine wants.
+
+    room: bytes of pages that it keeps until they are fetched.
+    offers: what each transport's reader needs, by the transport's name.
+    """
 
     room: int
-    memory: str = ""
-    proof: bytes = b""
-    region: Region | None = None
-
-
-class HandshakeRejected(msgspec.Struct, tag="Refused", frozen=True):
-    """Why a prefill engine has nothing to hand over."""
-
-    why: str
+    offers: dict[str, bytes]
 
 
 class PrefillRequest(msgspec.Struct, tag="Compute", frozen=True):
-    """A prompt, under a number of the asker's."""
+    """Compute a prompt.
+
+    number: the decode engine's, which comes back in `PrefillDone`.
+    """
 
     number: int
     prompt: tuple[int, ...]
@@ -62,27 +44,31 @@ class PrefillDone(msgspec.Struct, tag="Computed", frozen=True):
 
 
 class CancelPrefill(msgspec.Struct, tag="Leave", frozen=True):
-    """Nobody wants a prompt any more."""
+    """A prompt is not wanted any more."""
 
     number: int
 
 
 class GetPage(msgspec.Struct, tag="Fetch", frozen=True):
-    """A page is wanted, in the answer or in one of the memories."""
+    """Write a page for the reader of a transport."""
 
     number: int
     key: Key
-    place: Place
+    transport: str
 
 
 class PageData(msgspec.Struct, tag="Page", frozen=True):
-    """A page of so many bytes and its sum, in the answer or in the memory that was named; of none there is
-    neither."""
+    """A page was written.
+
+    size: bytes of the page; -1 where there is none.
+    sum: checksum of its name and content.
+    carried: what its transport passes to the reader in this message.
+    """
 
     number: int
     size: int = -1
     sum: int = 0
-    content: Content = b""
+    carried: bytes = b""
 
 
 Message = (
@@ -98,20 +84,12 @@ Message = (
 DECODER = msgspec.msgpack.Decoder(Message)
 
 
-def secret_of(path: str | None) -> Secret:
-    """The secret between engines, of a file with its key. Raises ValueError for a file that has no key."""
-    return Secret("pages", key_in(path))
-
-
-def link_over(connection: socket.socket) -> Link[Message]:
-    """One end of a connection; a machine that is gone is noticed by the system's probes."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Link(connection, SECONDS, DECODER)
+def facts_of(realm: bytes, page_bytes: Sequence[int]) -> dict[str, str]:
+    """Return what must be equal in a prefill and a decode engine, by name: the protocol, the realm of their
+    pages, and the bytes of a page of each window."""
+    return {"protocol": PROTOCOL, "realm": realm.hex(), "page_bytes": repr(tuple(page_bytes))}
 
 
 def sum_of(key: Key, content: Content | memoryview) -> int:
-    """A page's sum, which is another one under another name."""
+    """Return a page's checksum, which differs for another key."""
     return crc32(content, crc32(key))

@@ -1,7 +1,8 @@
-"""Memory that engines on other hosts read through NIXL (github.com/ai-dynamo/nixl), of the extra `nixl`.
+"""Transport of pages through NIXL (github.com/ai-dynamo/nixl), of the extra `nixl`: RDMA reads of host
+memory.
 
-NIXL's own thread would keep a core busy, so there is none: the end that reads asks until its read is done,
-and the end that is read from makes progress for as long as a page is on its way.
+NIXL's own progress thread would keep a core busy, so there is none: the reader polls until its read is done,
+and the writer makes progress while a page is on its way.
 """
 
 import logging
@@ -13,28 +14,41 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..offload.tier import Content
-from .messages import Region
 
-PAUSE = 2e-5  # seconds between two looks
+PAUSE = 2e-5  # seconds between two polls
 
 
 def nixl() -> Any:
-    """Raises ValueError, saying what to install, without its package."""
+    """Import NIXL. Raises ValueError, with the package to install, where it is missing."""
     raises = logging.raiseExceptions
     try:
         found = import_module("nixl")
     except ImportError as error:
         raise ValueError(f"kv_transport nixl is not allowed: {error}; pip install 'duetto[nixl]'") from None
-    logging.raiseExceptions = raises  # the package turns it off for everybody
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # and tells the rest on standard output
+    logging.raiseExceptions = raises  # the package turns it off for the whole process
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # and logs the rest to standard output
     return found
 
 
+class Region(msgspec.Struct, frozen=True):
+    """A writer's offer.
+
+    agent: metadata of the owner's NIXL agent.
+    address: where its registered memory begins.
+    note: notification that the owner gets with each read.
+    """
+
+    agent: bytes
+    address: int
+    note: bytes
+
+
 class RegisteredBuffer:
-    """Bytes that are registered."""
+    """Memory of this process that NIXL agents can read."""
 
     def __init__(self, own: Any, size: int):
         self.bytes = np.empty(size, np.uint8)
@@ -43,9 +57,10 @@ class RegisteredBuffer:
 
 
 class NixlAgent:
-    """This process to NIXL, over UCX: one for all whom it meets.
+    """Transport by this process's NIXL agent, over UCX.
 
-    Memory is lent, and registered until the process ends: a read that was given up may still touch it.
+    Buffers are lent, and stay registered until the process ends: a read that was given up may still touch
+    them.
     """
 
     def __init__(self):
@@ -57,8 +72,14 @@ class NixlAgent:
             raise ValueError("kv_transport nixl is not allowed: its package has no UCX")
         self._free: dict[int, list[RegisteredBuffer]] = {}
         self._notes: set[bytes] = set()
-        self._met: Counter[str] = Counter()  # connections to each other agent
+        self._met: Counter[str] = Counter()  # readers of each other agent
         self._lock = threading.Lock()
+
+    def writer(self, size: int) -> "NixlWriter":
+        return NixlWriter(self, size)
+
+    def reader(self, offer: bytes, size: int) -> "NixlReader":
+        return NixlReader(self, msgspec.msgpack.decode(offer, type=Region), size)
 
     def lend(self, size: int) -> RegisteredBuffer:
         with self._lock:
@@ -69,14 +90,14 @@ class NixlAgent:
         with self._lock:
             self._free[lent.bytes.size].append(lent)
 
-    def words(self, lent: RegisteredBuffer) -> bytes:
-        """What another agent has to know to read it."""
+    def metadata(self, lent: RegisteredBuffer) -> bytes:
+        """Return what another agent needs to read a buffer."""
         return self.own.get_partial_agent_metadata(lent.registered, inc_conn_info=True, backends=["UCX"])
 
-    def meet(self, words: bytes) -> str:
-        """The name of another agent, which can be read from now on, until all have parted from it."""
+    def meet(self, metadata: bytes) -> str:
+        """Return the name of another agent. Its memory can be read until each `meet` has its `part`."""
         with self._lock:
-            other = self.own.add_remote_agent(words)
+            other = self.own.add_remote_agent(metadata)
             self._met[other] += 1
             return other
 
@@ -89,7 +110,8 @@ class NixlAgent:
                     self.own.remove_remote_agent(other)
 
     def has_come(self, note: bytes) -> bool:
-        """Whether a reader has sent this since it was asked for; moves on whatever is on its way."""
+        """Make progress, and return whether a reader's notification has arrived since the last call that
+        returned True for it."""
         with self._lock:
             for notes in self.own.get_new_notifs().values():
                 self._notes.update(notes)
@@ -99,17 +121,20 @@ class NixlAgent:
 
 
 class NixlWriter:
-    """The owner's end, of so many bytes."""
+    """The owner's end: a registered buffer of `size` bytes."""
 
     def __init__(self, agent: NixlAgent, size: int):
         self._agent, self._lent, self._closed = agent, agent.lend(size), False
-        self.region = Region(agent.words(self._lent), self._lent.address, secrets.token_bytes(16))
+        self._note = secrets.token_bytes(16)
+        region = Region(agent.metadata(self._lent), self._lent.address, self._note)
+        self.offer = msgspec.msgpack.encode(region)
 
-    def write(self, content: Content) -> None:
+    def write(self, content: Content) -> bytes:
         self._lent.bytes[: len(content)] = np.frombuffer(content, np.uint8)
+        return b""
 
     def settle(self, seconds: float) -> None:
-        """Wait until it is read. Raises TimeoutError where that takes longer, and ConnectionError."""
+        """Wait until the page is read. Raises TimeoutError after `seconds`, and ConnectionError."""
         until = time.monotonic() + seconds
         while not self._closed and not self._has_come():
             if time.monotonic() > until:
@@ -118,7 +143,7 @@ class NixlWriter:
 
     def _has_come(self) -> bool:
         try:
-            return self._agent.has_come(self.region.note)
+            return self._agent.has_come(self._note)
         except Exception as error:  # NIXL's own have no name in common
             raise ConnectionError(f"NIXL: {type(error).__name__}") from error
 
@@ -128,16 +153,16 @@ class NixlWriter:
 
 
 class NixlReader:
-    """The other end. Raises what NIXL does where the owner cannot be known."""
+    """The other end. Raises NIXL's errors where the owner's metadata cannot be loaded."""
 
     def __init__(self, agent: NixlAgent, region: Region, size: int):
         self._agent, self._region, self._closed = agent, region, False
         self._owner = agent.meet(region.agent)
         self._lent, self._reading = agent.lend(size), threading.Lock()
 
-    def read(self, size: int, until: float) -> Content:
-        """Raises TimeoutError where it is not read by a time of the monotonic clock, and ValueError where it
-        is closed or cannot be read."""
+    def read(self, size: int, carried: bytes, until: float) -> Content:
+        """Read a page into a buffer and copy it. Raises TimeoutError at `until` (monotonic clock), ValueError
+        where the reader is closed or the read fails."""
         with self._reading:
             if self._closed or size > self._lent.bytes.size:
                 raise ValueError("closed, or too large")

@@ -1,25 +1,26 @@
-"""The tier of pages that another engine computes for this one."""
+"""Tiers of pages that prefill engines compute for this engine: of one, and of several."""
 
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..offload.peer import RemoteKV, RemotePrefill
-from ..offload.tier import Content, Counts, Key, window_of
+from ..offload.tier import Content, Counts, Key, TierChain, window_of
 from .service import PrefillService
 
-MOST_KEYS = 1 << 16  # of pages that are remembered to be there
+MOST_KEYS = 1 << 16  # pages that are known to be there, at most
 
 
 class RemoteKVTier(RemoteKV):
-    """Pages of prompts that a source computes. It takes none, and has those that the source has told of.
+    """Pages of one prefill engine: those that it has announced.
 
-    Prompts are asked for as long as their pages have room at the source until they are fetched, the others
-    wait here. The first in line waits for `patience` seconds. Where that was not enough nobody waits, and
-    nothing is asked, until the source has answered something: prompts are computed here.
+    Back-pressure: prompts are sent only while the pages of all outstanding ones fit in the prefill engine's
+    memory; the others are queued here. The request at the head of the scheduler's queue waits at most
+    `patience` seconds. After a timeout no request waits and no prompt is sent until the prefill engine
+    answers again: prompts are computed here.
     """
 
     def __init__(self, source: PrefillService, patience: float):
@@ -27,14 +28,14 @@ class RemoteKVTier(RemoteKV):
         self.page_bytes: Sequence[int] = ()
         self.asked = self.answered = self.late = self.nbytes = 0
         self._is_silent = False
-        self._line: deque[RemotePrefill] = deque()  # asks that are still to be sent
+        self._line: deque[RemotePrefill] = deque()  # prompts that are still to be sent
         self._known: OrderedDict[Key, None] = OrderedDict()
-        self._lock = threading.RLock()  # a source may answer at once
+        self._lock = threading.RLock()  # the service may answer within `begin`
 
     # ------------------------------------------------------------ prompts
 
     def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> RemotePrefill | None:
-        """There is one source, whichever is wanted."""
+        """`at` is not looked at: there is one prefill engine."""
         with self._lock:
             if self._is_silent or not self.source.is_here:
                 return None
@@ -47,7 +48,7 @@ class RemoteKVTier(RemoteKV):
         with self._lock:
             if ask.done.is_set() or self._is_silent or ask.released:
                 return False
-            if ask.number is None:  # it has gone before others in line
+            if ask.number is None:  # it has overtaken others in the scheduler's queue
                 self._line.remove(ask)
                 self._begin(ask)
             now = time.monotonic()
@@ -135,3 +136,53 @@ class RemoteKVTier(RemoteKV):
         with self._lock:
             there = {"pages": len(self._known), "bytes": sum(map(self._bytes_of, self._known))}
         return own | there | self.counts.report()
+
+
+class RemoteKVPool(RemoteKV):
+    """The tiers of several prefill engines, by address.
+
+    A prompt goes to the engine that its request names. Where that one is not reached or not among these, it
+    goes to the engine with the fewest outstanding bytes: a request cannot reach any other address.
+    """
+
+    def __init__(self, tiers: Mapping[str, RemoteKVTier]):
+        self.tiers = dict(tiers)
+        self._chain = TierChain(list(self.tiers.values()))
+
+    # ------------------------------------------------------------ prompts
+
+    def ask(self, prompt: Sequence[int], pages: int, at: str | None = None) -> RemotePrefill | None:
+        for place in self._places(at):
+            if (ask := self.tiers[place].ask(prompt, pages)) is not None:
+                ask.at = place
+                return ask
+        return None
+
+    def _places(self, at: str | None) -> Iterator[str]:
+        if at in self.tiers:
+            yield at
+        yield from sorted(self.tiers.keys() - {at}, key=lambda place: self.tiers[place].nbytes)
+
+    def awaits(self, ask: RemotePrefill) -> bool:
+        return self.tiers[ask.at].awaits(ask)
+
+    def release(self, ask: RemotePrefill) -> None:
+        self.tiers[ask.at].release(ask)
+
+    # ------------------------------------------------------------ pages
+
+    def has(self, key: Key) -> bool:
+        return self._chain.has(key)
+
+    def fetch(self, key: Key) -> Content | None:
+        return self._chain.fetch(key)
+
+    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        for tier in self.tiers.values():
+            tier.renew(realm, page_bytes)
+
+    def report(self) -> dict[str, Any]:
+        """Return the sums over all engines, and each engine's own report under `at` and its address."""
+        at = {place: tier.report() for place, tier in self.tiers.items()}
+        names = next(iter(at.values()))
+        return {name: sum(one[name] for one in at.values()) for name in names} | {"at": at}

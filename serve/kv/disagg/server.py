@@ -1,66 +1,66 @@
-"""Where a prefill engine is reached: other processes have prompts computed and fetch pages."""
+"""TCP server of a prefill engine (disaggregated prefill): decode engines have prompts computed and fetch
+pages."""
 
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from msgspec.structs import replace
-
+from ...host.sockets.handshake import Handshake, HandshakeRejected, greet
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
+from ...host.sockets.secret import Secret, key_in
 from ..offload.tier import Key
 from .messages import (
+    DECODER,
+    PROTOCOL,
     SECONDS,
     CancelPrefill,
     GetPage,
-    Handshake,
     HandshakeAccepted,
-    HandshakeRejected,
     Message,
     PageData,
-    Place,
     PrefillDone,
     PrefillRequest,
-    link_over,
-    secret_of,
+    facts_of,
     sum_of,
 )
-from .nixl import NixlAgent, NixlWriter
 from .service import PrefillService
-from .shared_memory import SharedMemoryWriter
+from .transport import PageTransport, PageWriter
 
-HELLO = 1 << 16  # bytes of a first message, at most
-LONGEST = 1 << 26  # and of another
-Ends = dict[Place, SharedMemoryWriter | NixlWriter]
+LONGEST = 1 << 26  # bytes of a message
 OTHERS = "its model, weights, layout, canonical shapes, versions, machine or options are others"
 
 
 class PrefillServer:
-    """Listens at an address, and passes to a source the requests of engines that know the secret. Each engine
-    has two threads, one that receives and one that answers: one that reads nothing for a while is lost, and
-    delays no other. With an agent pages can be read through NIXL too.
+    """Listens at an address, and passes the requests of engines that know the secret to a PrefillService.
+    Each connection has a receiver and a sender thread, so a client that stops reading is disconnected after a
+    timeout and blocks no other. Each client chooses one of the transports for its pages.
 
     Raises what `Port` does, and ValueError for a file that has no key.
     """
 
-    def __init__(self, address: tuple[str, int], agent: NixlAgent | None = None, key_file: str | None = None):
+    def __init__(
+        self, address: tuple[str, int], transports: Mapping[str, PageTransport], key_file: str | None = None
+    ):
         self._port: Port[tuple[Link[Message], PrefillService]] = Port(
-            address, secret_of(key_file), "duetto-prefill-server"
+            address, Secret("pages", key_in(key_file)), "duetto-prefill-server"
         )
         self.address = self._port.address
-        self._agent = agent
+        self._transports = transports
         self._source: PrefillService | None = None
-        self._hello: Handshake | None = None
+        self._facts: dict[str, str] | None = None
+        self._most = 0  # bytes of a page
         self._links: set[Link[Message]] = set()
         self._lock = threading.Lock()
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
-        """Pages of this realm are handed over from now on; who is here has to come again."""
+        """Hand over pages of this realm from now on, or none; clients are disconnected and connect again."""
         with self._lock:
-            self._hello = None if realm is None else Handshake(realm, tuple(page_bytes))
+            self._facts = None if realm is None else facts_of(realm, page_bytes)
+            self._most = max(page_bytes, default=0)
             links, self._links = self._links, set()
         for link in links:
             link.close()
@@ -76,19 +76,25 @@ class PrefillServer:
     # ------------------------------------------------------------ threads
 
     def _greet(self, connection: socket.socket) -> tuple[Link[Message], PrefillService] | None:
-        """A visitor's link and the source, where the source has the pages that the visitor wants."""
-        link = link_over(connection)
-        hello = link.receive(HELLO)
+        """Return a client's link and the service, where the service has the pages that the client wants."""
+        link, hello = greet(connection, SECONDS, DECODER)
         with self._lock:
-            fits = self._hello is not None and hello == self._hello
-            if fits:
+            why = self._refusal(hello)
+            if not why:
                 self._links.add(link)
-        if not fits:
-            link.send(HandshakeRejected(OTHERS))
-        return (link, self._source) if fits and self._source is not None else None
+        if why:
+            link.send(HandshakeRejected(why))
+        return None if why or self._source is None else (link, self._source)
+
+    def _refusal(self, hello: Handshake) -> str:
+        """Return the reason to reject a client; empty where it wants the pages that are here."""
+        theirs = hello.facts.get("protocol", "1")
+        if theirs != PROTOCOL:
+            return f"it speaks protocol {theirs} of pages, the prefill engine {PROTOCOL}: use one version"
+        return OTHERS if self._facts is None or hello.differing(self._facts) else ""
 
     def _host(self, visitor: tuple[Link[Message], PrefillService]) -> None:
-        """Serve a visitor until it leaves."""
+        """Serve one connection until it closes."""
         link, source = visitor
         try:
             self._visit(link, source)
@@ -100,39 +106,38 @@ class PrefillServer:
             link.close()
 
     def _visit(self, link: Link[Message], source: PrefillService) -> None:
-        most = max(self._hello.page_bytes, default=0) if self._hello else 0
-        ends, welcome = Ends(), HandshakeAccepted(source.room)
-        with suppress(OSError):
-            ends["shared"] = shared = SharedMemoryWriter(most)
-            welcome = replace(welcome, memory=shared.path, proof=shared.proof)
-        if self._agent is not None:
-            ends["registered"] = registered = NixlWriter(self._agent, most)
-            welcome = replace(welcome, region=registered.region)
-        PrefillConnection(link, source, ends, most).run(welcome)
+        writers, most = dict[str, PageWriter](), self._most
+        for name, transport in self._transports.items():
+            with suppress(OSError):
+                writers[name] = transport.writer(most)
+        PrefillConnection(link, source, writers, most).run()
 
 
 class PrefillConnection:
-    """What one who has come asks for, one after the other."""
+    """Serves a decode engine's requests, one after the other; pages have at most `most` bytes."""
 
-    def __init__(self, link: Link[Message], source: PrefillService, ends: Ends, most: int):
-        self.link, self.source, self.ends, self.most = link, source, ends, most
-        self._numbers: dict[int, int] = {}  # of the source, by the asker's
-        self._lock = threading.RLock()  # a source may answer at once
-        self._answers: queue.SimpleQueue[tuple[Message, Place] | None] = queue.SimpleQueue()
+    def __init__(
+        self, link: Link[Message], source: PrefillService, writers: Mapping[str, PageWriter], most: int
+    ):
+        self.link, self.source, self.writers, self.most = link, source, writers, most
+        self._numbers: dict[int, int] = {}  # of the service, by the client's
+        self._lock = threading.RLock()  # the service may answer within `begin`
+        self._answers: queue.SimpleQueue[tuple[Message, PageWriter | None] | None] = queue.SimpleQueue()
 
-    def run(self, welcome: HandshakeAccepted) -> None:
-        """Raises what the link does."""
+    def run(self) -> None:
+        """Handle messages until the connection ends. Raises what the link does."""
         threading.Thread(target=self._answer, name="duetto-prefill-server", daemon=True).start()
         try:
-            self.link.send(welcome)
+            offers = {name: writer.offer for name, writer in self.writers.items()}
+            self.link.send(HandshakeAccepted(self.source.room, offers))
             while True:
                 self._take(self.link.receive(LONGEST, idle=True))
         finally:
             for number in list(self._numbers.values()):
                 self.source.leave(number)
             self._answers.put(None)
-            for end in self.ends.values():
-                end.close()
+            for writer in self.writers.values():
+                writer.close()
 
     def _take(self, message: Message) -> None:
         match message:
@@ -144,33 +149,29 @@ class PrefillConnection:
                     own = self._numbers.pop(number, None)
                 if own is not None:
                     self.source.leave(own)
-            case GetPage(number=number, key=key, place=place):
-                self._answers.put(self._page(number, key, place))
+            case GetPage(number=number, key=key, transport=name):
+                self._answers.put(self._page(number, key, self.writers.get(name)))
             case _:
                 raise ValueError(f"{type(message).__name__} is no question")
 
     def _ready(self, number: int, keys: Sequence[Key]) -> None:
-        self._answers.put((PrefillDone(number, tuple(keys)), "answer"))
+        self._answers.put((PrefillDone(number, tuple(keys)), None))
         with self._lock:
             self._numbers.pop(number, None)
 
-    def _page(self, number: int, key: Key, place: Place) -> tuple[PageData, Place]:
+    def _page(self, number: int, key: Key, writer: PageWriter | None) -> tuple[PageData, PageWriter | None]:
         content = self.source.fetch(key)
-        if content is None:
-            return PageData(number), "answer"
-        page, end = PageData(number, len(content), sum_of(key, content)), self.ends.get(place)
-        if end is None or page.size > self.most:
-            return replace(page, content=content), "answer"
-        end.write(content)
-        return page, place
+        if content is None or writer is None or len(content) > self.most:
+            return PageData(number), None
+        return PageData(number, len(content), sum_of(key, content), writer.write(content)), writer
 
     def _answer(self) -> None:
         while (answer := self._answers.get()) is not None:
-            message, place = answer
+            message, writer = answer
             try:
                 self.link.send(message)
-                if (end := self.ends.get(place)) is not None:
-                    end.settle(SECONDS)
+                if writer is not None:
+                    writer.settle(SECONDS)
             except OSError:
                 self.link.close()
                 return

@@ -1,21 +1,20 @@
-"""Where prompts are computed for another engine, in this process or far away."""
+"""Service that computes prompts for a decode engine, in this process or in another."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..offload.tier import Content, Key
 
-Ready = Callable[
-    [Sequence[Key]], None
-]  # told of the pages that can be fetched, once; of none where it failed
+# called once with the keys of the pages that can be fetched; with none after a failure
+Ready = Callable[[Sequence[Key]], None]
 
 
 class PrefillService(Protocol):
-    """An engine that computes prompts. None of its methods raises, and none waits but `fetch`."""
+    """Engine that computes prompts. No method raises, and only `fetch` blocks."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be asked now."""
+        """True while prompts can be sent."""
         ...
 
     @property
@@ -24,17 +23,18 @@ class PrefillService(Protocol):
         ...
 
     def begin(self, prompt: Sequence[int], ready: Ready) -> int:
-        """Compute a prompt; gives its number."""
+        """Compute a prompt; returns its number."""
         ...
 
     def leave(self, number: int) -> None:
-        """Nobody wants a prompt any more; then it need not be told of."""
+        """Cancel a prompt; `ready` need not be called for it."""
         ...
 
     def fetch(self, key: Key) -> Content | None:
-        """A page as it was computed, or None."""
+        """Return a page as it was computed, or None."""
         ...
 
     def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
-        """Pages of another realm are wanted from now on, or of none."""
+        """Want pages of another realm from now on, or none; `page_bytes` is the size of a page of each
+        window."""
         ...

@@ -1,14 +1,14 @@
-"""Pages in the host's memory."""
+"""Tier of pages in the host's memory."""
 
 import threading
 from collections import OrderedDict
 from typing import Any
 
-from .tier import Content, Counts, Key
+from .tier import Content, Counts, Key, Tier
 
 
-class HostTier:
-    """Pages in at most `most_bytes` of memory, which is taken as they come."""
+class HostTier(Tier):
+    """Pages in at most `most_bytes` of memory, which is allocated page by page (LRU)."""
 
     name, lasts = "host", False
 
@@ -42,13 +42,6 @@ class HostTier:
                 self._kept.move_to_end(key)
                 self.counts.hit(content)
             return content
-
-    def refresh(self) -> None:
-        """Nothing: the memory is this process's alone."""
-
-    def settle(self, until: float, most: int = 0) -> int:
-        """Nothing: what is offered is here."""
-        return 0
 
     def own(self) -> list[tuple[Key, Content]]:
         with self._lock:

@@ -1,4 +1,4 @@
-"""A tier whose pages are kept by a thread of its own: a disk that is slow delays nobody."""
+"""Write-behind tier: a thread of its own writes to a slow tier, so that no other thread waits for a disk."""
 
 import threading
 import time
@@ -8,13 +8,13 @@ from typing import Any
 from ...host.store import warn
 from .tier import Content, Key, Tier
 
-MOST = 1 << 28  # bytes that wait to be kept
-LINGER = 1.0  # seconds that the thread waits for more
+MOST = 1 << 28  # bytes that wait to be written, at most
+LINGER = 1.0  # seconds without work after which the thread ends
 
 
 class WriteBehindTier:
-    """Another tier, to which pages are passed on one after the other; until then they are found here. Beyond
-    `most_bytes` of them no more are taken, since a page that is nowhere is computed again."""
+    """Queue before another tier. Pages are found in the queue until they are written. Beyond `most_bytes` new
+    pages are dropped, since a page that is in no tier can be computed again."""
 
     def __init__(self, tier: Tier, most_bytes: int = MOST):
         self.tier, self.most_bytes = tier, most_bytes
@@ -43,7 +43,7 @@ class WriteBehindTier:
             self._changed.notify_all()
             if not self._working:
                 threading.Thread(target=self._pass_on, name=f"duetto-{self.name}", daemon=True).start()
-                self._working = True  # a thread that cannot begin is waited for by nobody
+                self._working = True  # not before: a thread that failed to start must not be waited for
 
     def fetch(self, key: Key) -> Content | None:
         content = self._waiting.get(key)
@@ -66,7 +66,7 @@ class WriteBehindTier:
         return self.tier.report() | {"waiting": len(self._waiting), "left_out": self.left_out}
 
     def _pass_on(self) -> None:
-        """While something comes; a page leaves once it is where it stays."""
+        """Write queued pages until none comes; a page leaves the queue once it is written."""
         while (entry := self._next()) is not None:
             key, content = entry
             try:

@@ -1,7 +1,7 @@
-"""Carries pages between leaves on the device and a tier, in a thread of its own.
+"""Thread that moves pages between the device and the tiers of KV offload.
 
-The engine's thread dispatches a gather of pages and goes on: their copy to the host waits for the device, not
-the other way round. Back, the thread puts leaves on the device while other requests' steps run.
+The engine's thread dispatches a gather of pages and goes on; this thread waits for the copy to the host. In
+the other direction it puts pages on the device while steps of other requests run.
 """
 
 import itertools
@@ -28,35 +28,38 @@ from ...runtime.compiled.transfers import (
 from .peer import RemoteKV, RemotePrefill
 from .tier import Key, TierChain, window_of
 
-FETCHES = 16  # whose rates are remembered, the latest
-FEWEST = 3  # that say how long one takes
-REFRESH = 2.0  # seconds without work after which a tier looks for what others have kept
-END = 10.0  # seconds that the end of an engine waits for its mover
+FETCHES = 16  # last fetches whose rates are kept
+FEWEST = 3  # fetches before which no rate is known
+REFRESH = 2.0  # seconds between two looks for pages that other processes have stored
+END = 10.0  # seconds that the end of an engine waits for this thread
 
 
 @dataclass(eq=False)
 class PageFetch:
-    """Pages that a request waits for. `parts` are those that have arrived; at its admission `places` says
-    into which pages they go."""
+    """Pages that a request waits for.
 
-    ask: RemotePrefill | None = None  # of the engine that computes the prompt, where it is another
-    rounds: int = 0  # how often pages were asked for
+    parts: pages that have arrived, with their leaves.
+    places: page of the pool for each key, set when the request is admitted.
+    """
+
+    ask: RemotePrefill | None = None  # where another engine computes the prompt
+    rounds: int = 0  # number of times that pages were requested
     pages: int = 0
-    until: float = 0.0  # the time when nobody waits any more
+    until: float = 0.0  # time (monotonic clock) when waiting ends
     pending: threading.Event | None = None  # of the last round
     parts: list[tuple[list[Key], Leaves]] = field(default_factory=list)
-    staged: int = 0  # of their pages on the device
+    staged: int = 0  # pages of `parts` on the device
     places: dict[Key, int] = field(default_factory=dict)
-    dropped: bool = False  # nobody wants it
+    dropped: bool = False  # not wanted any more
 
     @property
     def is_late(self) -> bool:
-        """Whether pages have not arrived in time."""
+        """True where pages have not arrived in time."""
         return self._is_open and time.monotonic() > self.until
 
     @property
     def is_pending(self) -> bool:
-        """Whether pages may still arrive in time."""
+        """True where pages may still arrive in time."""
         return self._is_open and time.monotonic() <= self.until
 
     @property
@@ -72,7 +75,7 @@ Job = Callable[[], None]
 
 
 class MoverQueue:
-    """What a mover has to do, in order, but what somebody waits for goes first."""
+    """Jobs of a mover, first in first out; those that a request waits for come before all others."""
 
     def __init__(self):
         self._jobs: queue.PriorityQueue[tuple[bool, int, Job | None]] = queue.PriorityQueue()
@@ -85,17 +88,17 @@ class MoverQueue:
         self._jobs.put((not awaited, next(self._count), job))
 
     def get(self, timeout: float | None = None) -> Job | None:
-        """Raises queue.Empty after so many seconds."""
+        """Return the next job. Raises queue.Empty after `timeout` seconds."""
         return self._jobs.get(timeout=timeout)[-1]
 
 
 class PageMover:
-    """Offers pages to a tier and fetches from it, one job at a time; `reopen` gives a tier for the pages of
-    other parameters.
+    """Offers pages to a chain of tiers and fetches from it, one job at a time; `reopen` makes a chain for the
+    pages of other parameters.
 
-    Pages that are on their way to the tier are there already for whoever asks. Beyond OFFERED of them no more
-    are taken, since a page that is nowhere is computed again; beyond STAGED what was fetched waits in the
-    host's memory for its step. A `peer` among the tiers computes prompts for this engine.
+    `has` counts pages that are on their way to the tiers. Beyond OFFERED of them new pages are dropped, since
+    a page that is in no tier can be computed again; beyond STAGED pages on the device, fetched pages wait in
+    the host's memory for their step. A `peer` among the tiers computes prompts for this engine.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class PageMover:
         peer: RemoteKV | None = None,
     ):
         self.tier, self.transfers, self.reopen, self.peer = tier, transfers, reopen, peer
-        self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, as those waited who asked
+        self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, from the request to the arrival
         self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
         self._refreshed = time.monotonic()
         self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
@@ -120,19 +123,19 @@ class PageMover:
 
     @property
     def byte_seconds(self) -> float | None:
-        """Of a byte that is fetched, the median of the last fetches: one that the machine delayed says
-        little. None before there were some."""
+        """Seconds to fetch a byte, the median of the last fetches, since a single one may have been
+        delayed by the machine. None before FEWEST fetches."""
         return statistics.median(self._rates) if len(self._rates) >= FEWEST else None
 
     def has(self, key: Key) -> bool:
         return key in self._coming or self.tier.has(key)
 
     def has_room(self, window: int, pages: int) -> bool:
-        """Whether so many pages of a window may be offered now."""
+        """Return whether `pages` pages of a window may be offered now."""
         return self._offered[window] + count_for(pages) <= OFFERED
 
     def offer(self, keys: Sequence[Key], leaves: Leaves) -> None:
-        """Keep the first pages of leaves of one window, which are nobody else's."""
+        """Store the first pages of leaves of one window; the leaves belong to the mover from now on."""
         with self._lock:
             self._offered[window_of(keys[0])] += count_for(len(keys))
             for key in keys:
@@ -140,8 +143,8 @@ class PageMover:
         self._jobs.put(lambda: self._keep(keys, leaves))
 
     def fetch(self, keys: Sequence[Key], ticket: PageFetch, patience: float) -> None:
-        """Bring pages to the device, for as many seconds as somebody waits: before others are kept, unless
-        they are among these."""
+        """Bring pages to the device; the request waits at most `patience` seconds. The fetch overtakes
+        pages to be stored, unless it wants one of them."""
         done = threading.Event()
         ticket.pending, ticket.until = done, time.monotonic() + patience
         ticket.rounds += 1
@@ -151,7 +154,7 @@ class PageMover:
         self._jobs.put(lambda: self._bring(keys, ticket, done, asked), awaited=here)
 
     def taken(self, ticket: PageFetch) -> None:
-        """A request has its pages, or wants them no more."""
+        """Free what a fetch holds: the request has its pages, or does not want them any more."""
         if self.peer is not None and ticket.ask is not None:
             self.peer.release(ticket.ask)
         with self._lock:
@@ -160,23 +163,23 @@ class PageMover:
             ticket.staged, ticket.parts = 0, []
 
     def replaced(self, params: Any) -> None:
-        """Other parameters are served from now on, whose pages `reopen` finds a tier for."""
+        """Use the tiers for the pages of other parameters."""
         self.wait()
-        self.tier = TierChain([])  # whatever happens: names say nothing of the weights
+        self.tier = TierChain([])  # even if `reopen` fails: names do not depend on the weights
         self.tier = self.reopen(params)
 
     def wait(self) -> None:
-        """Until all that was asked so far is done."""
+        """Wait until all jobs so far are done."""
         done = threading.Event()
         self.then(done.set)
         done.wait()
 
     def then(self, job: Job) -> None:
-        """Do something in its thread once all that was asked so far is done."""
+        """Run a job in this thread once all jobs so far are done."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Do what was asked, and end."""
+        """Finish all jobs and end the thread, in at most END seconds."""
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(END)
@@ -199,7 +202,7 @@ class PageMover:
             del job  # its leaves
 
     def _refresh(self) -> None:
-        """See what others have kept, also where there is always something to do."""
+        """Look for pages of other processes, also where there is always a job."""
         if time.monotonic() - self._refreshed > REFRESH:
             self.tier.refresh()
             self._refreshed = time.monotonic()
@@ -217,8 +220,8 @@ class PageMover:
                         del self._coming[key]
 
     def _bring(self, keys: Sequence[Key], ticket: PageFetch, done: threading.Event, asked: float) -> None:
-        """The last pages first: a tier keeps those longest that it has fetched last, and a prefix ends where
-        one lacks. What others' pages take before these counts too."""
+        """Fetch the last pages first: an LRU tier keeps those longest that were fetched last, and a prefix
+        ends at its first missing page. The rate includes the wait for earlier jobs."""
         size = 0
         try:
             for window in self.transfers.windows:
@@ -232,7 +235,7 @@ class PageMover:
             done.set()
 
     def _bring_part(self, window: int, keys: Sequence[Key], ticket: PageFetch) -> int:
-        """Gives the bytes of what was there."""
+        """Fetch pages of one window; returns the bytes of those that were found."""
         found = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
         if not found:
             return 0

@@ -1,4 +1,4 @@
-"""The tiers that an engine's options ask for."""
+"""Opens the tiers that an engine's options ask for."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,8 @@ from .peer import RemoteKV
 from .realm import realm
 from .tier import Tier, TierChain
 
-Told = Callable[[bytes | None, Sequence[int]], None]  # of a realm, and the bytes of a page of each window
+# called with the realm of the engine's pages, and the bytes of a page of each window
+Told = Callable[[bytes | None, Sequence[int]], None]
 
 
 def check(options: EngineOptions) -> None:
@@ -35,7 +36,7 @@ def check(options: EngineOptions) -> None:
 
 
 def folder(options: EngineOptions) -> Path:
-    """Where pages are kept in files. Raises ValueError where the user has no home for them."""
+    """Return the folder of pages in files. Raises ValueError where the user has no home."""
     try:
         return Path(options.kv_disk_path or cache_home("pages")).expanduser()
     except RuntimeError as error:
@@ -43,8 +44,8 @@ def folder(options: EngineOptions) -> Path:
 
 
 def tiers_of(options: EngineOptions, programs: StepPrograms, params: Any) -> TierChain:
-    """The tiers for pages of these parameters, the quickest first; without files while parameters are not
-    there to be named. Raises what `check` does."""
+    """Return the tiers for pages of these parameters, the fastest first; without the disk while the
+    parameters are not on the device, since the realm is a hash of them. Raises what `check` does."""
     tiers: list[Tier] = []
     if options.host_space:
         tiers.append(HostTier(int(options.host_space * GIB)))
@@ -66,8 +67,8 @@ def mover_of(
     peer: RemoteKV | None = None,
     told: Told | None = None,
 ) -> PageMover:
-    """A mover at work between the pools of programs and the tiers, a `peer` the last of them. Whoever hands
-    pages over is `told` whose they are, at once and where parameters are replaced."""
+    """Start a mover between the pools of programs and the tiers, of which `peer` is the last. `told` and the
+    peer get the pages' realm, now and whenever parameters are replaced."""
     transfers = Transfers(programs.config, programs.like)
     hearers = [told, peer.renew if peer else None]
 

@@ -1,5 +1,5 @@
-"""Names what bits follow from besides tokens: of pages that outlive their process, and of answers that go on
-in another one."""
+"""Realms: fingerprints of everything but tokens that the bits of pages and answers depend on. They are
+compared where pages outlive their process and where answers are resumed in another process."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -21,44 +21,46 @@ LANES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knu
 
 
 def realm(programs: StepPrograms, params: Any, options: EngineOptions, exact: bool = True) -> bytes:
-    """32 bytes that are equal for engines whose pages of the same name have the same bits: of the same code
-    and machine, the same model with the same weights, the same layout, and the same canonical shapes. Where
-    it need not be `exact`, equal for those of the same code, model, weights and kinds of numbers."""
+    """Return 32 bytes that are equal for engines whose pages of the same name have the same bits: of the same
+    code and machine, the same model with the same weights, the same layout and the same canonical shapes.
+    Without `exact` they are equal for the same code, model, weights and kinds of numbers."""
     pools = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in jax.tree.leaves(programs.like.cache)]
     return named(programs, params, options, exact, repr(programs.config), pools)
 
 
 def realm_of_answers(programs: StepPrograms, target: Any, options: EngineOptions, *others: Any) -> bytes:
-    """32 bytes that are equal for engines that continue equal tokens equally: `realm` of the target's
-    parameters, since guesses decide no token, and of `others` that answers follow from."""
+    """Return 32 bytes that are equal for engines that continue equal tokens equally: the realm of the
+    target's parameters, since draft tokens change no answer, and of `others` that answers depend on."""
     lora = options.enable_lora, options.max_loras, options.max_lora_rank
     facts = repr(programs.config.target), options.kv_cache_dtype, options.page_size, lora, *others
     return named(programs, target, options, options.reproducible, *facts)
 
 
 def named(programs: StepPrograms, params: Any, options: EngineOptions, exact: bool, *facts: Any) -> bytes:
-    """A hash of facts, of the parameters, and where it is `exact` of how they are multiplied."""
+    """Hash facts, the parameters and, with `exact`, how they are laid out and multiplied."""
     device = min(devices(params), key=lambda d: d.id)
     if exact:
         canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
         placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
         products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
         facts += placed, canonical, products, options.reproducible, kept.environment(device)
-    with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
+    with ThreadPoolExecutor(
+        1, THREADS
+    ) as pool:  # its compilations run with THREADS' priority, next to serving
         weights = pool.submit(device_hash, params).result()
     return hashlib.sha256(repr((kept.source(), *facts, weights)).encode()).digest()
 
 
 def layout(sharding: jax.sharding.Sharding) -> str:
-    """How an array is split, whichever the devices are."""
+    """Describe how an array is split, independently of the devices' numbers."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return f"{sharding.spec} of {dict(sharding.mesh.shape)}"
     return f"{len(sharding.device_set)} devices"
 
 
 def device_hash(params: Any) -> str:
-    """A hash of every number of the parameters, computed where they are: only sums are read. Of an array that
-    several processes hold, of this process's parts."""
+    """Hash every number of the parameters on their devices, from which only sums are read. Of an array that
+    several processes hold, this process's parts are hashed."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):  # one by one: sums over a CPU's devices that overlap can hang
         parts = [leaf] if leaf.is_fully_addressable else [part.data for part in leaf.addressable_shards]
@@ -69,7 +71,7 @@ def device_hash(params: Any) -> str:
 
 @jax.jit
 def digest(x: Shaped[Array, "..."]) -> UInt32[Array, "lanes"]:
-    """Sums over all numbers' bits, each mixed with its place, in several lanes; they are whole numbers, so
+    """Sum all numbers' bits, each mixed with its position, in several lanes. The sums are of integers, so
     their order does not matter."""
     bits = as_bits(x)
     place = jnp.zeros(x.shape, jnp.uint32)
@@ -80,7 +82,7 @@ def digest(x: Shaped[Array, "..."]) -> UInt32[Array, "lanes"]:
 
 
 def as_bits(x: Shaped[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Each number's bits; integers of fewer than 8 bits are widened."""
+    """Return each number's bits; integers of fewer than 8 bits are widened."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.uint32)
     width = jnp.dtype(x.dtype).itemsize * 8
@@ -90,7 +92,7 @@ def as_bits(x: Shaped[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """MurmurHash3's last mixing of 32 bits (Appleby)."""
+    """Apply the 32-bit finalizer of MurmurHash3 (Appleby)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

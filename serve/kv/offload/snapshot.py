@@ -1,4 +1,4 @@
-"""A folder of all pages that an engine can find by name, to go on from in another process."""
+"""Snapshots: folders with all pages that an engine can find by name, for another process to load."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,12 +11,12 @@ from .disk import DiskTier
 from .tier import Content, Key, Tier, TierChain, key_of
 
 UNBOUNDED = 1 << 62  # bytes
-NOTE = "realm-"  # how files begin that say whose pages a folder has
+NOTE = "realm-"  # prefix of empty files that name the realms of a folder's pages
 NAME = "snapshot"
 
 
 def save(folder: Path, realm: bytes, pages: Iterable[tuple[Key, Content]]) -> int:
-    """Write pages of a realm into a folder; how many they are. Raises ValueError for a folder that
+    """Write pages of a realm into a folder; returns their number. Raises ValueError for a folder that
     cannot be used, OSError with its name where a file cannot be written."""
     tier, saved = DiskTier(folder, realm, UNBOUNDED), set()
     try:
@@ -32,7 +32,8 @@ def save(folder: Path, realm: bytes, pages: Iterable[tuple[Key, Content]]) -> in
 def named_pages(
     cache: KVCache, tables: PageTables, transfers: Transfers, but: TierChain | None = None
 ) -> Iterator[tuple[Key, Content]]:
-    """All pages of the pools that can be found by name, the last first, but those that a tier has."""
+    """Yield all pages of the pools that can be found by name, the last first, but not those in the tiers
+    `but`."""
     for g, pool in enumerate(tables.pools):
         named = [entry for entry in reversed(pool.named()) if not (but and but.has(key_of(entry[0], g)))]
         for i in range(0, len(named), MOST):
@@ -43,7 +44,7 @@ def named_pages(
 
 
 def saved_at(path: str | Path) -> Path:
-    """The folder of a saved cache, whosever it is. Raises ValueError where there is none."""
+    """Return the folder of a saved cache of any realm. Raises ValueError where there is none."""
     folder = os.path.expanduser(path)
     try:
         refused = "" if any(map(is_note, os.listdir(folder))) else "expected what save_cache has written"
@@ -59,8 +60,8 @@ def is_note(name: str) -> bool:
 
 
 def load(path: str | Path, realm: bytes) -> DiskTier:
-    """The pages of a realm in a folder. Raises ValueError for one without any, and for one that others can
-    write to."""
+    """Open the pages of a realm in a folder. Raises ValueError for a folder without any, and for one that
+    other users can write to."""
     folder = saved_at(path)
     if f"{NOTE}{realm.hex()}" not in os.listdir(folder):
         raise ValueError(
@@ -74,8 +75,8 @@ def load(path: str | Path, realm: bytes) -> DiskTier:
 
 
 def add(chain: TierChain, loaded: DiskTier) -> None:
-    """Find pages in what was loaded too, under a name of its own; a folder that was loaded before is read
-    anew."""
+    """Append a loaded folder to a chain of tiers, under a name of its own; it replaces the same folder loaded
+    before."""
     others = [tier for tier in chain.tiers if not is_of(loaded.folder, tier)]
     taken, number = {tier.name for tier in others}, 1
     while loaded.name in taken:
@@ -85,5 +86,5 @@ def add(chain: TierChain, loaded: DiskTier) -> None:
 
 
 def is_of(folder: Path, tier: Tier) -> bool:
-    """Whether a tier is what was loaded from a folder."""
+    """Return whether a tier was loaded from this folder."""
     return isinstance(tier, DiskTier) and not tier.keeps and tier.folder.resolve() == folder.resolve()

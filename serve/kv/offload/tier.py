@@ -1,4 +1,4 @@
-"""A tier keeps pages beside the device's pools, found by their names: one more place for a prefix."""
+"""Tiers of KV offload: they keep pages outside of the device's pools, found by the same names."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-Key = bytes  # a page's name, and behind it the number of its window
-Content = bytes  # a page's keys and values in all layers of its window, one after the other
+Key = bytes  # a page's name, then one byte: the number of its window
+Content = bytes  # a page's keys and values in all layers of its window, concatenated
 
 
 def key_of(name: bytes, window: int) -> Key:
@@ -20,8 +20,12 @@ def window_of(key: Key) -> int:
 
 @dataclass
 class Counts:
-    """What a tier did: pages that were fetched, that were wanted and not as they should be, and that were
-    kept; bytes and seconds of those fetched."""
+    """Counters of a tier.
+
+    hits: pages that were fetched.
+    damaged: pages whose content did not have the expected checksum or size.
+    kept: pages that were stored.
+    """
 
     hits: int = 0
     damaged: int = 0
@@ -34,7 +38,7 @@ class Counts:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Time spent inside is spent on a fetch."""
+        """Add the time of the block to `fetched_seconds`."""
         begin = time.perf_counter()
         try:
             yield
@@ -47,51 +51,51 @@ class Counts:
 
 
 class Tier(Protocol):
-    """Pages by key, in bounded room: those that were used least recently go first.
+    """Pages by key, in bounded room with LRU eviction.
 
-    `has` is asked by the engine's thread at every step and reads memory only; the others may take their time.
-    None of them raises: what cannot be kept, or read as it was written, is not here.
+    The engine's thread calls `has` at every step, so it reads memory only; the other methods may block. None
+    raises: a page that cannot be stored, or not be read as it was written, is not here. By default a tier is
+    this process's alone, stores at once and loses nothing.
     """
 
     name: str
-    lasts: bool  # whether its pages outlive the process
+    lasts: bool  # its pages outlive the process
 
     @property
     def keeps(self) -> bool:
-        """Whether it takes pages at all."""
+        """True where it stores pages that are offered."""
         ...
 
     def has(self, key: Key) -> bool: ...
 
     def offer(self, key: Key, content: Content) -> None:
-        """Keep a page, if there is room for it."""
+        """Store a page, if there is room for it."""
         ...
 
     def fetch(self, key: Key) -> Content | None:
-        """A page as it was offered, or None."""
+        """Return a page as it was offered, or None."""
         ...
 
     def refresh(self) -> None:
-        """Look for pages that others have kept."""
-        ...
+        """Look for pages that other processes have stored."""
 
     def settle(self, until: float, most: int = 0) -> int:
-        """Wait until all that was offered is where it stays, but for `most` bytes, or until a time of the
-        monotonic clock; gives the pages that are still on their way."""
-        ...
+        """Wait until at most `most` bytes of offered pages are not stored yet, or until a time of the
+        monotonic clock; returns the number of those pages."""
+        return 0
 
     def own(self) -> list[tuple[Key, Content]]:
-        """The pages that end with this process."""
-        ...
+        """Return the pages that are lost when this process ends."""
+        return []
 
     def report(self) -> dict[str, Any]:
-        """What is there and what it did, as plain numbers."""
+        """Return its size and its counters, as plain numbers."""
         ...
 
 
 class TierChain:
-    """Tiers of which the first are the quickest: pages are offered to all of them, and found in any. One that
-    is not `whole` lacks those that parameters have to be there for."""
+    """Tiers, the fastest first: pages are offered to all of them and found in any. A chain that is not
+    `whole` lacks the tiers that need the parameters, which were not on the device."""
 
     def __init__(self, tiers: Sequence[Tier], whole: bool = True):
         self.tiers, self.whole = list(tiers), whole
@@ -127,7 +131,7 @@ class TierChain:
 
     @property
     def lasting(self) -> "TierChain":
-        """Those of its tiers that take pages and outlive the process."""
+        """Chain of the tiers that store pages and outlive the process."""
         return TierChain([tier for tier in self.tiers if tier.lasts and tier.keeps])
 
     def report(self) -> dict[str, Any]:

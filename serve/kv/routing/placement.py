@@ -1,4 +1,4 @@
-"""Placement of prompts: the load of each replica, and the best replica for a prompt."""
+"""Placement policy of the router: the load of each replica, and the best replica for a prompt."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,16 @@ from typing import Protocol
 
 from .prefix_index import PrefixIndex
 
-ROW = 32  # tokens of prefill that a request which generates is reckoned as
+ROW = 32  # tokens of prefill that one generating request counts as
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The names of a prompt's full pages of `page` tokens each, and how many tokens it has, or about has."""
+    """Prompt as the placement sees it.
+
+    names: of its full pages, of `page` tokens each.
+    tokens: its length, which may be an estimate.
+    """
 
     names: Sequence[bytes] = ()
     page: int = 1
@@ -19,16 +23,20 @@ class Prompt:
 
 
 class ReplicaConnection(Protocol):
-    """A request's way to its replica."""
+    """Connection of a request to its replica."""
 
     def abort(self) -> None: ...
 
 
 @dataclass(eq=False)
 class RoutedRequest:
-    """A request on its way: its prompt, and of the replica that has it how many tokens of the prompt that has
-    to compute, until its answer has begun. `left` are replicas that could not serve it, `others` those of
-    them whose realm is not the one of the answer so far, `realm`."""
+    """Request that the router has placed.
+
+    work: tokens of its prompt that its replica has to compute.
+    has_begun: the first part of the answer has come.
+    left: replicas that could not serve it.
+    others: those of them whose realm differs from `realm`, the one of the answer so far.
+    """
 
     prompt: Prompt
     work: int = 0
@@ -38,43 +46,43 @@ class RoutedRequest:
     realm: str = ""
 
     def refused_by(self, replica: "Replica") -> None:
-        """A replica has other weights, or other versions, than the answer began with."""
+        """Exclude a replica whose weights or versions differ from those that began the answer."""
         self.left.add(replica)
         self.others.add(replica)
 
     def begin_anew(self) -> None:
-        """Nothing of its answer is left that a replica would have to go on with."""
+        """Start the answer again: any realm may serve it."""
         self.left -= self.others
         self.others.clear()
         self.realm = ""
 
 
 class Replica:
-    """A server at an address: whether it is there and takes requests, and those that it has."""
+    """Server at an address: whether it is up and ready, and its requests."""
 
     def __init__(self, address: str, memory: PrefixIndex, row: int = ROW):
         self.address, self.memory, self._row = address, memory, row
-        self.is_up = self.is_ready = False  # before the first look
-        self.realm = ""  # of its answers, as far as it is known
+        self.is_up = self.is_ready = False  # until the first health check
+        self.realm = ""  # of its answers; empty while unknown
         self.jobs: set[RoutedRequest] = set()
         self.connections: set[ReplicaConnection] = set()
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
-        self._work = 0  # of jobs that have not begun
+        self._work = 0  # tokens of prefill of jobs whose answer has not begun
 
     def __str__(self) -> str:
         return self.address
 
     @property
     def load(self) -> int:
-        """What it has to do, in tokens of prefill."""
+        """Outstanding work, in tokens of prefill."""
         return self._work + self._row * len(self.jobs)
 
     def hits(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that it need not compute: at least one is left."""
+        """Return the tokens of a prompt that are cached: at least one has to be computed."""
         return max(0, min(prompt.page * self.memory.hits(prompt.names), prompt.tokens - 1))
 
     def cost(self, prompt: Prompt) -> int:
-        """Tokens of prefill until a prompt would be computed here."""
+        """Return the tokens of prefill until a prompt would be computed here."""
         return self.load + prompt.tokens - self.hits(prompt)
 
     def take(self, job: RoutedRequest) -> None:
@@ -88,7 +96,7 @@ class Replica:
         self.hit_tokens += hits
 
     def begun(self, job: RoutedRequest) -> None:
-        """The first of a job's answer has come: its prompt is computed."""
+        """The first part of a job's answer has come: its prompt is computed."""
         if job in self.jobs and not job.has_begun:
             job.has_begun = True
             self._work -= job.work
@@ -100,7 +108,7 @@ class Replica:
             self.memory.ended(job.prompt.names)
 
     def lose(self) -> None:
-        """It does not answer: whatever it had goes on elsewhere."""
+        """Mark the replica as down and abort its connections; its requests are placed again."""
         self.lost += self.is_up
         self.is_up = self.is_ready = False
         self.memory.forget()
@@ -109,8 +117,9 @@ class Replica:
 
 
 def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
-    """The replica that would have computed a prompt first, of those with fewer than `most` requests: the one
-    with the longest prefix of it, unless that is busier by more than the prefix saves."""
+    """Return the replica that would have computed a prompt first, of those with fewer than `most`
+    requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
+    saves."""
     open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
     return min(open, key=lambda one: (one.cost(prompt), len(one.jobs), one.chosen), default=None)
 
@@ -118,6 +127,6 @@ def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection
 def in_turn(
     replicas: Sequence[Replica], prompt: Prompt, most: int, but: Collection[Replica]
 ) -> Replica | None:
-    """One after the other, whatever they have: what others are measured against."""
+    """Return the next replica in round-robin order, whatever is cached: the baseline for measurements."""
     open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
     return min(open, key=lambda one: one.chosen, default=None)

@@ -1,4 +1,4 @@
-"""What is known of the pages that a replica has."""
+"""Prefix indexes of the router: which pages a replica has cached."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -7,28 +7,28 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """Pages of a replica by the names that the router gives them."""
+    """Pages of a replica, by the names that the router computes."""
 
     def hits(self, names: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages are there."""
+        """Return the number of a prompt's first pages that are cached."""
         ...
 
     def sent(self, names: Sequence[bytes]) -> None:
-        """A prompt with these pages goes to the replica."""
+        """Note that a prompt with these pages is sent to the replica."""
         ...
 
     def ended(self, names: Sequence[bytes]) -> None:
-        """It is done."""
+        """Note that the request is done."""
         ...
 
     def forget(self) -> None:
-        """The replica begins anew."""
+        """Forget all pages: the replica has restarted."""
         ...
 
 
 class AssumedPrefixIndex:
-    """What was sent to a replica is thought to be there, the latest `most` pages of it: of a prompt the last
-    go first, as in the replica's own cache."""
+    """Assumes that the last `most` pages sent to a replica are cached (LRU). A prompt's last pages are
+    evicted first, as in the replica's own cache."""
 
     def __init__(self, most: int):
         self._most = most
@@ -45,14 +45,14 @@ class AssumedPrefixIndex:
             self._names.popitem(last=False)
 
     def ended(self, names: Sequence[bytes]) -> None:
-        """What was computed stays."""
+        """Keep the pages: they were computed."""
 
     def forget(self) -> None:
         self._names.clear()
 
 
 class EventPrefixIndex:
-    """What a replica says is there, and what is on its way to be."""
+    """Pages that a replica's KV cache events report, and those of prompts that are under way."""
 
     def __init__(self):
         self._names: set[bytes] = set()

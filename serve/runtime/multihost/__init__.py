@@ -1,1 +1,1 @@
-"""One model over the devices of several processes: rendezvous, messages, supervision."""
+"""Multi-process serving: one model over the devices of several processes."""

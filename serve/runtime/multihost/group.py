@@ -1,5 +1,5 @@
-"""Processes that serve one model on a mesh of all their devices. Rank 0 schedules, and tells the others which
-program comes next; all of them run it, as multi-controller JAX wants it.
+"""Group of processes that serve one model on a mesh of all their devices. Rank 0 schedules and sends the
+others which program comes next; every rank runs it, as multi-controller JAX requires.
 
 A mesh is one failure domain: where a rank is lost, every process of the group ends.
 """
@@ -14,20 +14,22 @@ from typing import Any, NoReturn
 import jax
 
 from ...host.forks import is_inherited
+from ...host.sockets.handshake import HandshakeRejected
 from ...host.sockets.link import Link
 from ...host.streams import tell
-from .ending import LOST, end_process
-from .messages import Beat, End, JoinRejected, Message, Order
+from .messages import Beat, End, Message, Order
+from .supervisor import LOST, end_process
 
-CAUSE = 2.0  # seconds in which this rank may find by itself what another refuses, or what lost it
-BEATS = 10  # signs of life in the time after which a silent rank is lost
+CAUSE = 2.0  # seconds in which this rank may find by itself the error that ended another
+BEATS = 10  # heartbeats in the time after which a silent rank is lost
 
 
 class ProcessGroup:
-    """This process's place among `size` of them, and its links: of rank 0 to each other one in turn, of the
-    others to rank 0. A rank that says nothing for `seconds`, or gets no order done for as long, is lost.
+    """This process's rank among `size` ranks and its links: rank 0 has one to each other rank, in their
+    order; the others have one to rank 0. A rank is lost that sends nothing, or completes no order, for
+    `seconds`.
 
-    `serves` is set once the start is over. `shutdown` is called where all end.
+    `serves` is set once the start is over. `shutdown` is called when the group ends.
     """
 
     def __init__(self, rank: int, size: int, links: Sequence[Link[Message]], seconds: float):
@@ -35,7 +37,7 @@ class ProcessGroup:
         self.shutdown: Callable[[], None] = lambda: None
         self._links = dict(zip(range(1, size) if rank == 0 else [0], links, strict=True))
         self._told = self._done = 0  # orders
-        self._progress: dict[int, tuple[int, float]] = {}  # orders that each has done, and since when so many
+        self._progress: dict[int, tuple[int, float]] = {}  # orders that a rank has done, and since when
         self._heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.serves = self.ended = False
         self._refused = False  # this process cannot go on
@@ -50,7 +52,7 @@ class ProcessGroup:
     # ------------------------------------------------------------ words
 
     def tell(self, message: Message) -> None:
-        """Send a message to all that this rank is linked with."""
+        """Send a message over all links of this rank."""
         self._told += isinstance(message, Order)
         for other, link in self._links.items():
             try:
@@ -59,14 +61,14 @@ class ProcessGroup:
                 self._lost(f"rank {other} cannot be reached: {error}")
 
     def orders(self) -> Iterator[Order]:
-        """What rank 0 wants, until it ends; each counts as done when the next is asked for."""
+        """Yield rank 0's orders until it ends; an order counts as done when the next is taken."""
         while isinstance(message := self._heard.get(), Order):
             yield message
             self._done += 1
         self._part()
 
     def end(self) -> None:
-        """Of rank 0: let all processes end. A process that was forked from it lets them be."""
+        """End all processes of the group, from rank 0. A process that was forked from it does nothing."""
         if not self.ended and not is_inherited():
             self.ended = True
             self.tell(End())
@@ -78,12 +80,12 @@ class ProcessGroup:
             link.close()
 
     def lose(self, why: str, code: int = LOST) -> NoReturn:
-        """End the process now: its programs wait for others that do not come."""
+        """End the process now: its programs would wait for ranks that are lost."""
         end_process(code, f"rank {self.rank} ends: {why}")
 
     def refuse(self, error: BaseException) -> NoReturn:
-        """End all processes of the group for an error of this one, rank 0 first: it may have found the same,
-        and has somebody to tell."""
+        """End all processes of the group for an error of this one, rank 0 first: it may have found the same
+        error, and reports it to its caller."""
         time.sleep(CAUSE)  # a rank that was lost fails the others' programs, and its link says so
         if isinstance(error, jax.errors.JaxRuntimeError):
             self.lose(f"a program failed: {error}")
@@ -91,7 +93,7 @@ class ProcessGroup:
         self._refused = True
         for link in self._links.values():
             with suppress(OSError):
-                link.send(JoinRejected(str(error)))
+                link.send(HandshakeRejected(str(error)))
         if self.rank:
             time.sleep(self.seconds)
         end_process(1)
@@ -122,7 +124,7 @@ class ProcessGroup:
                 before, since = self._progress[other]
                 moves = done > before or done == self._told
                 self._progress[other] = done, time.monotonic() if moves else since
-            case JoinRejected(why=why):
+            case HandshakeRejected(why=why):
                 time.sleep(0 if self.rank else CAUSE)
                 self._lost(f"rank {other}: {why}", 1)
             case End():
@@ -138,7 +140,7 @@ class ProcessGroup:
         while not self.ended:
             time.sleep(self.seconds / BEATS)
             for other, link in self._links.items():
-                with suppress(OSError):  # whoever hears it says so
+                with suppress(OSError):  # the thread that receives from it reports it
                     link.send(Beat(self._done))
                 done, since = self._progress[other]
                 if done < self._told and time.monotonic() - since > self.seconds:

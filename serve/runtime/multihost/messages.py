@@ -1,34 +1,23 @@
-"""What the processes of a group tell each other, as msgpack in frames over TCP."""
+"""Messages between the processes of a group, as msgpack in frames over TCP."""
 
-import socket
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
 
-from ...host.sockets.link import Link
-
-
-class JoinRequest(msgspec.Struct, tag="Hello", frozen=True):
-    """A rank's first word: what has to be alike in all of them, by name."""
-
-    rank: int
-    facts: dict[str, str]
+from ...host.sockets.handshake import Handshake, HandshakeRejected
 
 
 class JoinAccepted(msgspec.Struct, tag="Welcome", frozen=True):
-    """Rank 0's answer to a rank that runs the same."""
-
-
-class JoinRejected(msgspec.Struct, tag="Refused", frozen=True):
-    """Why a rank cannot begin, or go on."""
-
-    why: str
+    """All ranks are there and run the same: the group begins."""
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """A sign of life, with the number of orders that are done."""
+    """Heartbeat.
+
+    done: number of orders that this rank has completed.
+    """
 
     done: int = 0
 
@@ -51,7 +40,12 @@ class Numbers(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Order(msgspec.Struct, tag=True, frozen=True):
-    """A program that all run next, with what the host gives it; of a step, its shape."""
+    """Program that every rank runs next.
+
+    program: its name, such as "run" for a step.
+    shape: name of the step's compiled shape; empty for other programs.
+    given: leaves of its host arguments.
+    """
 
     program: str
     shape: str = ""
@@ -62,18 +56,13 @@ class Order(msgspec.Struct, tag=True, frozen=True):
         return cls(program, shape, tuple(map(Numbers.of, jax.tree.leaves(given))))
 
     def tree(self, like: Any) -> Any:
-        """What was given, in the structure of a tree of shapes."""
+        """Return the arguments in the structure of `like`, a tree of shapes."""
         return jax.tree.unflatten(jax.tree.structure(like), [numbers.array for numbers in self.given])
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 is done."""
+    """Rank 0 ends the group."""
 
 
-Message = JoinRequest | JoinAccepted | JoinRejected | Beat | Order | End
+Message = Handshake | JoinAccepted | HandshakeRejected | Beat | Order | End
 DECODER = msgspec.msgpack.Decoder(Message)
-
-
-def link_over(connection: socket.socket, seconds: float) -> Link[Message]:
-    """One end of a connection between two ranks."""
-    return Link(connection, seconds, DECODER)

@@ -1,4 +1,4 @@
-"""The programs of a mesh over several processes: what rank 0 runs, it tells the others to run."""
+"""Programs of a mesh over several processes: each call of rank 0 is an order to the other ranks."""
 
 import signal
 import threading
@@ -20,21 +20,21 @@ from ..compiled.batches import empty_batch
 from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
 from ..compiled.promise import StepFuture, arrived
 from ..compiled.shapes import Shape
-from .ending import end_process
 from .group import ProcessGroup
 from .messages import Order
 from .rendezvous import agree, group
+from .supervisor import end_process
 
-FLIGHTS = 2  # steps that a rank leaves unread
+FLIGHTS = 2  # steps whose results a rank has not waited for, at most
 SMALL = 1 << 20  # numbers of a parameter that ranks are compared by, at most
 
 
 class SharedPrograms(Programs):
     """Programs that all processes of a group compile, and run together.
 
-    Until `begin` each process runs the same by itself, since the model and the options decide what. From then
-    on rank 0's engine decides: a thread tells the others of each call and makes it, so that an interrupted
-    caller leaves no call half made. What it gives is promised. A call that fails ends the group.
+    Until `begin` each process runs the same programs by itself: model and options decide which. From then on
+    rank 0's engine decides. A thread of it sends each call to the other ranks and makes it, so that an
+    interrupted caller leaves no call half made; results are futures. A call that fails ends the group.
     """
 
     def __init__(self, phases: Any, params: Params, *given: Any):
@@ -57,7 +57,7 @@ class SharedPrograms(Programs):
         self.load_masks = self._ordered("masks", self.load_masks)
 
     def _facts(self) -> str:
-        """What the programs of all shapes follow from."""
+        """Describe all that the programs of all shapes depend on."""
         every = ((shape.phase, operands(shape, self.like, self.sizes)) for shape in sorted(self.steps))
         return repr([kept.described(self._phases, *one) for one in every])
 
@@ -92,7 +92,7 @@ class SharedPrograms(Programs):
         return super().run(*call)
 
     def _ordered(self, program: str, compiled: Callable[..., Any]) -> Callable[..., StepFuture]:
-        """A program of the slots, which all processes call."""
+        """Wrap a program of the slots so that all processes call it."""
 
         def call(slots: Any, *given: Any) -> StepFuture:
             return self._call(Order.of(program, "", given), lambda: compiled(arrived(slots), *given))
@@ -114,7 +114,7 @@ class SharedPrograms(Programs):
     # ------------------------------------------------------------ the others
 
     def _follow(self, state: StepArguments) -> NoReturn:
-        """Run what rank 0 wants, and leave the process when it ends."""
+        """Run rank 0's orders, and end this process when the group ends."""
         shapes, held = {str(shape): shape for shape in self.steps}, [state]
         is_main = threading.current_thread() is threading.main_thread()
         if is_main:
@@ -149,14 +149,14 @@ class SharedPrograms(Programs):
         return super().empty(params)
 
     def _await(self, output: Any) -> None:
-        """Go on when all but the latest steps are done: what fails on the device is to be noticed."""
+        """Block until all but the last FLIGHTS steps are done, so that errors of the device are raised."""
         self._outputs.append(output)
         if len(self._outputs) > FLIGHTS:
             jax.block_until_ready(self._outputs.popleft())
 
 
 def fingerprint(params: Params) -> str:
-    """A hash of small parameters that every device has."""
+    """Hash the small parameters that every device has."""
     found = sha256()
     for x in jax.tree.leaves(params):
         if x.is_fully_replicated and x.size <= SMALL:

@@ -1,9 +1,9 @@
-"""How the processes of a group find each other, and refuse those that would not run the same."""
+"""Rendezvous of a group's processes: they connect to rank 0, which rejects those that would run other
+programs."""
 
 import atexit
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from ....checkpoints import orbax
 from ...host.devices import default_device, is_started, processor
+from ...host.sockets.handshake import Handshake, HandshakeRejected, greet, meet
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
 from ...host.sockets.secret import Refusal, Secret, key_in
@@ -28,17 +29,16 @@ from ...host.streams import silent_stdout
 from ...options.engine import EngineOptions
 from ..compiled import kept
 from .group import CAUSE, ProcessGroup
-from .messages import JoinAccepted, JoinRejected, JoinRequest, Message, link_over
+from .messages import DECODER, JoinAccepted, Message
 from .supervisor import TOKEN, follow_supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
 JOINING = 300.0  # seconds in which all ranks have to be there
-HELLO = 5.0  # seconds in which a rank that has come names itself
-LONGEST_HELLO = 1 << 16  # bytes
+HELLO = 5.0  # seconds in which a rank that has connected sends its facts
 PAUSE = 0.1  # seconds between two tries to reach rank 0
 SAMPLE = 1 << 20  # bytes
-Rank = tuple[Link[Message], JoinRequest]  # that has come
+Rank = tuple[Link[Message], Handshake]  # that has connected
 SETTINGS = (  # of jax, which programs follow from
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
@@ -48,13 +48,13 @@ _GROUP: list[ProcessGroup] = []  # that this process has joined: one in its life
 
 
 def group() -> ProcessGroup | None:
-    """The group of this process, if it has joined one."""
+    """Return the group of this process, if it has joined one."""
     return _GROUP[0] if _GROUP else None
 
 
 def join(options: EngineOptions) -> EngineOptions:
-    """Meet the other `nnodes` processes, before jax looks for devices; nothing to do for one process, or for
-    a group that is about to start. Gives the options of this process: rank 0 alone tells what it does.
+    """Connect `nnodes` processes, before jax looks for devices; nothing to do for one process, or for a group
+    that is about to start. Returns the options of this process: only rank 0 shows its progress.
 
     Raises ValueError where ranks do not run the same, and for a second LLM, TimeoutError where some ranks do
     not come, OSError for an address that rank 0 cannot listen on.
@@ -62,14 +62,14 @@ def join(options: EngineOptions) -> EngineOptions:
     if options.nnodes > 1:
         with LOCK:
             if not _GROUP:
-                meet(options)
+                assemble(options)
             elif _GROUP[0].serves or _GROUP[0].ended:
                 raise ValueError(f"nnodes {options.nnodes} is not allowed: a group of processes has one LLM")
     return replace(options, use_tqdm_on_load=False) if options.node_rank else options
 
 
-def meet(options: EngineOptions) -> None:
-    """Become one of the group: our links first, then jax's service, then what only devices can tell."""
+def assemble(options: EngineOptions) -> None:
+    """Join the group: duetto's links first, then jax's service, then the facts that need devices."""
     ours = not jax.distributed.is_initialized()
     if ours and is_started():
         raise ValueError(
@@ -97,8 +97,8 @@ def meet(options: EngineOptions) -> None:
 
 
 def initialize(options: EngineOptions) -> None:
-    """jax's own service, on the port after ours, and as slow to find that a rank is lost as our links are
-    quick."""
+    """Start jax's own service, on the port after duetto's. It waits longer for a lost rank than duetto's
+    links, which end the group first."""
     place = f"{options.master_addr}:{options.master_port + 1}"
     jax.distributed.initialize(
         place,
@@ -112,7 +112,7 @@ def initialize(options: EngineOptions) -> None:
 
 
 def own_facts(options: EngineOptions) -> dict[str, str]:
-    """What has to be alike in all processes, or else their programs differ."""
+    """Return what must be equal in all processes, because their programs depend on it, by name."""
     flags = {name: value for name, value in asdict(options).items() if name not in OWN}
     settings = {name: jax.config.values.get(name) for name in SETTINGS}
     versions = {name: version(name) for name in ("jax", "jaxlib")}
@@ -121,18 +121,18 @@ def own_facts(options: EngineOptions) -> dict[str, str]:
 
 
 def secret_of(options: EngineOptions) -> Secret:
-    """The secret of a group: the key in the ranks' file, and the token of one start. Raises ValueError for a
-    file that has no key."""
+    """Return the secret of a group: the key in the ranks' file, and the token of one start. Raises ValueError
+    for a file that has no key."""
     return Secret("group", key_in(options.cluster_key_file) + os.environ.get(TOKEN, "").encode())
 
 
-def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Message]]:
-    """Rank 0's links to all others, in their order."""
+def gathered(options: EngineOptions, facts: dict[str, str]) -> list[Link[Message]]:
+    """Wait for all other ranks; return rank 0's links to them, in their order."""
     found, seen, came = dict[int, Link[Message]](), list[Link[Message]](), queue.SimpleQueue[Rank]()
     port: Port[Rank] = Port((options.master_addr, options.master_port), secret_of(options), "duetto-group")
     until = time.monotonic() + JOINING
     try:
-        port.begin(greeted, came.put)
+        port.begin(lambda connection: greet(connection, HELLO, DECODER), came.put)
         while missing := {*range(1, options.nnodes)} - found.keys():
             try:
                 link, hello = came.get(timeout=max(until - time.monotonic(), 0.001))
@@ -156,31 +156,20 @@ def gathered(options: EngineOptions, facts: Mapping[str, str]) -> list[Link[Mess
     return [found[rank] for rank in sorted(found)]
 
 
-def greeted(connection: socket.socket) -> Rank:
-    """A rank's link and its first message. Raises ValueError where it is another message."""
-    link = link_over(connection, HELLO)
-    match link.receive(LONGEST_HELLO):
-        case JoinRequest() as hello:
-            return link, hello
-    raise ValueError("the first message is no Hello")
-
-
 def named(ranks: set[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def check(
-    hello: JoinRequest,
-    facts: Mapping[str, str],
+    hello: Handshake,
+    facts: dict[str, str],
     nnodes: int,
     found: Mapping[int, Link[Message]],
     link: Link[Message],
 ) -> None:
-    """Raise ValueError, which all that are here hear of, for a rank that cannot be one of the group."""
+    """Raise ValueError for a rank that cannot be one of the group; all ranks that are connected are told."""
     missing = {*range(1, nnodes)} - found.keys()
-    names = sorted(facts.keys() | hello.facts.keys())
-    differing = [name for name in names if facts.get(name) != hello.facts.get(name)]
-    if differing:
+    if differing := hello.differing(facts):
         name = differing[0]
         why = f"{name} is {hello.facts.get(name)} in rank {hello.rank} and {facts.get(name)} in rank 0"
     elif hello.rank not in missing:
@@ -189,16 +178,18 @@ def check(
         return
     for here in (*found.values(), link):
         with suppress(OSError):
-            here.send(JoinRejected(why))
+            here.send(HandshakeRejected(why))
     raise ValueError(why)
 
 
-def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
-    """Another rank's link to rank 0, once all are there."""
+def reached(options: EngineOptions, facts: dict[str, str]) -> Link[Message]:
+    """Connect to rank 0, and return the link once all ranks are there."""
     secret, until, last = secret_of(options), time.monotonic() + JOINING, "it does not answer"
+    address, hello = (options.master_addr, options.master_port), Handshake(facts, options.node_rank)
+    seconds = options.distributed_timeout_seconds
     while True:
         try:
-            return welcomed(options, secret, facts)
+            return meet(address, secret, hello, JoinAccepted, DECODER, seconds, JOINING)[0]
         except Refusal as why:
             raise ValueError(str(why)) from None
         except (OSError, EOFError) as error:  # it is not there yet, or ends just now
@@ -209,28 +200,8 @@ def reached(options: EngineOptions, facts: Mapping[str, str]) -> Link[Message]:
         time.sleep(PAUSE)
 
 
-def welcomed(options: EngineOptions, secret: Secret, facts: Mapping[str, str]) -> Link[Message]:
-    """A link to rank 0, which has found this rank the same as itself. Raises Refusal where it has not."""
-    where, seconds = (options.master_addr, options.master_port), options.distributed_timeout_seconds
-    connection = socket.create_connection(where, seconds)
-    try:
-        secret.prove(connection)
-        link = link_over(connection, JOINING)
-        link.send(JoinRequest(options.node_rank, dict(facts)))
-        match link.receive(LONGEST_HELLO):
-            case JoinAccepted():
-                link.wait_for(seconds)
-                return link
-            case JoinRejected(why=why):
-                raise Refusal(why)
-        raise EOFError
-    except BaseException:
-        connection.close()
-        raise
-
-
 def agree(what: Mapping[str, str]) -> None:
-    """Raise ValueError, in all processes, unless all have the same facts; a collective of all of them."""
+    """Raise ValueError in all processes unless all have the same facts; a collective operation."""
     for name, fact in what.items():
         own = np.frombuffer(sha256(fact.encode()).digest(), np.uint8)
         every = multihost_utils.process_allgather(own)
@@ -240,7 +211,7 @@ def agree(what: Mapping[str, str]) -> None:
 
 
 def of_rank_0(choose: Callable[[], bool]) -> bool:
-    """What rank 0 chooses, in all processes of a group; a collective of all of them."""
+    """Return rank 0's choice in all processes of a group; a collective operation."""
     found = group()
     if found is None:
         return choose()
@@ -249,8 +220,8 @@ def of_rank_0(choose: Callable[[], bool]) -> bool:
 
 
 def agree_on(folder: Path) -> None:
-    """Raise ValueError, in all processes of a group, unless all have the same weights in a model's folder, as
-    the sizes of its files and their first and last bytes tell; nothing to do without a group."""
+    """Raise ValueError in all processes of a group unless a model's folder has the same weights in each,
+    judged by the sizes of its files and their first and last bytes; nothing to do without a group."""
     if group() is None:
         return
     files = [*folder.glob("*.safetensors"), *(folder / orbax.PARAMS).rglob("*")]
@@ -259,7 +230,7 @@ def agree_on(folder: Path) -> None:
 
 
 def ends_of(file: Path) -> str:
-    """A hash of a file's first and last bytes."""
+    """Hash a file's first and last bytes."""
     with open(file, "rb") as content:
         first = content.read(SAMPLE)
         content.seek(-min(SAMPLE, file.stat().st_size), os.SEEK_END)
@@ -267,7 +238,7 @@ def ends_of(file: Path) -> str:
 
 
 def together(start: Callable[P, T]) -> Callable[P, T]:
-    """A start that all processes of a group make, or none: an error in one of them ends the others."""
+    """Decorate a function that starts an engine: an error in one process of a group ends the others."""
 
     @wraps(start)
     def begun(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -282,7 +253,7 @@ def together(start: Callable[P, T]) -> Callable[P, T]:
 
 
 def give_up(found: ProcessGroup, error: Exception) -> None:
-    """End a group for an error of its start. Rank 0 goes on by itself, and may tell somebody."""
+    """End a group for an error of its start. Rank 0's process goes on, so that it can report the error."""
     if found.rank or isinstance(error, jax.errors.JaxRuntimeError):
         found.refuse(error)
     time.sleep(CAUSE)  # where a rank was lost, its link says so

@@ -1,4 +1,4 @@
-"""The ranks of a group as child processes, started again where the group is lost."""
+"""Supervisor of a group: runs its ranks as child processes and restarts them when the group is lost."""
 
 import os
 import secrets
@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from ...host.streams import tell
-from .ending import LOST, end_process
 
 SUPERVISED = "DUETTO_SUPERVISED"  # in a child's environment: the number of its end of a pipe
-TOKEN = "DUETTO_GROUP"  # likewise: a part of the key that only the ranks of one start know
+TOKEN = "DUETTO_GROUP"  # likewise: a part of the key, of the ranks of one start
+LOST = 75  # exit code of a process whose group is lost: EX_TEMPFAIL of sysexits.h
 STARTS = 5  # in a row that may fail without an answer between them
 GRACE = 10.0  # seconds that the other ranks have to end when one has
 PAUSE = 0.05  # seconds between two looks at the children
@@ -30,10 +31,10 @@ def is_supervised() -> bool:
 def supervise(
     command: Sequence[str], nnodes: int, rank: int | None, progress: Callable[[], int] | None
 ) -> int:
-    """Run a command in `nnodes` processes on this machine, or as one `rank` of them; gives the exit code.
+    """Run a command in `nnodes` processes on this machine, or as one `rank` of them; returns the exit code.
 
-    `progress` counts what is kept of a run that is lost, which is then begun again; without it none is. On
-    several machines rank 0's decides, and the others come as long as it does.
+    `progress` counts the results that are kept of a run that is lost, which is then started again; without
+    `progress` it is not. On several machines rank 0's supervisor decides, and the others follow it.
     """
     failed, kept = 0, progress() if progress else 0
     while True:
@@ -48,8 +49,8 @@ def supervise(
 
 
 def run(command: Sequence[str], nnodes: int, rank: int | None) -> int:
-    """Start the ranks once, and wait for all; LOST where one was lost, 128 and the signal where this process
-    was asked to end."""
+    """Start the ranks once and wait for all. Returns LOST where one was lost, 128 plus the signal's number
+    where this process got one."""
     ranks, token = [[*command]], {}
     if rank is None:
         where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -64,7 +65,7 @@ def run(command: Sequence[str], nnodes: int, rank: int | None) -> int:
 
 @contextmanager
 def leash() -> Iterator[int]:
-    """A pipe whose other end closes with this process: children that hold it end with it."""
+    """Open a pipe whose other end closes with this process: children that watch it end then."""
     theirs, ours = os.pipe()
     try:
         yield theirs
@@ -76,7 +77,7 @@ def leash() -> Iterator[int]:
 def start(
     argv: Sequence[str], held: int, i: int, count: int, token: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """The i-th of `count` children; the first one has the standard streams."""
+    """Start the i-th of `count` children; only the first has the standard streams."""
     quiet = subprocess.DEVNULL if i else None
     environment = os.environ | share(i, count) | token | {SUPERVISED: str(held)}
     module = [sys.executable, "-m", "duetto", *argv]
@@ -86,8 +87,8 @@ def start(
 
 
 def share(i: int, count: int) -> dict[str, str]:
-    """Which of the machine's NVIDIA GPUs one of several processes sees. Raises ValueError where they cannot
-    be shared out."""
+    """Return the environment that shows the i-th of `count` processes its share of the machine's NVIDIA GPUs.
+    Raises ValueError where they cannot be shared evenly."""
     if count == 1 or os.environ.get("JAX_PLATFORMS") == "cpu":
         return {}
     found = sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
@@ -99,8 +100,8 @@ def share(i: int, count: int) -> dict[str, str]:
 
 
 def wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The code of the first child that has one of its own, which is 0 where the first has ended well; LOST
-    where they were lost."""
+    """Wait for all children. Returns 0 where the first ended well, else the first exit code that is an error
+    of a child's own; LOST where there is none."""
     while not (ended := [child for child in children if child.poll() is not None]):
         time.sleep(PAUSE)
     until = time.monotonic() + GRACE
@@ -120,8 +121,8 @@ def wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextmanager
 def forwarding(child: subprocess.Popen[bytes], rank: int | None) -> Iterator[list[int]]:
-    """SIGTERM goes to a child; Ctrl-C goes to the terminal's processes by itself, of which only rank 0 heeds
-    it. Gives the signals that were heard."""
+    """Forward SIGTERM to a child. Ctrl-C reaches the terminal's processes without that, and only rank 0 acts
+    on it. Yields a list of the signals that arrived."""
     heard: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -138,7 +139,7 @@ def forwarding(child: subprocess.Popen[bytes], rank: int | None) -> Iterator[lis
 
 
 def free_port() -> int:
-    """A port of this machine that is free, and the next one with it."""
+    """Find a free port of this machine whose next one is free too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -151,7 +152,7 @@ def free_port() -> int:
 
 
 def follow_supervisor() -> None:
-    """Of a child: end as soon as its supervisor has ended."""
+    """End this process as soon as its supervisor has ended, if it has one."""
 
     def watch() -> None:
         os.read(int(os.environ[SUPERVISED]), 1)
@@ -159,3 +160,12 @@ def follow_supervisor() -> None:
 
     if is_supervised():
         threading.Thread(target=watch, name="duetto-supervised", daemon=True).start()
+
+
+def end_process(code: int, why: str = "") -> NoReturn:
+    """End this process from any thread, and print the reason where there is one."""
+    if why:
+        tell(f"duetto: {why}")
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    os._exit(code)

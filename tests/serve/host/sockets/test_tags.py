@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from duetto.serve.host.sockets import secret
+from duetto.serve.host.sockets import handshake, secret
 from duetto.serve.kv.disagg import messages as prefill
 from duetto.serve.runtime.multihost import messages as group
 
@@ -15,7 +15,11 @@ from duetto.serve.runtime.multihost import messages as group
         (secret.ChallengeResponse(b"n", b"p"), b"\x83\xa4type\xa6Answer\xa5nonce\xc4\x01n\xa5proof\xc4\x01p"),
         (secret.Proof(b"p"), b"\x82\xa4type\xa5Proof\xa5proof\xc4\x01p"),
         (secret.Denied(), b"\x81\xa4type\xa6Denied"),
-        (group.JoinRejected("no"), b"\x82\xa4type\xa7Refused\xa3why\xa2no"),
+        (
+            handshake.Handshake({"a": "b"}, 1),
+            b"\x83\xa4type\xa5Hello\xa5facts\x81\xa1a\xa1b\xa4rank\x01",
+        ),
+        (handshake.HandshakeRejected("no"), b"\x82\xa4type\xa7Refused\xa3why\xa2no"),
         (group.End(), b"\x81\xa4type\xa3End"),
     ],
 )

@@ -9,12 +9,18 @@ import time
 
 import pytest
 from fakes.engine import ask, expected, prompt_of
-from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
+from fakes.handover import REALM, WAYS, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
+from duetto.serve.host.sockets.handshake import HandshakeRejected
+from duetto.serve.host.sockets.link import Link
+from duetto.serve.host.sockets.port import Port
+from duetto.serve.host.sockets.secret import Secret
 from duetto.serve.kv.disagg import client as client_module
 from duetto.serve.kv.disagg import shared_memory
+from duetto.serve.kv.disagg.messages import DECODER
 from duetto.serve.kv.disagg.server import PrefillServer
-from duetto.serve.kv.disagg.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from duetto.serve.kv.disagg.shared_memory import PROOF, SharedMemoryReader, SharedMemoryWriter
+from duetto.serve.kv.disagg.transport import transports
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
@@ -31,14 +37,21 @@ def reached():
     """Makes sources that are reached through a door."""
     ends = []
 
-    def reach(source: FakeSource, seconds: float = 60.0, realm: bytes = REALM, keys=(None, None)):
-        door = PrefillServer(("127.0.0.1", 0), key_file=keys[0])
+    def reach(
+        source: FakeSource,
+        seconds: float = 60.0,
+        realm: bytes = REALM,
+        keys=(None, None),
+        ways=(WAYS, WAYS),
+        meets=True,
+    ):
+        door = PrefillServer(("127.0.0.1", 0), ways[0], keys[0])
         door.renew(REALM, [len(PAGE)])
         door.serve(source)
-        far = far_at(door.address[1], seconds, key_file=keys[1])
+        far = far_at(door.address[1], seconds, ways[1], keys[1])
         ends.extend((far, door))
         far.renew(realm, [len(PAGE)])
-        if realm == REALM and keys[0] == keys[1]:
+        if meets and realm == REALM and keys[0] == keys[1]:
             soon(lambda: far.is_here)
         return far, door
 
@@ -58,13 +71,52 @@ def test_pages_and_answers_arrive_as_they_were_sent(reached, monkeypatch, shared
     source, told = FakeSource(), []
     source.pages[KEY] = PAGE
     far, _ = reached(source)
-    assert (far._memory is not None) == shared and far.room == source.room
+    assert far.transport == ("shared_memory" if shared else "tcp") and far.room == source.room
     far.begin([1, 2, 3], told.append)
     soon(lambda: bool(source.asked))
     source.asked[0][1]([KEY])
     soon(lambda: bool(told))
     assert source.asked[0][0] == (1, 2, 3) and told == [(KEY,)]
     assert far.fetch(KEY) == PAGE and far.fetch(b"m" + KEY[1:]) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("tcp", "shared_memory"), ("shared_memory", "tcp"), ("tcp", None)]
+)
+def test_the_reader_chooses_the_transport(reached, ours, theirs):
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no memory without a file")
+    source = FakeSource()
+    source.pages[KEY] = PAGE
+    far, _ = reached(source, ways=(transports(theirs), transports(ours)))
+    assert far.transport == ours and far.fetch(KEY) == PAGE
+
+
+def test_engines_without_a_common_transport_do_not_meet(reached, caplog):
+    far, _ = reached(FakeSource(), ways=({}, WAYS), meets=False)
+    soon(lambda: "it offers pages through no transport of shared_memory, tcp" in caplog.text)
+    assert not far.is_here and far.transport is None
+
+
+def test_an_engine_of_another_protocol_is_refused_by_name(reached):
+    _, door = reached(FakeSource())
+    with socket.create_connection(door.address) as older:
+        Secret("pages").prove(older)
+        link = Link(older, 60.0, DECODER)
+        link.send({"type": "Hello", "realm": REALM, "page_bytes": [len(PAGE)]})
+        answer = link.receive()
+    assert isinstance(answer, HandshakeRejected) and "protocol 1 of pages" in answer.why
+
+
+def test_a_prefill_engine_of_another_protocol_is_named(caplog):
+    """It closes the connection: the first message is none that it knows."""
+    older = Port(("127.0.0.1", 0), Secret("pages"), "older")
+    older.begin(lambda connection: None, lambda guest: None)
+    far = far_at(older.address[1])
+    far.renew(REALM, [len(PAGE)])
+    soon(lambda: "closed the connection unanswered, as another version may" in caplog.text)
+    far.close()
+    older.close()
 
 
 def test_a_damaged_page_is_not_taken(reached, monkeypatch):
@@ -152,14 +204,16 @@ def test_memory_of_another_host_is_not_taken_for_ours():
         pytest.skip("this system has no memory without a file")
     own = SharedMemoryWriter(64)
     own.write(PAGE)
-    seen = SharedMemoryReader.at(own.path, own.proof)
-    assert seen is not None and seen.read(64, 0.0) == PAGE
-    assert (
-        SharedMemoryReader.at(own.path, b"another" * 2) is None
-        and SharedMemoryReader.at("/etc/passwd", b"root") is None
-    )
+    seen = SharedMemoryReader(own.offer)
+    assert seen.read(64, b"", 0.0) == PAGE
+    another = bytes(PROOF) + own.offer[PROOF:]
+    for offer in (another, b"root:x:0:0:root:/etc/passwd", b""):
+        with pytest.raises(ValueError):
+            SharedMemoryReader(offer)
     own.close()
-    assert SharedMemoryReader.at(own.path, own.proof) is None and seen.read(64, 0.0) == PAGE
+    with pytest.raises(OSError):
+        SharedMemoryReader(own.offer)
+    assert seen.read(64, b"", 0.0) == PAGE
     seen.close()
 
 

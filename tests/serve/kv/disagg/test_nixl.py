@@ -4,14 +4,16 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 from fakes.engine import ask, expected, prompt_of, run
-from fakes.handover import REALM, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
+from fakes.handover import REALM, WAYS, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
 from duetto.serve.kv.disagg import client as client_module
-from duetto.serve.kv.disagg.nixl import NixlAgent, NixlReader, nixl
+from duetto.serve.kv.disagg.nixl import NixlAgent, nixl
 from duetto.serve.kv.disagg.server import PrefillServer
+from duetto.serve.kv.disagg.transport import PageTransport
 from duetto.serve.runtime.multihost.supervisor import free_port
 
 MOST = 1 << 20
@@ -27,7 +29,7 @@ class Pages:
     def fetch(self, key):
         return random.Random(key[0]).randbytes(int(sys.argv[2]) >> key[0])
 
-door = PrefillServer(("127.0.0.1", int(sys.argv[1])), NixlAgent())
+door = PrefillServer(("127.0.0.1", int(sys.argv[1])), {"nixl": NixlAgent()})
 door.renew(b"fake", [int(sys.argv[2])])
 door.serve(Pages())
 sys.stdin.read()
@@ -43,7 +45,7 @@ def test_without_its_package_it_is_refused(monkeypatch):
 @pytest.fixture(scope="module")
 def agents():
     pytest.importorskip("nixl")
-    return NixlAgent(), NixlAgent()
+    return {"nixl": NixlAgent()} | WAYS, {"nixl": NixlAgent()} | WAYS
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def reached(agents, monkeypatch):
     monkeypatch.setattr(client_module, "PAUSE", 0.01)
     ends = []
 
-    def reach(theirs: NixlAgent | None = agents[0], seconds: float = 60.0):
+    def reach(theirs: Mapping[str, PageTransport] = agents[0], seconds: float = 60.0):
         door, source = PrefillServer(("127.0.0.1", 0), theirs), FakeSource()
         source.pages = PAGES
         door.renew(REALM, [MOST])
@@ -73,7 +75,7 @@ def test_pages_arrive_as_they_were_sent_also_by_the_next_connection(reached):
     far, door = reached()
     for _ in range(3):
         soon(lambda: far.is_here)
-        assert isinstance(far._memory, NixlReader)
+        assert far.transport == "nixl"
         assert all(far.fetch(key) == PAGES[key] for key in KEYS) and far.fetch(b"m" * 17) is None
         first = far._link
         door.renew(REALM, [MOST])  # sends everybody away
@@ -89,9 +91,9 @@ def test_a_damaged_page_is_not_taken(reached, monkeypatch):
 
 @pytest.mark.extras
 def test_where_the_other_side_has_none_pages_come_another_way(reached, caplog):
-    far, _ = reached(None)
-    assert "do not come through NIXL: it has none" in caplog.text
-    assert not isinstance(far._memory, NixlReader) and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
+    far, _ = reached(WAYS)
+    assert "do not come through nixl: it has none" in caplog.text
+    assert far.transport != "nixl" and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
 
 
 @pytest.mark.extras
@@ -100,20 +102,20 @@ def test_where_reads_do_not_come_in_time_pages_come_another_way(reached, monkeyp
     far, _ = reached(seconds=0.3)
     assert far.fetch(KEYS[0]) is None
     soon(lambda: far.is_here and far.fetch(KEYS[0]) == PAGES[KEYS[0]])
-    assert "nothing was read" in caplog.text and not isinstance(far._memory, NixlReader)
+    assert "nothing was read" in caplog.text and far.transport != "nixl"
 
 
 @pytest.mark.extras
 def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, monkeypatch):
     monkeypatch.setattr(client_module, "PAUSE", 0.01)
-    far = far_at(port := free_port(), agent=agents[1])
+    far = far_at(port := free_port(), ways=agents[1])
     far.renew(REALM, [MOST])
     other_process = [sys.executable, "-c", OTHER_PROCESS, str(port), str(MOST)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(2):
         with subprocess.Popen(other_process, stdin=subprocess.PIPE, env=os.environ | path) as other:
             soon(lambda: far.is_here)
-            assert isinstance(far._memory, NixlReader)
+            assert far.transport == "nixl"
             assert all(far.fetch(key) == PAGES[key] for key in KEYS)
             other.kill()
             assert far.fetch(KEYS[0]) is None
@@ -124,11 +126,11 @@ def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, 
 @pytest.mark.extras
 @pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 def test_pages_are_computed_in_one_engine_and_found_in_another(agents):
-    side = PrefillSide(agent=agents[0])
-    far = far_at(side.port, agent=agents[1])
+    side = PrefillSide(ways=agents[0])
+    far = far_at(side.port, ways=agents[1])
     engine = decode_side(far)
     soon(lambda: far.is_here)
-    assert isinstance(far._memory, NixlReader)
+    assert far.transport == "nixl"
     requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
     for request in requests:
         engine.submit(request)

@@ -5,8 +5,7 @@ from fakes.engine import ask, expected, prompt_of, run, start
 from fakes.handover import REALM, SIZES, SOON, FakeSource, PrefillSide, far_at, soon, tiered
 
 from duetto.serve.kv.disagg import client as client_module
-from duetto.serve.kv.disagg.peer import RemoteKVTier
-from duetto.serve.kv.disagg.peers import RemoteKVPool
+from duetto.serve.kv.disagg.peer import RemoteKVPool, RemoteKVTier
 from duetto.serve.kv.disagg.service import PrefillService
 from duetto.serve.kv.offload.tier import TierChain
 from duetto.serve.options.engine import EngineOptions

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 import pytest
 
+from duetto.serve.host.sockets.handshake import Handshake, HandshakeRejected
 from duetto.serve.host.sockets.link import Link
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import group as groups
 from duetto.serve.runtime.multihost import rendezvous, supervisor
-from duetto.serve.runtime.multihost.ending import LOST
 from duetto.serve.runtime.multihost.group import ProcessGroup
-from duetto.serve.runtime.multihost.messages import Beat, End, JoinRejected, JoinRequest, Order, link_over
-from duetto.serve.runtime.multihost.supervisor import free_port, share, supervise, wait
+from duetto.serve.runtime.multihost.messages import DECODER, Beat, End, Order
+from duetto.serve.runtime.multihost.supervisor import LOST, free_port, share, supervise, wait
 
 SOON = 60.0  # seconds in which a thread must have noticed
 
@@ -45,7 +45,7 @@ def linked():
         with socket.create_server(("127.0.0.1", 0)) as server:
             first = socket.create_connection(server.getsockname())
             second, _ = server.accept()
-        made.extend((link_over(first, seconds), link_over(second, seconds)))
+        made.extend((Link(first, seconds, DECODER), Link(second, seconds, DECODER)))
         return made[-2], made[-1]
 
     yield link
@@ -58,10 +58,10 @@ def test_messages_arrive_as_they_were_sent(linked):
     like = {"a": jax.ShapeDtypeStruct((2, 3), np.int32), "b": (jax.ShapeDtypeStruct((), np.float32), None)}
     given = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": (np.float32(0.5), None)}
     sent = [
-        JoinRequest(1, {"jax": "1"}),
+        Handshake({"jax": "1"}, 1),
         Order.of("run", "decode[2,1]", given),
         Beat(7),
-        JoinRejected("no"),
+        HandshakeRejected("no"),
         End(),
     ]
     for message in sent:
@@ -170,7 +170,7 @@ def test_a_rank_that_is_always_one_order_behind_is_not(lost, pair, clock):
 
 def test_what_one_rank_refuses_ends_all(lost, pair):
     _, other = pair()
-    other.send(JoinRejected("no such folder"))
+    other.send(HandshakeRejected("no such folder"))
     assert lost() == ("rank 0 ends: rank 1: no such folder", 1)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from duetto.serve.host.sockets.handshake import Handshake, HandshakeRejected
 from duetto.serve.host.sockets.link import Link
 from duetto.serve.host.sockets.secret import Refusal, Secret
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import rendezvous
-from duetto.serve.runtime.multihost.messages import JoinRejected, JoinRequest, link_over
+from duetto.serve.runtime.multihost.messages import DECODER
 from duetto.serve.runtime.multihost.supervisor import TOKEN, free_port
 
 SOON = 60.0  # seconds in which a rank must have come
@@ -62,12 +63,12 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
         secret = Secret("group", b"another start's") if sent is None else rendezvous.secret_of(options)
         with suppress(Refusal):
             secret.prove(own)
-        links.append(link_over(own, SOON))
+        links.append(Link(own, SOON, DECODER))
         with suppress(OSError):
-            links[-1].send(JoinRequest(1, sent or {"jax": "1"}))
+            links[-1].send(Handshake(sent or {"jax": "1"}, 1))
     gathering.join(SOON)
     assert said == [expected]
-    assert links[-1].receive() == JoinRejected(expected)
+    assert links[-1].receive() == HandshakeRejected(expected)
     for link in links:
         link.close()
 

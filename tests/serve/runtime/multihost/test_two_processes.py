@@ -17,8 +17,7 @@ from conftest import Model, random_model
 
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import save
-from duetto.serve.runtime.multihost.ending import LOST
-from duetto.serve.runtime.multihost.supervisor import free_port
+from duetto.serve.runtime.multihost.supervisor import LOST, free_port
 
 RANK = Path(__file__).with_name("rank.py")
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 70, 3))]
