@@ -33,7 +33,7 @@ class DrivenRequest:
     """
 
     group: RequestGroup
-    take: Callable[[], Sequence[Any]]
+    take: Callable[[], list[Any]]
     put: Callable[[Any], Any]
 
 
@@ -41,7 +41,7 @@ class StreamChunk(NamedTuple):
     """The news of one request after a step, and whether they are its last."""
 
     flow: Any
-    outputs: Sequence[Any]
+    outputs: list[Any]
     at_end: bool
 
 
@@ -116,7 +116,7 @@ class Driver:
         obey(self._orders, wait=False)
 
     async def stream(
-        self, make: Callable[[], RequestGroup], take_of: Callable[[RequestGroup], Callable[[], Sequence[Any]]]
+        self, make: Callable[[], RequestGroup], take_of: Callable[[RequestGroup], Callable[[], list[Any]]]
     ) -> AsyncGenerator[Any]:
         """Generate, for an event loop, what `take_of` the group finds after each step; `make` makes the group
         in another thread. Closing or cancelling the generator aborts the group.
