@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from ...checkpoints.families import FAMILIES
 from ...checkpoints.families.family import Family
+from ...checkpoints.folders import overridden
 from ...checkpoints.generation import GenerationDefaults
 from ...checkpoints.huggingface import read_model
-from ...checkpoints.folders import overridden
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
