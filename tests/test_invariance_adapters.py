@@ -205,7 +205,7 @@ def test_a_server_names_loads_and_unloads_adapters(model, llm, folders):
         transport = httpx.ASGITransport(app(service, [], None))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             for name in ("a", "b", "c"):
-                llm._intake.adapters._known.pop(name, None)
+                llm.input_processor.adapters._known.pop(name, None)
 
             async def completed(name: str) -> list[int]:
                 body = {"model": name, "prompt": [5, 6, 7], "temperature": 0, "logprobs": 0, "max_tokens": 4}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve.llm import llm as api
+from duetto.serve.llm import loading
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}
@@ -78,7 +78,7 @@ ARGUMENTS = {
 def warm() -> Iterator[None]:
     """The weights are read once for all scripts: else each script's start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_folder", read_once(api.load_folder))
+        patch.setattr(loading, "load_folder", read_once(loading.load_folder))
         patch.chdir(ROOT)
         yield
 

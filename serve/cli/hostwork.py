@@ -15,9 +15,9 @@ from ...sampling.params import SamplingParams
 from ...sampling.sample import Sampled
 from ..engine.core.engine import Engine
 from ..engine.core.plan import SchedulerConfig
-from ..llm.intake import InputProcessor
+from ..llm.input_processor import InputProcessor
+from ..llm.request_group import RequestGroup
 from ..llm.session import Session
-from ..llm.ticket import RequestGroup
 from ..options.engine import EngineOptions
 from ..runtime.compiled.batches import BatchRow, batch_of
 from ..runtime.compiled.compile import StepArguments
@@ -73,12 +73,12 @@ def step_seconds(
     slots, results and their text."""
     engine = idle_engine(config, params, options, seats)
     session = Session(engine)
-    intake = InputProcessor(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
-    asked = asking(intake, config.vocab_size)
+    processor = InputProcessor(config.vocab_size, PROMPT + ANSWER, options, tokenizer, eos_ids=())
+    asked = asking(processor, config.vocab_size)
     spent: list[float] = []
     for step in range(WARM + STEPS):
         while session.count_queued < 4 * seats:
-            session.queue(session.tickets_of([next(asked)]))
+            session.queue(session.groups_of([next(asked)]))
         begin = time.perf_counter()
         session.step()
         spent += [time.perf_counter() - begin] if step >= WARM else []
@@ -86,7 +86,7 @@ def step_seconds(
     return statistics.median(spent)
 
 
-def asking(intake: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], RequestGroup]]:
+def asking(processor: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], RequestGroup]]:
     """Yield makers of requests, without end: answers of various lengths, whose first tokens have no
     reader."""
     draw = np.random.default_rng(1)
@@ -94,4 +94,4 @@ def asking(intake: InputProcessor, vocabulary: int) -> Iterator[Callable[[str], 
         length = int(draw.integers(2, ANSWER))
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         prompt = draw.integers(3, vocabulary, PROMPT).tolist()
-        yield partial(intake.ticket, prompt=prompt, params=params, awaited=False)
+        yield partial(processor.group, prompt=prompt, params=params, awaited=False)

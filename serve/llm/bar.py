@@ -1,42 +1,42 @@
-"""The bar while requests run: how many are done, and the tokens per second read and written, as vLLM's."""
+"""Progress bar of requests: the number done, and tokens per second read and written, as vLLM's."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .ticket import RequestGroup
+from .request_group import RequestGroup
 
-# whether a bar is shown, or what makes one, such as partial(tqdm, leave=False)
+# a bar is shown, or a function that makes one, such as partial(tqdm, leave=False)
 Tqdm = bool | Callable[..., Any]
 
 
 @contextmanager
 def progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[RequestGroup]], None]]:
-    """A bar of `total` tickets; yields what is to be told of those that have ended."""
+    """Show a bar of `total` groups; yield the function that advances it by groups that have ended."""
     if not use_tqdm:
-        yield lambda done: None
+        yield lambda ended: None
         return
     began, read, written = time.monotonic(), 0, 0
     with bar_of(use_tqdm)(
         total=total, desc="Processed prompts", dynamic_ncols=True, postfix=speeds(0, 0, 1)
     ) as bar:
 
-        def advance(done: list[RequestGroup]) -> None:
+        def advance(ended: list[RequestGroup]) -> None:
             nonlocal read, written
-            requests = [request for ticket in done for request in ticket.requests]
+            requests = [request for group in ended for request in group.requests]
             read += sum(len(request.prompt) for request in requests)
             written += sum(request.generated for request in requests)
-            if done:
+            if ended:
                 bar.postfix = speeds(read, written, time.monotonic() - began)
-                bar.update(len(done))
+                bar.update(len(ended))
 
         yield advance
-        bar.refresh()  # the last speeds, however soon they followed those before
+        bar.refresh()  # the bar itself skips updates that follow soon after another
 
 
 def rounds(most: int, use_tqdm: Tqdm) -> Iterable[int]:
-    """`range(most)`, with a bar of the tokens that a search may take."""
+    """Return `range(most)` with a bar: a round of a beam search is a token."""
     if not use_tqdm:
         return range(most)
     return bar_of(use_tqdm)(range(most), desc="Beam search", unit="token")

@@ -1,11 +1,14 @@
-"""One thread that drives an engine for an event loop: requests go in through a queue, and what a step has
-brought for all of them comes out in one call."""
+"""A thread that steps an engine: requests go in through a queue of orders, and the news of all of them come
+out in one call after each step."""
 
+import asyncio
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,25 +16,209 @@ from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
-from ...sampling.structured import StructuredOutputsParams
-from ..engine.lora.registry import Registry
-from ..host.threads import Orders, obey
-from ..text.grammar.grammars import CompileJob
+from ..host.threads import Orders, finished, obey
 from ..text.outputs import CompletionOutput, RequestOutput
-from .intake import InputProcessor, Prompt
-from .llm import LLM
-from .tasks.embedding import embedding_of, making
-from .ticket import RequestGroup, StreamCursor
+from .input_processor import InputProcessor, Prompt
+from .request_group import RequestGroup, StreamCursor
+from .session import Session
+from .tasks.embedding import embedding_of
+
+
+@dataclass(eq=False)
+class DrivenRequest:
+    """A request in a driver.
+
+    take: returns its news, or nothing; called after each step.
+    put: receives each StreamChunk with news, or the engine's error.
+    """
+
+    group: RequestGroup
+    take: Callable[[], list[Any]]
+    put: Callable[[Any], Any]
+
+
+class StreamChunk(NamedTuple):
+    """The news of one request after a step, and whether they are its last."""
+
+    flow: Any
+    outputs: list[Any]
+    at_end: bool
+
+
+def put_each(chunks: Sequence[StreamChunk]) -> None:
+    for chunk in chunks:
+        chunk.flow.put(chunk)
+
+
+def fail_each(error: Exception, flows: Sequence[DrivenRequest]) -> None:
+    for flow in flows:
+        flow.put(error)
+
+
+class Driver:
+    """Steps a session's engine in a thread of its own. No method but `stop` and `pause` waits.
+
+    deliver: called in the thread, after each step with news.
+    failed: called in the thread with an error of the engine, and the requests under way, which are dropped.
+    paused: called in the thread if requests are under way and the engine may not step.
+
+    An idle driver is not kept alive by its thread, which ends with it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        deliver: Callable[[Sequence[StreamChunk]], None] = put_each,
+        failed: Callable[[Exception, Sequence[Any]], None] = fail_each,
+        paused: Callable[[], None] = lambda: None,
+    ):
+        self._session, self._deliver, self._failed, self._paused = session, deliver, failed, paused
+        self._flows: dict[str, Any] = {}
+        self._orders = Orders()
+        self._is_stopped, self.is_open = False, True
+        weakref.finalize(self, self._orders.put, None)
+        target = (weakref.ref(self), self._orders)
+        self._thread = threading.Thread(target=drive, args=target, name="duetto-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], Any]) -> None:
+        """Run `work` in the thread before the next step; in this one if the driver has stopped."""
+        self._orders.put(work)
+        if self._is_stopped:
+            obey(self._orders, wait=False)
+
+    def begin(self, flow: Any) -> None:
+        self.call(lambda: self._begin(flow))
+
+    def leave(self, flow: Any) -> None:
+        """Drop a request before the next step."""
+        self.call(lambda: self._leave(flow))
+
+    def wake(self) -> None:
+        """Look again for work: the engine was paused or resumed, or requests were ended."""
+        self.call(lambda: None)
+
+    def pause(self) -> None:
+        """Take no steps until `resume`; waits for the step under way."""
+        self.is_open = False
+        with self._session.turn():
+            pass
+
+    def resume(self) -> None:
+        self.is_open = True
+        self.wake()
+
+    def stop(self) -> None:
+        """End the thread after the step under way."""
+        self._orders.put(None)
+        self._thread.join()
+        self._is_stopped = True
+        obey(self._orders, wait=False)
+
+    async def stream(
+        self, make: Callable[[], RequestGroup], take_of: Callable[[RequestGroup], Callable[[], list[Any]]]
+    ) -> AsyncGenerator[Any]:
+        """Generate, for an event loop, what `take_of` the group finds after each step; `make` makes the group
+        in another thread. Closing or cancelling the generator aborts the group.
+
+        Raises the errors of `make`, and those of the engine.
+        """
+        group = await finished(make, lambda made: self._session.drop([made]))
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[StreamChunk | Exception]()
+
+        def put(new: StreamChunk | Exception) -> None:
+            if not loop.is_closed():  # else no coroutine is left that could read it
+                loop.call_soon_threadsafe(news.put_nowait, new)
+
+        flow, at_end = DrivenRequest(group, take_of(group), put), False
+        self.begin(flow)
+        try:
+            while not at_end:
+                new = await news.get()
+                if isinstance(new, Exception):
+                    raise new
+                at_end = new.at_end
+                for piece in new.outputs:
+                    yield piece
+        finally:
+            if not at_end:
+                self.leave(flow)
+                await asyncio.to_thread(self._session.drop, [group])
+
+    # ------------------------------------------------------------ in the thread
+
+    def _begin(self, flow: Any) -> None:
+        with self._session.turn():
+            if self._session.groups.get(flow.group.id) is flow.group:  # else it was dropped meanwhile
+                self._flows[flow.group.id] = flow
+                self._session.submit([flow.group])
+
+    def _leave(self, flow: Any) -> None:
+        self._flows.pop(flow.group.id, None)
+        self._session.drop([flow.group])
+
+    def advance(self) -> bool:
+        """Take one step and deliver; return whether there is more to do."""
+        with self._session.turn():
+            engine = self._session.engine
+            can_step = self.is_open and not (engine.is_sleeping or engine.sleeper.discarded)
+            if can_step:
+                self._session.advance()
+            news = [(flow, flow.take()) for flow in self._flows.values()]
+            chunks = [StreamChunk(flow, new, flow.group.finished) for flow, new in news if new]
+            for chunk in chunks:
+                if chunk.at_end:
+                    self._leave(chunk.flow)
+            if chunks:
+                self._deliver(chunks)
+            is_busy = bool(self._flows or engine.has_work)
+        if not can_step and self._flows:
+            self._paused()
+        return can_step and is_busy
+
+    def fail(self, error: Exception) -> None:
+        flows, self._flows = list(self._flows.values()), {}
+        self._failed(error, flows)
+        self._session.drop([flow.group for flow in flows])
+
+
+def drive(alive: "weakref.ref[Driver]", orders: Orders) -> None:
+    """A driver's thread. After an error it waits for the next order."""
+    wait = True
+    while True:
+        driver = None  # an idle thread keeps no driver, and so no engine
+        try:
+            if not obey(orders, wait) or (driver := alive()) is None:
+                return
+            wait = not driver.advance()
+        except Exception as error:  # noqa: BLE001 - callers wait for answers, whatever it is
+            wait = True
+            if (driver := alive()) is not None:
+                driver.fail(error)
 
 
 class StreamHandle:
-    """A request on its way through the driver, and how far it has been given out."""
+    """A request for a driver, to generate or to embed, whose news are outputs.
 
-    def __init__(self, ticket: RequestGroup, intake: InputProcessor):
-        self.ticket = ticket
-        self._intake, self._cursor = intake, StreamCursor(ticket)
-        self._given = Counter[int]()  # tokens of each completion
-        self.known = self.take()  # what its completions had before they came here
+    known: outputs of the tokens that its completions had already.
+
+    Raises ValueError or TypeError, naming what is wrong.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        processor: InputProcessor,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        known: Sequence[Sequence[int]] = (),
+        adapter: LoRARequest | None = None,
+    ):
+        make = partial(processor.group, prompt=prompt, params=params, known=known, lora_request=adapter)
+        (self.group,) = session.groups_of([make])
+        self._processor, self._cursor = processor, StreamCursor(self.group)
+        self._delivered = Counter[int]()  # tokens of each completion
+        self.known = self.take()
 
     @property
     def at_end(self) -> bool:
@@ -39,145 +226,37 @@ class StreamHandle:
 
     @property
     def prompt(self) -> list[int]:
-        return self.ticket.requests[0].prompt
+        return self.group.requests[0].prompt
 
     def rank(self, priority: int, source: str | None = None) -> None:
-        """Its place in every queue, before it begins: smaller ones go first; and the address of the engine
-        that computes its prompt, of several."""
-        for request in self.ticket.requests:
+        """Set, before it begins, its priority (smaller ones go first), and the address of the prefill engine
+        that computes its prompt."""
+        for request in self.group.requests:
             request.priority, request.source = priority, source
 
     @property
     def adapter(self) -> Adapter | None:
-        return self.ticket.requests[0].adapter
+        return self.group.requests[0].adapter
 
     @property
     def cached_tokens(self) -> int:
-        return self.ticket.requests[0].cached
+        return self.group.requests[0].cached
 
     @property
     def embedding(self) -> np.ndarray:
-        """Of its prompt, once it is at its end."""
-        return embedding_of(self.ticket)
+        """Float32 [D], of the prompt of a request that has ended."""
+        return embedding_of(self.group)
+
+    def output(self) -> RequestOutput:
+        """Return the whole result so far."""
+        return self._processor.output(self.group)
 
     def take(self) -> list[CompletionOutput]:
-        """What is new of each completion: text, tokens and their log-probabilities; the last of one has its
-        reason to end."""
+        """Return the new text, tokens and log-probabilities of each completion; its last has the reason of
+        its end."""
         found = []
         for delta in self._cursor.take():
-            request, start = self.ticket.requests[delta.index], self._given[delta.index]
-            found.append(self._intake.since(delta, request, start))
-            self._given[delta.index] += len(delta.token_ids)
+            request, start = self.group.requests[delta.index], self._delivered[delta.index]
+            found.append(self._processor.since(delta, request, start))
+            self._delivered[delta.index] += len(delta.token_ids)
         return found
-
-
-class StreamChunk(NamedTuple):
-    """What a step has brought for a flow, and whether that was all."""
-
-    flow: StreamHandle
-    outputs: list[CompletionOutput]
-    at_end: bool
-
-
-class Driver:
-    """Drives an LLM's engine in a thread of its own. `deliver` is called there, after each step that has
-    brought something; `failed` once, if the engine raises what it cannot mend: then the thread ends.
-
-    The methods may be called from any thread. `flow` tokenizes; `begin` and `leave` wait for nothing.
-    """
-
-    def __init__(
-        self, llm: LLM, deliver: Callable[[Sequence[StreamChunk]], None], failed: Callable[[Exception], None]
-    ):
-        self._llm, self._session = llm, llm._session
-        self._deliver, self._failed = deliver, failed
-        self._orders = Orders()
-        self._flows: dict[str, StreamHandle] = {}  # under way
-        self._thread = threading.Thread(target=self._run, name="duetto-engine", daemon=True)
-        self._thread.start()
-
-    def flow(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        known: Sequence[Sequence[int]] = (),
-        adapter: LoRARequest | None = None,
-    ) -> StreamHandle:
-        """A checked request, to generate or to be embedded; tokens of its completions may be `known`. Raises
-        ValueError or TypeError, naming what is wrong."""
-        if isinstance(params, PoolingParams):
-            make = making(self._llm, prompt, params)
-        else:
-            make = partial(self._llm._intake.ticket, prompt=prompt, params=params, known=known)
-        (ticket,) = self._session.tickets_of([partial(make, lora_request=adapter)])
-        return StreamHandle(ticket, self._llm._intake)
-
-    @property
-    def adapters(self) -> Registry | None:
-        """Those that requests may name; None where none are served."""
-        return self._llm._intake.adapters
-
-    def load_adapter(self, name: str, path: str) -> None:
-        """Read an adapter and serve it under a name, where adapters are served. Raises CheckpointError."""
-        assert self.adapters is not None
-        self.adapters.load(LoRARequest(name, self.adapters.next_id(), path))
-
-    def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no longer, where adapters are served. Raises ValueError for an unknown name."""
-        assert self.adapters is not None
-        self.adapters.unload(name)
-
-    def wanted(self, asked: StructuredOutputsParams) -> CompileJob:
-        """The grammar that a flow waits for. Raises ValueError for what is no grammar."""
-        return self._llm._intake.grammars.wanted(asked)
-
-    def begin(self, flow: StreamHandle) -> None:
-        self._orders.put(lambda: self._begin(flow))
-
-    def leave(self, flow: StreamHandle) -> None:
-        """Nobody wants the rest: it ends before the next step."""
-        self._orders.put(lambda: self._leave(flow))
-
-    def output(self, flow: StreamHandle) -> RequestOutput:
-        """The whole result of a flow that is at its end."""
-        return self._llm._intake.output(flow.ticket)
-
-    def wake(self) -> None:
-        """Look again at what there is to do: the engine was paused or resumed, or requests were ended."""
-        self._orders.put(lambda: None)
-
-    def stop(self) -> None:
-        """End the thread after the step under way."""
-        self._orders.put(None)
-        self._thread.join()
-
-    # ------------------------------------------------------------ in the thread
-
-    @property
-    def _is_busy(self) -> bool:
-        engine = self._session.engine
-        return bool(self._flows or engine.has_work) and not engine.is_sleeping
-
-    def _begin(self, flow: StreamHandle) -> None:
-        self._flows[flow.ticket.id] = flow
-        self._session.submit([flow.ticket])
-
-    def _leave(self, flow: StreamHandle) -> None:
-        self._flows.pop(flow.ticket.id, None)
-        self._session.drop([flow.ticket])
-
-    def _run(self) -> None:
-        try:
-            while obey(self._orders, wait=not self._is_busy):
-                with self._session.turn():
-                    if (engine := self._session.engine).has_work and not engine.is_sleeping:
-                        engine.step()
-                    taken = [(flow, flow.take()) for flow in self._flows.values()]
-                pieces = [StreamChunk(flow, new, flow.at_end) for flow, new in taken if new]
-                for piece in pieces:
-                    if piece.at_end:
-                        self._leave(piece.flow)
-                if pieces:
-                    self._deliver(pieces)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for answers
-            self._failed(error)

@@ -1,61 +1,65 @@
 """The Python API: `LLM` loads a model and generates; names and results are those of vLLM's offline class."""
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from ...checkpoints.families import FAMILIES
-from ...checkpoints.families.family import Family
-from ...checkpoints.folders import overridden
-from ...checkpoints.generation import GenerationDefaults
-from ...checkpoints.huggingface import read_model
+from ...kvcache.stages import devices
 from ...lora.request import Adapters, LoRARequest
 from ...model.config import ModelConfig
+from ...model.pooling import PoolingParams
 from ...model.transformer import Decoder
 from ...model.weights.prepared import unprepared
-from ...sampling.params import SamplingParams
+from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.core.engine import Engine
-from ..engine.lora.registry import registry_of
-from ..engine.startup.folder import load_folder
-from ..engine.startup.origin import NONE, Origin, ending
-from ..engine.startup.start import on_devices, require_finite
-from ..host.forks import is_inherited, require_own_threads
+from ..engine.startup.origin import ending
+from ..engine.weights.sleep import TAGS
+from ..host.forks import is_inherited
 from ..host.memory import give_back
-from ..host.progress import telling
-from ..host.threads import in_threads
-from ..options.engine import EngineOptions
-from ..options.keywords import engine_options
 from ..planner.roofline.explain import explain
-from ..runtime.compiled.jaxcache import keep_compiled
-from ..runtime.multihost.rendezvous import join, together
-from ..text.outputs import Delta, RequestOutput
+from ..runtime.multihost.rendezvous import together
+from ..text.outputs import Delta, EmbeddingRequestOutput, RequestOutput
 from ..text.tokenizer.chat import Message
 from ..text.tokenizer.tokenizer import Tokenizer
-from . import disaggregated, snapshots, vllm, weights
+from . import disaggregated, loading, profiling, snapshots, weights
 from .audit.log import opened
 from .bar import Tqdm, progress
-from .intake import InputProcessor, Prompt, listed, one_each
-from .tasks import embedding, likelihood, replying
-from .ticket import RequestGroup
+from .driver import Driver
+from .input_processor import Prompt, listed
+from .metrics import Metric, snapshot
+from .request_group import RequestGroup, StreamCursor
+from .session import Mode
+from .tasks import beam, embedding, likelihood, replying
+from .tasks.beam import BeamSearchOutput
+from .tasks.likelihood import By, LogLikelihood
+from .vllm import EMBEDS, LIKELIHOOD, WEIGHTS, check_all, refused
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Prompts = Prompt | Sequence[Prompt]
+Messages = list[Message] | list[list[Message]]
 
 
 class LLM:
     """A model ready to generate.
 
-    `model` is a Hugging Face folder, one written by `duetto convert`, or a model's id on the hub (default:
-    the small model that ships with duetto), `tokenizer` another one to take the tokenizer from; `revision`,
-    `tokenizer_revision`, `download_dir` and `hf_token` are for ids (`checkpoints.hub.resolve`). `dtype` is
-    "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax or torch.
-    `mesh` is one of your own instead of what `tensor_parallel_size` makes. `compilation_cache` is a directory
-    for compiled programs, "auto" for one in the user's cache home, None leaves jax's own setting. Other
-    keywords are those of EngineOptions. With `nnodes` processes an LLM comes of it in rank 0 alone; the
-    others serve it and end with it (SystemExit).
+    model: a Hugging Face folder, one written by `duetto convert`, or an id on the hub; None is the small
+        model that ships with duetto.
+    dtype: "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax, torch.
+    tokenizer: another folder or id to take the tokenizer from.
+    revision, tokenizer_revision, download_dir, hf_token: for ids, see `checkpoints.hub.resolve`.
+    mesh: replaces the one that `tensor_parallel_size` makes.
+    compilation_cache: a folder for compiled programs; "auto" is one in the user's cache folder, None leaves
+        jax's own setting.
+    options: fields of EngineOptions.
 
-    Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an unknown option.
-    All methods may be called from any thread, but raise RuntimeError in a forked process.
+    With `nnodes` processes only rank 0 returns from the constructor; the others serve it, and end with it by
+    SystemExit. Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an
+    unknown option. All methods may be called from any thread, but raise RuntimeError in a forked process.
+
+    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts.
     """
 
     @together
@@ -73,19 +77,10 @@ class LLM:
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ):
-        require_own_threads()
-        chosen = join(engine_options(options))
-        SamplingParams.from_dict(chosen.recommended({}))
-        keep_compiled(compilation_cache)
-        where = {"download_dir": download_dir, "token": hf_token}
-        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision} | where
-        origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions)
-        chosen = origin.settled(chosen, **where)
-        with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
-            config, params, defaults = load_folder(folder, dtype, mesh, chosen)
-            family = read_model(folder)[0]
-        words, lacking = origin.words()
-        self._begin(config, params, words, defaults, chosen, lacking, str(origin.model), family)
+        revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision}
+        hub = {"download_dir": download_dir, "token": hf_token}
+        args = model, tokenizer, dtype, mesh, compilation_cache, options, revisions, hub
+        self._begin(loading.read(*args))
 
     @classmethod
     @together
@@ -99,58 +94,32 @@ class LLM:
         compilation_cache: str | Path | None = "auto",
         **options: Any,
     ) -> "LLM":
-        """An LLM over parameters that are already on their device, or sharded over several by NamedShardings.
+        """Make an LLM of parameters that are on a device, or sharded over several by NamedShardings.
 
-        They are used without a copy, unless `quantization` or `tensor_parallel_size` say otherwise; a CPU's
-        projections in 16 bits are copied as it multiplies them fastest. The cache is split as the keys'
-        heads are. Raises ValueError for a parameter with NaN or infinity.
+        They are not copied, unless `quantization` or `tensor_parallel_size` require it; a CPU's 16-bit
+        projections are copied into the layout that it multiplies fastest. The cache is sharded as the heads
+        of the keys are. Raises ValueError for a parameter with NaN or infinity.
         """
-        require_own_threads()
-        chosen = join(engine_options(options))
-        if chosen.hf_overrides or chosen.load_format != "auto":
-            raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
-        keep_compiled(compilation_cache)
-        require_finite(on_devices(params))
         llm = cls.__new__(cls)
-        llm._begin(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
+        llm._begin(loading.given(config, params, tokenizer, eos_token_ids, compilation_cache, options))
         return llm
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
-        """An LLM of the keywords that an `EngineArgs` holds."""
+        """Make an LLM of the keywords in an `EngineArgs`."""
         return cls(**vars(engine_args))
 
-    def _begin(
-        self,
-        config: ModelConfig,
-        params: Decoder,
-        tokenizer: Tokenizer | None,
-        defaults: GenerationDefaults,
-        options: EngineOptions,
-        lacking: str = NONE,
-        model: str | None = None,
-        family: Family = FAMILIES["llama"],
-    ) -> None:
-        self.config, self.tokenizer, self.options = config, tokenizer, options
-        self._defaults = defaults = ending(defaults, tokenizer)
-        self._session, self._closing = disaggregated.started(config, params, options)
-        self._session.log = opened(self.engine, options, tokenizer, model)
-        self._intake = InputProcessor(
-            config.vocab_size,
-            self.engine.sizes.max_model_len,
-            options,
-            tokenizer,
-            defaults.eos_token_ids,
-            lacking,
-            registry_of(options, family, config, params.embed.dtype),
-        )
-
-    # ------------------------------------------------------------ whole results
+    def _begin(self, model: loading.LoadedModel) -> None:
+        self.config, self.tokenizer, self.options = model.config, model.tokenizer, model.options
+        self.defaults = ending(model.defaults, model.tokenizer)
+        self.session, self._closing = disaggregated.started(model.config, model.params, model.options)
+        self.session.log = opened(self.engine, model.options, model.tokenizer, model.folder)
+        self.input_processor = model.processor(self.engine.sizes.max_model_len, self.defaults)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         use_tqdm: Tqdm = True,
         *,
         lora_request: Adapters = None,
@@ -158,23 +127,22 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continuations of prompts, in their order. A prompt is text, token ids, or a mapping with either of
-        them.
+        """Generate continuations of prompts, in their order. A prompt is text, token ids, or a mapping with
+        `prompt` or `prompt_token_ids`.
 
-        One set of sampling parameters serves all, or a list has one for each; likewise adapters, and
-        priorities, of which smaller ones go first. `use_tqdm` may be a callable that makes the bar. Of vLLM's
-        other arguments only neutral values are allowed. Raises before anything is run if a prompt or
-        parameter is not allowed.
+        Sampling parameters, adapters and priorities (smaller ones go first) are one for all prompts, or a
+        list with one for each. `use_tqdm` may be a callable that makes the bar. vLLM's other arguments may
+        only have neutral values. Raises before any step if a prompt or parameter is not allowed.
         """
-        vllm.check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
-        texts = listed(prompts)
-        tickets = self._tickets(texts, sampling_params, priority, awaited=False, adapters=lora_request)
-        return self._finish(tickets, use_tqdm)
+        check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        params = self._settled(sampling_params)
+        makes = self.input_processor.makes(listed(prompts), params, priority, lora_request, awaited=False)
+        return self._outputs(self.session.complete(makes, use_tqdm))
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages,
+        sampling_params: Params = None,
         use_tqdm: Tqdm = True,
         lora_request: Adapters = None,
         chat_template: str | None = None,
@@ -185,29 +153,81 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Replies to one conversation or to several; a result's `prompt` is the rendered text.
+        """Generate replies to one conversation or several; the `prompt` of a result is the rendered text.
 
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        vllm.check_all(chat_template_content_format=chat_template_content_format)
-        prompts = self._intake.conversations(
+        prompts = self.input_processor.conversations(
             messages,
+            chat_template_content_format,
+            chat_template_kwargs,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(chat_template_kwargs or {}),
         )
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **others)
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
-        """A conversation as token ids; options are those of `chat.render_for`."""
-        return self._intake.conversation(messages, **options)["prompt_token_ids"]
+        """Return the token ids of a conversation; options are those of `chat.render_for`."""
+        return self.input_processor.conversation(messages, **options)["prompt_token_ids"]
 
-    log_likelihood, reply = likelihood.log_likelihood, replying.reply
-    save_cache, load_cache = snapshots.save_cache, snapshots.load_cache
-    update_params, load_params = weights.update_params, weights.load_params
-    pause_generation, resume_generation = weights.pause_generation, weights.resume_generation
+    def reply(
+        self,
+        messages: list[Message],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: Tqdm = False,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        tool_call_parser: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate the `n` choices of a reply to a conversation, as in OpenAI's API, tool calls included; see
+        `tasks.replying`. Raises ValueError for what is not allowed, and ChatTemplateError as `chat` does."""
+        choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        params = self._settled(sampling_params)
+        task = replying.task_of(messages, params, {"tools": tools, **choice}, chat_template_kwargs)
+        return replying.reply(self.session, self.input_processor, task, tool_call_parser, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        lora_request: Adapters = None,
+        use_tqdm: Tqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the `beam_width` continuations of each prompt with the highest log-probability, best first,
+        searching `concurrency_limit` prompts at once, or all. Raises ValueError for a prompt that `generate`
+        refuses, and for a `beam_width` beyond the option `max_logprobs`."""
+        args = self.session, self.input_processor, prompts, params, use_tqdm, concurrency_limit, lora_request
+        return beam.search(*args)
+
+    def log_likelihood(
+        self,
+        prompts: Prompts,
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
+        by: By = "prefill",
+    ) -> list[LogLikelihood]:
+        """Return log-probabilities of each prompt's tokens after its first, or of its continuation's (teacher
+        forcing), computed by prefill or by decode steps; see `tasks.likelihood`."""
+        return likelihood.log_likelihood(self.session, self.input_processor, prompts, continuations, by)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return embeddings of prompts, in their order; see `tasks.embedding`."""
+        check_all(tokenization_kwargs=tokenization_kwargs)
+        args = self.session, self.input_processor, prompts, pooling_params, lora_request, use_tqdm
+        return embedding.embed(*args)
 
     def stream(
         self,
@@ -217,19 +237,23 @@ class LLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> Generator[Delta]:
-        """Pieces of the continuation as they are generated; the request begins with the first piece that is
-        asked for.
+        """Generate a continuation piece by piece; the request begins with the first piece that is requested.
 
-        Leaving the loop early aborts it. Raises ValueError or TypeError at once for what is not allowed.
+        Closing the generator aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
-        (ticket,) = self._tickets([prompt], sampling_params, priority, adapters=lora_request)
-        return self._session.stream(ticket)
+        return self.session.stream(self._group(prompt, sampling_params, priority, lora_request))
 
     def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **others: Any
     ) -> AsyncGenerator[Delta]:
-        """`stream` for an event loop: steps run in a worker thread. Closing it aborts the request."""
-        return in_threads(partial(self.stream, prompt, sampling_params, **others))
+        """`stream` for an event loop: a thread takes the steps. Closing the generator aborts the request."""
+        make = partial(self._group, prompt, sampling_params, **others)
+        return self.async_driver.stream(make, lambda group: StreamCursor(group).take)
+
+    @cached_property
+    def async_driver(self) -> Driver:
+        """The driver of the requests of all event loops."""
+        return Driver(self.session)
 
     # ------------------------------------------------------------ one step at a time
 
@@ -242,65 +266,204 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id in use."""
-        tickets = self._tickets([prompt], params, priority, request_id, adapters=lora_request)
-        self._session.queue(tickets)
-        return tickets[0].id
+        group = self._group(prompt, params, priority, lora_request, request_id)
+        self.session.queue([group])
+        return group.id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; returns those of `add_request` that have finished since."""
-        return [self._intake.output(ticket) for ticket in self._session.step()]
+        """Advance all requests by one step; return those of `add_request` that have ended since the last
+        call."""
+        return self._outputs(self.session.step())
 
     def expect(self, requests: int | None) -> None:
-        """Say how many requests are to come behind the queued ones, None where no end is in sight: what a
-        cold engine compiles for."""
+        """Set the number of requests to come after the queued ones, None if unknown: a cold engine compiles
+        shapes accordingly."""
         self.engine.need.to_come = requests
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` is still to return requests of `add_request`."""
-        return self._session.count_queued > 0
+        """True if `step` is still to return requests of `add_request`."""
+        return self.session.count_queued > 0
 
     def abort(self, request_id: str) -> None:
         """End a request now, with finish reason "abort"; unknown ids are ignored."""
-        self._session.abort(request_id)
+        self.session.abort(request_id)
 
-    # ------------------------------------------------------------ the engine
+    def enqueue(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: Tqdm = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts as `generate` takes them, for `wait_for_completion`; return their ids."""
+        check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        params = self._settled(sampling_params)
+        makes = self.input_processor.makes(listed(prompts), params, priority, lora_request, awaited=False)
+        groups = self.session.groups_of(makes)
+        self.session.queue(groups)
+        return [group.id for group in groups]
+
+    def enqueue_chat(
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
+        arguments of `enqueue`."""
+        prompts = self.input_processor.conversations(
+            messages,
+            chat_template_content_format,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, **others)
+
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
+        """Run all queued requests to their end; return the results in the order of their queueing."""
+        check_all(output_type=output_type)
+        with progress(self.session.count_queued, use_tqdm) as on_ended:
+            return self._outputs(self.session.wait(on_ended))
+
+    @property
+    def params(self) -> Decoder:
+        """The weights being served, on the device; a CPU's 16-bit projections are a copy."""
+        return unprepared(self.engine.params)
+
+    def update_params(self, params: Decoder, mode: Mode | None = None) -> None:
+        """Serve other weights of the same shapes from now on, without a compilation.
+
+        `mode` of unfinished requests: "abort", "wait" (run them to their end before), or "keep" (continue
+        them with the new weights). Details and errors are those of `weights.update_params`.
+        """
+        weights.update_params(self.session, self.options, params, mode)
+
+    def load_params(self, path: str | Path, mode: Mode | None = None) -> int:
+        """`update_params` with a folder of the same model, in the served dtype; return the number of updates
+        so far. Raises CheckpointError for the folder."""
+        return weights.load_params(self.session, self.options, self.config, path, mode)
+
+    def save_cache(self, path: str | Path) -> int:
+        """Write the cached pages of prompts and answers into a folder for `load_cache`; return their number.
+        Errors are those of `snapshots.save_cache`."""
+        return snapshots.save_cache(self.session, self.options, path)
+
+    def load_cache(self, path: str | Path) -> None:
+        """Find pages of `save_cache` in a folder, until other weights are served; each is read when a prompt
+        needs it. Errors are those of `snapshots.load_cache`."""
+        snapshots.load_cache(self.session, self.options, path)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached pages; do nothing and return False while requests run.
+
+        `reset_running_requests` puts those back into the queue, to be computed again from their tokens.
+        `reset_connector` forgets pages in host memory (`swap_space`) and a loaded cache too; files stay.
+        """
+        return snapshots.reset(self.session, reset_running_requests, reset_connector)
+
+    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
+        """Take no steps until `resume_generation`; calls that need one raise RuntimeError, new requests wait.
+        `mode` is that of `sleep`. `clear_cache` forgets the cache: kept requests are computed again."""
+        self.session.settle(mode)
+        with self.session.turn():
+            if clear_cache and not self.engine.is_sleeping:
+                self.engine.vacate()
+            self.engine.sleep(0)
+
+    def resume_generation(self) -> None:
+        """End a pause."""
+        self.wake_up(TAGS[-1:])
+
+    def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
+        """Take no steps until `wake_up`: calls that need one raise RuntimeError. Requests may be queued.
+
+        Level 0 only pauses. Level 1 moves the parameters to the host and drops the cache; level 2 drops the
+        parameters too, and `update_params` has to bring others. Nothing is compiled afterwards. `mode` of
+        unfinished requests: "abort", "wait" (run them to their end before), or "keep" (continue after the
+        sleep). Raises ValueError for another level or mode.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"level={level!r} is not allowed: 0, 1 or 2")
+        self.session.settle(mode)
+        with self.session.turn():
+            self.engine.sleep(level)
+        give_back()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore what `sleep` released: all, or the named of "weights", "kv_cache" and "scheduling". Steps
+        are taken again once weights and cache are back. Raises ValueError for another tag."""
+        with self.session.turn():
+            self.engine.wake_up(TAGS if tags is None else tags)
+
+    def is_sleeping(self) -> bool:
+        return self.engine.is_sleeping
 
     @property
     def engine(self) -> Engine:
         """The engine that serves all callers. Raises RuntimeError after `close`."""
-        return self._session.engine
-
-    @property
-    def params(self) -> Decoder:
-        """The weights being served, as they lie on the device; a CPU's projections of 16 bits are a copy."""
-        return unprepared(self.engine.params)
+        return self.session.engine
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        """What was done so far: latencies in seconds, tokens per second, padding, cache, compilations.
+        """Return statistics since the start: latencies in seconds, tokens per second, padding, cache,
+        compilations.
 
-        `explained` adds, as text, a table of the programs that ran: operations, bytes, the floor of their
-        time on this device, and measured medians.
+        `explained` adds a table, as text, of the programs that ran: operations, bytes, the lower bound of
+        their time on this device, and measured medians.
         """
         return self.engine.report() | ({"explained": explain(self.engine)} if explained else {})
 
+    def get_metrics(self) -> list[Metric]:
+        """Return counts since the engine's start under vLLM's names."""
+        with self.session.turn():
+            return snapshot(self.engine)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of devices that the model is spread over."""
+        return len(devices(self.engine.params))
+
+    def start_profile(self, profile_prefix: str | None = None) -> Path:
+        """Record a profile of host and device (jax.profiler) until `stop_profile`; return its folder, see
+        `profiling.start`. Raises RuntimeError while another profile is recorded."""
+        return profiling.start(self.options.profiler_config, profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Write the profile. Raises RuntimeError if none is recorded."""
+        with self.session.turn():
+            profiling.stop()
+
     @property
     def longest_prompt(self) -> int:
-        """Most tokens that a prompt may have."""
-        return self._intake.longest
+        """Maximum number of tokens of a prompt."""
+        return self.input_processor.longest
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends, else the usual defaults."""
-        return SamplingParams.from_dict(self.options.recommended(self._defaults.sampling))
+        """Return the parameters that the model's generation_config.json recommends, else the defaults."""
+        return SamplingParams.from_dict(self.options.recommended(self.defaults.sampling))
 
     def close(self) -> None:
-        """Abort what runs and free the device's memory; a forked process leaves its parent's engine alone."""
+        """Abort all requests and free the device's memory; a forked process leaves its parent's engine."""
         if is_inherited():
             return
         self._closing.close()
-        for part in filter(None, (self._intake.grammars, self._session, self._session.log)):
+        for part in filter(None, (self.input_processor.grammars, self.session, self.session.log)):
             part.close()
         give_back()
 
@@ -310,42 +473,27 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ as in vLLM
+    encode = refused("encode", EMBEDS)
+    reward = refused("reward", f"models are served without heads that reward; {EMBEDS}")
+    classify = refused("classify", f"models are served to generate, and have no classes; {LIKELIHOOD}")
+    score = refused("score", f"in vLLM it is the similarity of two texts by a pooling model; {LIKELIHOOD}")
+    collective_rpc = refused("collective_rpc", f"the engine runs in this process, without workers; {WEIGHTS}")
+    apply_model = refused("apply_model", f"there is no torch module; {WEIGHTS}")
 
-    beam_search = vllm.beam_search
-    enqueue, enqueue_chat = vllm.enqueue, vllm.enqueue_chat
-    wait_for_completion = vllm.wait_for_completion
-    reset_prefix_cache = vllm.reset_prefix_cache
-    sleep, wake_up, is_sleeping = vllm.sleep, vllm.wake_up, vllm.is_sleeping
-    get_metrics, get_world_size = vllm.get_metrics, vllm.get_world_size
-    start_profile, stop_profile = vllm.start_profile, vllm.stop_profile
-    embed, encode = embedding.embed, vllm.encode
-    reward, classify, score = vllm.reward, vllm.classify, vllm.score
-    collective_rpc, apply_model = vllm.collective_rpc, vllm.apply_model
+    def _settled(self, params: Params) -> Any:
+        return self.get_default_sampling_params() if params is None else params
 
-    def _tickets(
+    def _group(
         self,
-        prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
         request_id: str | None = None,
-        awaited: bool = True,
-        adapters: Adapters = None,
-    ) -> list[RequestGroup]:
-        """Tickets of checked and tokenized prompts, their ids reserved; nothing is queued yet."""
-        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = one_each("sampling_params", given, len(prompts))
-        ranks = one_each("priorities", 0 if priority is None else priority, len(prompts))
-        make = partial(partial, self._intake.ticket, awaited=awaited)
-        own = one_each("lora_requests", adapters, len(prompts))
-        each = zip(prompts, params, ranks, own, strict=True)
-        makes = [make(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in each]
-        return self._session.tickets_of(makes, request_id)
+    ) -> RequestGroup:
+        """Make a group whose first token a client waits for."""
+        makes = self.input_processor.makes([prompt], self._settled(params), priority, lora_request)
+        return self.session.groups_of(makes, request_id)[0]
 
-    def _finish(self, tickets: list[RequestGroup], use_tqdm: Tqdm) -> list[RequestOutput]:
-        try:
-            with progress(len(tickets), use_tqdm) as done:
-                self._session.finish(tickets, done)
-        finally:  # also where no bar can be made
-            self._session.drop(tickets)
-        return [self._intake.output(ticket) for ticket in tickets]
+    def _outputs(self, groups: Sequence[RequestGroup]) -> list[RequestOutput]:
+        return [self.input_processor.output(group) for group in groups]

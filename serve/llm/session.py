@@ -1,12 +1,13 @@
-"""Many callers and one engine: tickets by id, whose turn it is, and who drives while several wait."""
+"""The requests of all callers in one engine: ids, turns, and the loops in which a caller steps the engine."""
 
 import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal, TypeVar
 
 from ..engine.core.engine import Engine
 from ..engine.core.request import Request
@@ -16,59 +17,47 @@ from ..runtime.equal_bits.warmup import Warmup
 from ..text.outputs import Delta
 from .audit.log import AuditLog
 from .audit.realms import Realms
-from .ticket import RequestGroup, StreamCursor
+from .bar import Tqdm, progress
+from .request_group import CompletionWatcher, RequestGroup, StreamCursor
 
-
-class CompletionWatcher:
-    """Whole tickets that somebody waits for, and those of them that have ended, in the order of their
-    ends."""
-
-    def __init__(self, tickets: Sequence[RequestGroup]):
-        self.left = {ticket.id: ticket for ticket in tickets if not ticket.finished}
-        self.ended = {ticket.id: ticket for ticket in tickets if ticket.finished}
-
-    def saw(self, ticket: RequestGroup) -> None:
-        if self.left.get(ticket.id) is ticket:
-            self.ended[ticket.id] = self.left.pop(ticket.id)
-
-    def taken(self) -> list[RequestGroup]:
-        """Those that have ended since the last call."""
-        ended, self.ended = self.ended, {}
-        return list(ended.values())
-
-    def forget(self, id: str) -> None:
-        self.left.pop(id, None)
-        self.ended.pop(id, None)
-
-
+T = TypeVar("T")
 Make = Callable[[str], RequestGroup]  # of an id
-Done = Callable[[list[RequestGroup]], None]
+OnEnded = Callable[[list[RequestGroup]], None]
+Mode = Literal[
+    "abort", "wait", "keep"
+]  # of unfinished requests, when the engine pauses or gets other weights
 
 
 class Session:
     """The requests of all callers in one engine. Every method may be called from any thread.
 
-    A ticket's id is taken before the ticket exists, and until `drop`. Whoever may run at any instant, as the
-    garbage collector does, only says what is to be dropped: the turn under way, or the next, does it.
+    groups: by id, from the reservation of the id until `drop`; None while a group is being made.
+    log: receives each request that has ended.
+    realms: renewed with the weights, if answers may be resumed on another replica.
+
+    Finalizers may run at any point, so they only enqueue a drop: it is executed at the end of the current
+    turn, or at the start of the next.
     """
 
     def __init__(self, engine: Engine):
         self._engine: Engine | None = engine
-        self.log: AuditLog | None = None  # which hears of requests that have ended
-        self.realms: Realms | None = None  # renewed with the weights, where answers may go on elsewhere
-        engine.on_end = listener(self)
-        self.tickets: dict[str, RequestGroup | None] = {}  # None where a ticket is in the making
-        self._queued: dict[str, RequestGroup] = {}  # those of them that `step` returns, in order
-        self._watches = [CompletionWatcher([])]  # the first is of those that `step` returns
-        self._leaving: deque[RequestGroup] = deque()
+        self.log: AuditLog | None = None
+        self.realms: Realms | None = None
+        self.groups: dict[str, RequestGroup | None] = {}
+        self._queue = CompletionWatcher([])  # groups that `step` and `wait` return
+        self._watches = [self._queue]
+        self._to_drop: deque[RequestGroup] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
-        engine.on_warmup = starter(self)
+        engine.on_end, engine.on_warmup = weakly(self.request_ended), weakly(self._begin_warmup)
         if engine.warmup is not None:
             engine.on_warmup(engine.warmup)
 
+    def _begin_warmup(self, warmup: Warmup) -> None:
+        warmup.begin(partial(warm_idle, weakref.ref(self), warmup))
+
     def warm(self) -> bool:
-        """Let an idle engine's warm-up advance by a run; says whether it did."""
+        """Let an idle engine's warm-up advance by one run; return whether it did."""
         with self.turn():
             return self._engine is not None and self._engine.warm()
 
@@ -82,12 +71,12 @@ class Session:
 
     @property
     def count_queued(self) -> int:
-        """Tickets that `step` or `wait` are still to return."""
-        return len(self._queued)
+        """Number of groups that `step` or `wait` are still to return."""
+        return len(self._queue.unfinished) + len(self._queue.ended)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """One caller at a time, and none is interrupted while the engine is between two states.
+        """Exclude other threads, and defer Ctrl-C until the engine is in a consistent state.
 
         Raises RuntimeError in a forked process.
         """
@@ -96,115 +85,125 @@ class Session:
             outermost, self._busy = not self._busy, True
             try:
                 if outermost:
-                    self._drop_leaving()
+                    self._drop_enqueued()
                 yield
             finally:
                 if outermost:
-                    self._drop_leaving()
+                    self._drop_enqueued()
                     self._busy = False
 
     # ------------------------------------------------------------ ids
 
-    def tickets_of(self, makes: Sequence[Make], id: str | None = None) -> list[RequestGroup]:
-        """Tickets made for free ids, or for the one `id`; the ids are reserved until the tickets are dropped.
+    def groups_of(self, makes: Sequence[Make], id: str | None = None) -> list[RequestGroup]:
+        """Make groups for free ids, or one for `id`; the ids are reserved until the groups are dropped.
 
-        Raises ValueError for an id that is in use, and whatever a `make` raises: the ids are free again then.
+        Raises ValueError for an id in use, and the errors of `makes`: the ids are then free again.
         """
         ids = self._take_ids(len(makes), id)
         try:
-            tickets = [make(id) for make, id in zip(makes, ids, strict=True)]
+            groups = [make(id) for make, id in zip(makes, ids, strict=True)]
         except BaseException:
             with self.turn():
                 for taken in ids:
-                    del self.tickets[taken]
+                    del self.groups[taken]
             raise
         with self.turn():
-            self.tickets |= {ticket.id: ticket for ticket in tickets}
-        return tickets
+            self.groups |= {group.id: group for group in groups}
+        return groups
 
     def _take_ids(self, count: int, id: str | None) -> list[str]:
         with self.turn():
-            if id in self.tickets:
+            if id in self.groups:
                 raise ValueError(f"request_id {id!r} is in use")
-            unused = (new for n in self._ids if (new := str(n)) not in self.tickets)
+            unused = (new for n in self._ids if (new := str(n)) not in self.groups)
             ids = list(itertools.islice(unused, count)) if id is None else [id]
-            self.tickets |= dict.fromkeys(ids)
+            self.groups |= dict.fromkeys(ids)
         return ids
 
-    # ------------------------------------------------------------ whole results
+    # ------------------------------------------------------------ steps
 
-    def finish(self, tickets: list[RequestGroup], done: Done) -> None:
-        """Run tickets to their end, calling `done` with the ended ones; an interrupt aborts the rest."""
-        try:
-            self.submit(tickets)
-            self._run(tickets, done)
-        finally:
-            self.drop(tickets)
-
-    def _run(self, tickets: list[RequestGroup], done: Done) -> None:
+    def advance(self) -> None:
+        """Step the engine, if it has work."""
         with self.turn():
-            watch = CompletionWatcher(tickets)
+            if self.engine.has_work:
+                self.engine.step()
+
+    def _run_until(self, is_over: Callable[[], bool], take: Callable[[], list[T]]) -> Iterator[list[T]]:
+        """Yield what `take` finds, which other callers' steps may have brought, until `is_over`; step only if
+        it finds nothing."""
+        while not is_over():
+            with self.turn():
+                if not (found := take()):
+                    self.advance()
+            yield found
+
+    def complete(self, makes: Sequence[Make], use_tqdm: Tqdm = False) -> list[RequestGroup]:
+        """Make groups and run them to their end; an interrupt aborts the rest."""
+        groups = self.groups_of(makes)
+        try:
+            with progress(len(groups), use_tqdm) as on_ended:
+                self.submit(groups)
+                self.run(groups, on_ended)
+        finally:  # also if no bar can be made
+            self.drop(groups)
+        return groups
+
+    def run(self, groups: Sequence[RequestGroup], on_ended: OnEnded = lambda ended: None) -> None:
+        """Step until all groups have ended, calling `on_ended` between steps with those that have."""
+        with self.turn():
+            watch = CompletionWatcher(groups)
             self._watches.append(watch)
         try:
-            while watch.left or watch.ended:
-                with self.turn():
-                    if watch.left:
-                        self.engine.step()
-                    ended = watch.taken()
-                done(ended)
+            for ended in self._run_until(lambda: watch.at_end, watch.take):
+                on_ended(ended)
         finally:
-            with self.turn():  # others' turns go through the list
+            with self.turn():  # other threads' turns iterate over the list
                 self._watches.remove(watch)
 
-    def _see(self, ticket: RequestGroup | None) -> None:
-        """Tell those who wait for a ticket, where it has ended."""
-        if ticket is not None and ticket.finished:
+    def _note_end(self, group: RequestGroup | None) -> None:
+        if group is not None and group.finished:
             for watch in self._watches:
-                watch.saw(ticket)
+                watch.note_end(group)
 
-    def _ended(self, request: Request) -> None:
-        ticket = self.tickets.get(request.id)
+    def request_ended(self, request: Request) -> None:
+        """The engine's callback for each request that ends."""
+        group = self.groups.get(request.id)
         if self.log is not None:
-            self.log.ended(request, 0 if ticket is None else ticket.requests.index(request))
-        self._see(ticket)
+            self.log.ended(request, 0 if group is None else group.requests.index(request))
+        self._note_end(group)
 
-    def submit(self, tickets: list[RequestGroup]) -> None:
+    def submit(self, groups: Sequence[RequestGroup]) -> None:
         with self.turn():
-            for ticket in tickets:
-                for request in ticket.requests:
+            for group in groups:
+                for request in group.requests:
                     if not request.finished:  # aborted before
                         self.engine.submit(request)
-                ticket.submitted = True
+                group.submitted = True
 
     # ------------------------------------------------------------ streams
 
-    def stream(self, ticket: RequestGroup) -> Generator[Delta]:
-        """What is new of a ticket; it is submitted with the first piece, and dropped with the generator."""
-        pieces = self._pieces(ticket)
-        weakref.finalize(
-            pieces, self._leave, ticket
-        ).atexit = False  # one that never begins runs no `finally`
+    def stream(self, group: RequestGroup) -> Generator[Delta]:
+        """Generate the news of a group; it is submitted with the first piece, and dropped with the
+        generator."""
+        pieces = self._pieces(group)
+        # a generator that never begins runs no `finally`
+        weakref.finalize(pieces, self._enqueue_drop, group).atexit = False
         return pieces
 
-    def _pieces(self, ticket: RequestGroup) -> Generator[Delta]:
-        """First whatever another caller's steps have brought, and a step only where there is nothing."""
-        cursor = StreamCursor(ticket)
+    def _pieces(self, group: RequestGroup) -> Generator[Delta]:
+        cursor = StreamCursor(group)
         try:
-            self.submit([ticket])
-            while not cursor.at_end:
-                with self.turn():
-                    engine, pieces = self.engine, cursor.take()
-                    if not pieces:
-                        engine.step()
+            self.submit([group])
+            for pieces in self._run_until(lambda: cursor.at_end, cursor.take):
                 yield from pieces
         finally:
-            self._leave(ticket)
+            self._enqueue_drop(group)
 
-    def _leave(self, ticket: RequestGroup) -> None:
-        """Drop a ticket now, or, where a turn is under way, at its end; in a forked process never."""
+    def _enqueue_drop(self, group: RequestGroup) -> None:
+        """Drop a group now, or at the end of the turn under way; in a forked process never."""
         if is_inherited():
             return
-        self._leaving.append(ticket)
+        self._to_drop.append(group)
         if self._lock.acquire(blocking=False):
             try:
                 if not self._busy:
@@ -215,115 +214,111 @@ class Session:
 
     # ------------------------------------------------------------ one step at a time
 
-    def queue(self, tickets: list[RequestGroup]) -> None:
-        """Submit tickets that `step` or `wait` return."""
+    def queue(self, groups: Sequence[RequestGroup]) -> None:
+        """Submit groups for `step` or `wait` to return."""
         with self.turn():
-            self.submit(tickets)
-            for ticket in tickets:
-                self._queued[ticket.id] = self._watches[0].left[ticket.id] = ticket
-                self._see(ticket)
+            self.submit(groups)
+            for group in groups:
+                self._queue.unfinished[group.id] = group
+                self._note_end(group)
 
     def step(self) -> list[RequestGroup]:
-        """Advance all requests by one step; returns the queued tickets that have finished since."""
+        """Advance all requests by one step; return the queued groups that have ended since the last call."""
         with self.turn():
-            if self.engine.has_work:
-                self.engine.step()
-            return self._give(sorted(self._watches[0].taken(), key=lambda ticket: ticket.place))
+            self.advance()
+            return self._claim(self._queue.ended.values())
 
-    def wait(self, done: Done) -> list[RequestGroup]:
-        """Run all queued tickets to their end; returns them in the order of their queueing."""
-        tickets = list(self._queued.values())
-        self._run(tickets, done)
+    def wait(self, on_ended: OnEnded) -> list[RequestGroup]:
+        """Run all queued groups to their end; return those that no other caller has taken."""
         with self.turn():
-            return self._give(tickets)
+            groups = [*self._queue.unfinished.values(), *self._queue.ended.values()]
+        self.run(groups, on_ended)
+        with self.turn():
+            return self._claim(group for group in groups if self._queue.ended.get(group.id) is group)
 
-    def _give(self, tickets: list[RequestGroup]) -> list[RequestGroup]:
-        """Tickets that nobody else has received; they leave the queue."""
-        mine = [ticket for ticket in tickets if self._queued.get(ticket.id) is ticket]
+    def _claim(self, groups: Iterable[RequestGroup]) -> list[RequestGroup]:
+        """Take groups that have ended out of the queue, in the order in which they were made."""
+        mine = sorted(groups, key=lambda group: group.requests[0].arrival)
         self.drop(mine)
         return mine
 
     # ------------------------------------------------------------ ends
 
     def abort(self, id: str) -> None:
-        """End what runs under an id, and what has not begun yet before it does; unknown ids are ignored."""
+        """End the requests of an id, also those not yet submitted; unknown ids are ignored."""
         with self.turn():
-            ticket = self.tickets.get(id)
-            if ticket is not None:
-                self._abort(ticket)
+            group = self.groups.get(id)
+            if group is not None:
+                self._abort(group)
 
-    def _abort(self, ticket: RequestGroup) -> None:
-        for request in ticket.requests:
-            if ticket.submitted:
+    def _abort(self, group: RequestGroup) -> None:
+        for request in group.requests:
+            if group.submitted:
                 self.engine.abort(request)
             elif not request.finished:
                 request.finish("abort")
-        self._see(ticket)
+        self._note_end(group)
 
-    def settle(self, mode: str) -> None:
-        """End what is unfinished ("abort"), or run it to its end ("wait"); of another mode nothing. Requests
-        that come meanwhile go on."""
+    def settle(self, mode: Mode) -> None:
+        """Abort what is unfinished ("abort"), run it to its end ("wait"), or leave it ("keep"). Requests that
+        arrive meanwhile are kept. Raises ValueError for another mode."""
+        check_mode(mode)
         with self.turn():
-            begun = [ticket for ticket in self.tickets.values() if ticket and ticket.submitted]
-            for ticket in begun if mode == "abort" else ():
-                self._abort(ticket)
-        while mode == "wait" and not all(ticket.finished for ticket in begun):
-            with self.turn():
-                if self.engine.has_work:
-                    self.engine.step()
+            begun = [group for group in self.groups.values() if group and group.submitted]
+            for group in begun if mode == "abort" else ():
+                self._abort(group)
+        if mode == "wait":
+            self.run(begun)
 
-    def drop(self, tickets: list[RequestGroup]) -> None:
-        """Forget tickets, and end those that have not ended."""
+    def drop(self, groups: Sequence[RequestGroup]) -> None:
+        """Free the ids of groups, and abort those that have not ended."""
         with self.turn():
-            for ticket in tickets:
-                self._drop(ticket)
+            for group in groups:
+                self._drop(group)
 
-    def _drop_leaving(self) -> None:
-        while self._leaving:
-            self._drop(self._leaving.popleft())
+    def _drop_enqueued(self) -> None:
+        while self._to_drop:
+            self._drop(self._to_drop.popleft())
 
-    def _drop(self, ticket: RequestGroup) -> None:
-        if self.tickets.get(ticket.id) is not ticket:
+    def _drop(self, group: RequestGroup) -> None:
+        if self.groups.get(group.id) is not group:
             return  # dropped before; its id may be another's now
-        if ticket.submitted and self._engine is not None:
-            self._abort(ticket)
-        del self.tickets[ticket.id]
-        self._queued.pop(ticket.id, None)
-        self._watches[0].forget(ticket.id)
+        if group.submitted and self._engine is not None:
+            self._abort(group)
+        del self.groups[group.id]
+        self._queue.forget(group.id)
 
     def close(self) -> None:
         """End all requests, and the engine."""
         with self.turn():
             if self._engine is not None and self._engine.warmup is not None:
                 self._engine.warmup.stop()
-            self.drop([ticket for ticket in self.tickets.values() if ticket is not None])
+            self.drop([group for group in self.groups.values() if group is not None])
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.close()
 
 
+def check_mode(mode: str) -> None:
+    if mode not in ("abort", "wait", "keep"):
+        raise ValueError(f"mode={mode!r} is not allowed: 'abort', 'wait' or 'keep'")
+
+
 def warm_idle(session: "weakref.ref[Session]", warmup: Warmup) -> bool:
-    """Let a session's engine advance in its warm-up by a run; says whether it did. Without the session the
-    warm-up ends."""
+    """Let a session's engine advance in its warm-up by one run; return whether it did. The warm-up ends with
+    the session."""
     found = session()
     if found is None:
         warmup.stop()
     return found is not None and found.warm()
 
 
-def starter(session: Session) -> Callable[[Warmup], None]:
-    """Begins a warm-up of a session's engine, and does not keep the session alive."""
-    alive = weakref.ref(session)
-    return lambda warmup: warmup.begin(partial(warm_idle, alive, warmup))
+def weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that calls a method, and does not keep its object alive."""
+    alive = weakref.WeakMethod(method)
 
+    def call(value: T) -> None:
+        if (found := alive()) is not None:
+            found(value)
 
-def listener(session: Session) -> Callable[[Request], None]:
-    """Tells a session of its requests' ends, and does not keep it alive."""
-    alive = weakref.ref(session)
-
-    def on_end(request: Request) -> None:
-        session = alive()
-        if session is not None:
-            session._ended(request)
-
-    return on_end
+    return call

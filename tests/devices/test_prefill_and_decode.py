@@ -37,7 +37,7 @@ def test_an_engine_on_each_device_gives_the_bits_of_one(begin, wanted):
         first, second = jax.devices()
         assert llm.params.embed.sharding.device_set == {second}
         peer = llm.engine.tiers.mover.peer
-        theirs = peer.source._session.engine.params
+        theirs = peer.source.session.engine.params
         assert theirs.embed.sharding.device_set == {first}
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert exact(found) == wanted and [o.num_cached_tokens for o in found] == [48, 64, 0]

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from duetto.serve.jobs.batch.options import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
-from duetto.serve.llm.intake import InputProcessor
+from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class CheckingEngine(FakeEngine):
         self.intake = InputProcessor(vocabulary, 64, EngineOptions(), self.tokenizer, eos_ids=(0,))
 
     def add_request(self, prompt, params, request_id, lora_request=None):
-        self.intake.ticket(request_id, prompt, params)
+        self.intake.group(request_id, prompt, params)
         super().add_request(prompt, params, request_id)
 
 

@@ -11,7 +11,7 @@ from duetto.sampling.accept import target_probs
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, dense_bias, empty_state, load_history, load_masks, needs_history
-from duetto.serve.llm.intake import InputProcessor
+from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
@@ -86,15 +86,15 @@ class Words:
 )
 def test_a_request_of_which_only_an_early_end_is_left_is_refused(given):
     with pytest.raises(ValueError, match=r"min_tokens=4 is not allowed.*leave only tokens that end"):
-        intake().ticket("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
-    intake().ticket("a", [1], SamplingParams(detokenize=False, **given))
-    intake().ticket("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
+        intake().group("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
+    intake().group("a", [1], SamplingParams(detokenize=False, **given))
+    intake().group("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
 
 
 @pytest.mark.parametrize("words", [["3", "12"], ["4 12"], ["12 4"]])
 def test_a_bad_word_beyond_the_vocabulary_is_refused(words):
     with pytest.raises(ValueError, match=r"bad_words=.*token id 12: the vocabulary's ids are 0..11"):
-        intake().ticket("a", [1], SamplingParams(bad_words=words, detokenize=False))
+        intake().group("a", [1], SamplingParams(bad_words=words, detokenize=False))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -15,7 +15,7 @@ from ....sampling.state import check_choice
 from ...engine.core.request import Request
 from ...llm.audit.facts import facts_of, weights_hash, words_hash
 from ...llm.llm import LLM
-from ...llm.ticket import RequestGroup
+from ...llm.request_group import RequestGroup
 from .claims import AuditEntry, Claim, Claims, Span
 from .compare import difference, is_last
 from .verdict import Verdict, VerificationReport
@@ -113,7 +113,7 @@ class Prover:
 
     def _adapter(self, entry: AuditEntry) -> Adapter | None:
         """The one whose terms a request had, whatever its name is here."""
-        served = self.llm._intake.adapters
+        served = self.llm.input_processor.adapters
         return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
 
     # ------------------------------------------------------------ run again
@@ -127,9 +127,7 @@ class Prover:
                 made.append((job, self._request(job, i)))
             except (ValueError, TypeError) as error:
                 found[job.claim.line].append(f"what was asked: {error}")
-        session = self.llm._session
-        makes = [partial(ticket_of, request) for _, request in made]
-        session.finish(session.tickets_of(makes), lambda done: None)
+        self.llm.session.complete([partial(group_of, request) for _, request in made])
         for job, request in made:
             wrong = difference(job.claim.entry, job.span, request)
             found[job.claim.line].extend([wrong] if wrong else [])
@@ -152,11 +150,11 @@ class Prover:
             stop_ids=entry.stop_ids,
             eos_ids=entry.eos_ids,
             bad_words=entry.bad_words,
-            text=self.llm._intake.detokenizer(params, entry.prompt),
+            text=self.llm.input_processor.detokenizer(params, entry.prompt),
             arrival=place,
             score_from=entry.score_from,
             patience=math.inf,
-            constraint=self.llm._intake.constraint(params, len(entry.prompt)),
+            constraint=self.llm.input_processor.constraint(params, len(entry.prompt)),
             adapter=self._adapter(entry),
         )
         request.resume(entry.tokens[: span.first])
@@ -174,6 +172,6 @@ class Prover:
         check_choice(params, V, stops, words)
 
 
-def ticket_of(request: Request, id: str) -> RequestGroup:
+def group_of(request: Request, id: str) -> RequestGroup:
     request.id = id
     return RequestGroup(id, None, [request])

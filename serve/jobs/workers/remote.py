@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ....lora.request import LoRARequest
 from ....sampling.params import SamplingParams
 from ...host.streams import tell
-from ...llm.intake import InputProcessor
+from ...llm.input_processor import InputProcessor
 from ...options.engine import EngineOptions
 from ...text.outputs import RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class WorkerPool:
         self._hands = [WorkerHandle(crew.hire()) for _ in range(count)]
         self._facts = self._first_facts()
         facts = self._facts
-        self._intake = InputProcessor(
+        self._processor = InputProcessor(
             facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids
         )
         self.lost = self._in_a_row = 0
@@ -86,7 +86,7 @@ class WorkerPool:
 
     @property
     def longest_prompt(self) -> int:
-        return self._intake.longest
+        return self._processor.longest
 
     def add_request(
         self,
@@ -97,7 +97,7 @@ class WorkerPool:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Raises ValueError or TypeError for what no worker could run."""
-        self._intake.ticket(request_id, prompt, params)
+        self._processor.group(request_id, prompt, params)
         self._deal(WorkerRequest(request_id, prompt, params, lora_request))
         return request_id
 
@@ -167,5 +167,5 @@ class WorkerPool:
         raise ValueError("save_cache is not allowed: the workers' caches are elsewhere")
 
     def close(self) -> None:
-        self._intake.grammars.close()
+        self._processor.grammars.close()
         self._crew.close()

@@ -49,8 +49,8 @@ class Worker:
 
     def facts(self) -> WorkerInfo:
         llm = self._llm
-        ends, products = llm._intake.eos_ids, self.report()["products"]
-        longest, realm = llm.engine.sizes.max_model_len, realms_of(llm).name
+        ends, products = llm.input_processor.eos_ids, self.report()["products"]
+        longest, realm = llm.engine.sizes.max_model_len, realms_of(llm.session, llm.input_processor).name
         return WorkerInfo(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
 
     def take(self, new: Sequence[WorkerRequest]) -> list[RequestOutput]:

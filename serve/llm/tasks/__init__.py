@@ -1,1 +1,1 @@
-"""What `LLM` does beside generating: beam search, embeddings, log-likelihoods, chat replies with tools."""
+"""Tasks of `LLM` other than generation: beam search, embeddings, log-likelihoods, chat replies with tools."""

@@ -1,31 +1,25 @@
-"""Beam search over log-probabilities: a round asks one token of every beam, whose pages are found by name."""
+"""Beam search over log-probabilities: a round generates one token of every beam, whose prefix is cached."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ....lora.request import Adapters, LoRARequest
 from ....sampling.params import BeamSearchParams, SamplingParams
 from ...text.outputs import CompletionOutput, Logprob, require_whole
 from ..bar import Tqdm, rounds
-from ..intake import Prompt, listed, one_each
-
-if TYPE_CHECKING:
-    from ..llm import LLM
+from ..input_processor import InputProcessor, Prompt, listed, one_each
+from ..session import Session
 
 
 @dataclass
 class BeamSearchSequence:
-    """A beam: the prompt's tokens and its own, the alternatives at each of its own, and its log-probability.
+    """A beam."""
 
-    `text` is that of all its tokens, special ones too.
-    """
-
-    tokens: list[int]
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    tokens: list[int]  # the prompt's and its own
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # alternatives at each of its own tokens
     cum_logprob: float = 0.0
-    text: str | None = None
+    text: str | None = None  # of all its tokens, special ones included
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
 
@@ -39,12 +33,12 @@ class BeamSearchOutput:
 
 @dataclass
 class Search:
-    """One prompt's search: beams that grow, and those that have ended."""
+    """The search of one prompt: beams that grow, and those with an end token."""
 
     params: BeamSearchParams
     eos_ids: tuple[int, ...]
     prompt: list[int]
-    rounds: int  # tokens that a beam may get
+    rounds: int  # tokens that a beam may still get
     beams: list[BeamSearchSequence]
     adapter: LoRARequest | None = None
     ended: list[BeamSearchSequence] = field(default_factory=list)
@@ -88,76 +82,80 @@ def continuations(beam: BeamSearchSequence, result: CompletionOutput) -> Iterato
 
 
 def search(
-    llm: "LLM",
+    session: Session,
+    processor: InputProcessor,
     prompts: Prompt | Sequence[Prompt],
     params: BeamSearchParams,
-    use_tqdm: Tqdm = False,
-    concurrency_limit: int | None = None,
-    lora_request: Adapters = None,
+    use_tqdm: Tqdm,
+    concurrency_limit: int | None,
+    lora_request: Adapters,
 ) -> list[BeamSearchOutput]:
-    """`LLM.beam_search`."""
+    """Search beams of each prompt, as `LLM.beam_search` describes."""
     if concurrency_limit is not None and concurrency_limit < 1:
         raise ValueError(f"concurrency_limit={concurrency_limit!r} is not allowed: 1 or more, or None")
     texts = listed(prompts)
     adapters = one_each("lora_requests", lora_request, len(texts))
-    searches = [begun(llm, *one, params) for one in zip(texts, adapters, strict=True)]
-    asked = one_token(params, llm.options.max_logprobs, llm.config.vocab_size)
+    searches = [begun(processor, *one, params) for one in zip(texts, adapters, strict=True)]
+    token = one_token(params, processor.options.max_logprobs, processor.vocab_size)
     at_once = concurrency_limit or max(len(searches), 1)
     for first in range(0, len(searches), at_once):
-        run(llm, searches[first : first + at_once], asked, use_tqdm)
-    return [BeamSearchOutput([with_text(llm, beam) for beam in s.sequences()]) for s in searches]
+        run(session, processor, searches[first : first + at_once], token, use_tqdm)
+    return [BeamSearchOutput([with_text(processor, beam) for beam in s.sequences()]) for s in searches]
 
 
-def begun(llm: "LLM", prompt: Prompt, adapter: LoRARequest | None, params: BeamSearchParams) -> Search:
-    """A prompt's search. Raises ValueError or TypeError for a prompt that `generate` would refuse."""
+def begun(
+    processor: InputProcessor, prompt: Prompt, adapter: LoRARequest | None, params: BeamSearchParams
+) -> Search:
+    """Return a prompt's search. Raises ValueError or TypeError for a prompt that `generate` would refuse."""
     limit = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
-    _, tokens = llm._intake.tokens(prompt)
-    llm._intake.check(tokens, limit)
-    rounds = llm._intake.end(tokens, limit) - len(tokens)
-    return Search(params, llm._intake.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)], adapter)
+    _, tokens = processor.tokens(prompt)
+    processor.check(tokens, limit)
+    rounds = processor.end(tokens, limit) - len(tokens)
+    return Search(params, processor.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)], adapter)
 
 
 def one_token(params: BeamSearchParams, most: int, V: int) -> SamplingParams:
-    """Twice as many alternatives as beams: were each best one an end, enough would go on. The engine reports
-    `most`.
+    """Sampling parameters of a round. `most` is the engine's `max_logprobs`.
 
-    Log-probabilities are those of the raw logits: as in vLLM, the temperature has no part in the search.
+    A round has twice as many alternatives as beams: if the best of each beam is an end token, enough beams
+    continue. Log-probabilities are those of the raw logits: as in vLLM, the temperature has no effect.
     """
     wanted = min(2 * params.beam_width, V)
-    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=wanted, detokenize=False)
+    found = SamplingParams(temperature=0.0, max_tokens=1, logprobs=wanted, detokenize=False)
     try:
-        asked.check_logprobs(most, V)
-        return asked
+        found.check_logprobs(most, V)
+        return found
     except ValueError as error:
         raise ValueError(
             f"beam_width={params.beam_width} needs {wanted} log-probabilities: {error}"
         ) from None
 
 
-def run(llm: "LLM", searches: list[Search], params: SamplingParams, use_tqdm: Tqdm) -> None:
-    """Rounds over all beams of all searches, until none grows."""
+def run(
+    session: Session,
+    processor: InputProcessor,
+    searches: list[Search],
+    params: SamplingParams,
+    use_tqdm: Tqdm,
+) -> None:
+    """Run rounds over all beams of all searches, until none grows."""
     for _ in rounds(max(search.rounds for search in searches), use_tqdm):
         if not (growing := [search for search in searches if search.growing]):
             break
-        beams = [(search, beam) for search in growing for beam in search.beams]
+        make = partial(partial, processor.group, params=params)
         makes = [
-            partial(
-                llm._intake.ticket,
-                prompt=beam.tokens,
-                params=params,
-                written=len(beam.logprobs),
-                lora_request=search.adapter,
-            )
-            for search, beam in beams
+            make(prompt=beam.tokens, written=len(beam.logprobs), lora_request=search.adapter)
+            for search in growing
+            for beam in search.beams
         ]
-        found = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
+        found = [processor.output(group) for group in session.complete(makes)]
         require_whole("beam_search", found)
         results = iter(found)
         for search in growing:
             search.grow([next(results).outputs[0] for _ in search.beams])
 
 
-def with_text(llm: "LLM", beam: BeamSearchSequence) -> BeamSearchSequence:
-    if llm.tokenizer is not None:
-        beam.text = llm.tokenizer.decode(beam.tokens, skip_special_tokens=False)
+def with_text(processor: InputProcessor, beam: BeamSearchSequence) -> BeamSearchSequence:
+    if processor.tokenizer is not None:
+        beam.text = processor.tokenizer.decode(beam.tokens, skip_special_tokens=False)
     return beam

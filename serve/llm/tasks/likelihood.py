@@ -1,16 +1,16 @@
-"""Log-probabilities of texts that are given (teacher forcing), through the ordinary requests."""
+"""Log-probabilities of given texts (teacher forcing), by ordinary requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ....sampling.params import SamplingParams
 from ...text.outputs import Logprob, RequestOutput, require_whole
-from ..intake import Prompt, is_one_prompt, listed
+from ..input_processor import InputProcessor, Prompt, is_one_prompt, listed
+from ..session import Make, Session
 
-if TYPE_CHECKING:
-    from ..llm import LLM
+By = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -26,58 +26,66 @@ class LogLikelihood:
 
 
 def log_likelihood(
-    llm: "LLM",
+    session: Session,
+    processor: InputProcessor,
     prompts: Prompt | Sequence[Prompt],
-    continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
-    by: Literal["prefill", "decode"] = "prefill",
+    continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None,
+    by: By,
 ) -> list[LogLikelihood]:
-    """Log-probabilities of each prompt's tokens after its first, or of its continuation's (teacher forcing).
+    """Return log-probabilities of each prompt's tokens after its first, or of its continuation's.
 
-    Continuations of one prompt compute it once, where they stand one after the other and prefixes are cached.
-    By prefill a text is read at once. By decode each token of a continuation is a request of its own, in
-    which those before it are fed one by one: that takes far longer, and has the very bits that were reported
-    when such tokens were sampled, also where prefill's last bits are others. Raises ValueError for an empty
-    prompt, where prompts and continuations differ in number, and for decode without continuations.
+    A prompt is prefilled once for its continuations if they follow each other and prefixes are cached. `by`
+    "prefill" computes a text at once. "decode" makes a request of each token of a continuation, and feeds
+    those before it one by one: much slower, with the bits that were reported when such tokens were sampled,
+    also if prefill's last bits differ. Raises ValueError for an empty prompt, if prompts and continuations
+    differ in number, and for "decode" without continuations.
     """
     if by not in ("prefill", "decode") or (by == "decode" and continuations is None):
         raise ValueError(f"by={by!r} is not allowed: 'prefill', or with continuations 'decode'")
-    ids = [llm._intake.tokens(prompt)[1] for prompt in listed(prompts)]
+    ids = [processor.tokens(prompt)[1] for prompt in listed(prompts)]
     if continuations is None:
         ends, starts = [[] for _ in ids], [1] * len(ids)
     else:
         given: Any = [continuations] if is_one_prompt(continuations) else continuations
-        ends, starts = [continuation(llm, c) for c in given], [len(a) for a in ids]
+        ends, starts = [continuation(processor, c) for c in given], [len(a) for a in ids]
     if len(ends) != len(ids):
         raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
     if 0 in starts:
         raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
     if by == "decode":
-        return decoded(llm, ids, ends)
+        return decoded(session, processor, ids, ends)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     makes = [
-        partial(llm._intake.ticket, prompt=a + b, params=params, score_from=start, awaited=False)
+        partial(processor.group, prompt=a + b, params=params, score_from=start, awaited=False)
         for a, b, start in zip(ids, ends, starts, strict=True)
     ]
-    results = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
-    require_whole("log_likelihood", results)
-    return [of_prompt(result, start) for result, start in zip(results, starts, strict=True)]
+    found = zip(results(session, processor, makes), starts, strict=True)
+    return [of_prompt(result, start) for result, start in found]
 
 
-def decoded(llm: "LLM", prompts: list[list[int]], ends: list[list[int]]) -> list[LogLikelihood]:
-    """Those of continuations: each token is the only one that a request may sample after those before it."""
+def decoded(
+    session: Session, processor: InputProcessor, prompts: list[list[int]], ends: list[list[int]]
+) -> list[LogLikelihood]:
+    """Score continuations: each token is the only one that a request may sample after those before it."""
     makes = [
-        partial(llm._intake.ticket, prompt=a, params=only(b, i), known=[b[:i]], awaited=False)
+        partial(processor.group, prompt=a, params=only(b, i), known=[b[:i]], awaited=False)
         for a, b in zip(prompts, ends, strict=True)
         for i in range(len(b))
     ]
-    results = llm._finish(llm._session.tickets_of(makes), use_tqdm=False)
-    require_whole("log_likelihood", results)
-    last = iter([(result.outputs[0].logprobs or [{}])[-1] for result in results])
+    found = results(session, processor, makes)
+    last = iter([(result.outputs[0].logprobs or [{}])[-1] for result in found])
     return [LogLikelihood(b, [next(last)[token].logprob for token in b]) for b in ends]
 
 
+def results(session: Session, processor: InputProcessor, makes: Sequence[Make]) -> list[RequestOutput]:
+    """Run requests. Raises RuntimeError if one was aborted."""
+    found = [processor.output(group) for group in session.complete(makes)]
+    require_whole("log_likelihood", found)
+    return found
+
+
 def only(tokens: list[int], i: int) -> SamplingParams:
-    """Parameters with which token i of a continuation is sampled."""
+    """Return parameters with which only token i of a continuation can be sampled."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=i + 1,
@@ -88,16 +96,16 @@ def only(tokens: list[int], i: int) -> SamplingParams:
     )
 
 
-def continuation(llm: "LLM", text: str | Sequence[int]) -> list[int]:
+def continuation(processor: InputProcessor, text: str | Sequence[int]) -> list[int]:
     if not isinstance(text, str):
         return list(text)
-    if llm.tokenizer is None:
-        raise ValueError(f"{llm._intake.lacking}: give continuations as token ids")
-    return llm.tokenizer.encode(text, add_special_tokens=False)
+    if processor.tokenizer is None:
+        raise ValueError(f"{processor.lacking}: give continuations as token ids")
+    return processor.tokenizer.encode(text, add_special_tokens=False)
 
 
 def of_prompt(result: RequestOutput, start: int) -> LogLikelihood:
-    """That of a prompt's tokens from position `start` on, in a result with `prompt_logprobs`."""
+    """Return the log-probabilities from position `start` on of a result with `prompt_logprobs`."""
     entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
     ids = result.prompt_token_ids[start:]
     found = zip(ids, entries[start:], strict=True)

@@ -1,8 +1,14 @@
-"""Replies to chats with tools, in the form of OpenAI's API."""
+"""Replies to chats with tools, in the form of OpenAI's API.
+
+Each `message` may have `tool_calls` and reasoning beside its content, and can be appended to the
+conversation.
+`tools` and `tool_choice` are those of a request to the server.
+"""
 
 from collections.abc import Mapping
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -12,43 +18,32 @@ from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, params_for, prompt_ids
 from ...text.tokenizer.chat import Message, check_messages
 from ..bar import Tqdm
+from ..input_processor import InputProcessor
+from ..session import Session
 
-if TYPE_CHECKING:
-    from ..llm import LLM
+
+def task_of(
+    messages: list[Message],
+    params: SamplingParams,
+    tools: dict[str, Any],
+    variables: Mapping[str, Any] | None,
+) -> Task:
+    """Check a conversation; `tools` are fields of a body, `variables` those of the chat template. Raises
+    ValueError for what is not allowed."""
+    checked, toolbox = check_messages(messages), toolbox_of(tools)
+    own = dict(variables or {})
+    return Task("chat", None, params, messages=checked, template_variables=own, toolbox=toolbox)
 
 
 def reply(
-    llm: "LLM",
-    messages: list[Message],
-    sampling_params: SamplingParams | None = None,
-    use_tqdm: Tqdm = False,
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    tool_choice: str | Mapping[str, Any] | None = None,
-    parallel_tool_calls: bool = True,
-    tool_call_parser: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    session: Session, processor: InputProcessor, task: Task, parser: str | None, use_tqdm: Tqdm
 ) -> list[dict[str, Any]]:
-    """Replies to a conversation as OpenAI's API has them, `n` choices: each `message` may have `tool_calls`
-    and reasoning beside its content, and goes on in the conversation as it is.
-
-    Tools, and which may be called, are as in a request to the server; `tool_call_parser` names the notation
-    of calls, by default the chat template's. The ids of calls come of the prompt and the seed.
-
-    Raises ValueError for what is not allowed, and ChatTemplateError as `chat`.
-    """
-    choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
-    task = Task(
-        "chat",
-        None,
-        llm.get_default_sampling_params() if sampling_params is None else sampling_params,
-        messages=check_messages(messages),
-        template_variables=dict(chat_template_kwargs or {}),
-        toolbox=toolbox_of({"tools": tools, **choice}),
-    )
-    replies = Replies("", llm.tokenizer, tool_call_parser)
-    prompt = prompt_ids(task, llm.tokenizer, llm.longest_prompt)
+    """Return the choices of a reply. Ids of tool calls are hashes of the prompt and the seed; `parser` is the
+    notation of calls, by default the chat template's."""
+    replies = Replies("", processor.tokenizer, parser)
+    prompt = prompt_ids(task, processor.tokenizer, processor.longest)
     params = params_for(task, replies.dialect, prompt)
-    (result,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm)
+    make = partial(processor.group, prompt=prompt, params=params, awaited=False)
+    (group,) = session.complete([make], use_tqdm)
     key = sha256(msgspec.json.encode((prompt, params.seed))).hexdigest()
-    return replies.body(key, task, result)["choices"]
+    return replies.body(key, task, processor.output(group))["choices"]

@@ -99,7 +99,7 @@ class Traced:
 
 
 def attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
-    task, requests = call.tasks[0], [one for flow in call.flows for one in flow.ticket.requests]
+    task, requests = call.tasks[0], [one for flow in call.flows for one in flow.group.requests]
     yield "gen_ai.operation.name", OPERATIONS.get(task.form, task.form)
     yield "gen_ai.provider.name", "duetto"
     yield "gen_ai.request.model", call.model

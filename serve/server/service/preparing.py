@@ -88,7 +88,8 @@ class TaskPreparer:
             prompt = prompt_ids(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
             params = task.pooling or params_for(task, self._replies.dialect, prompt)
             shape = None if isinstance(params, PoolingParams) else params.structured_outputs
-            return PreparedPrompt(task, prompt, params, None if shape is None else self._driver.wanted(shape))
+            grammars = self._llm.input_processor.grammars
+            return PreparedPrompt(task, prompt, params, None if shape is None else grammars.wanted(shape))
 
     def _flows(
         self, reads: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]
@@ -98,7 +99,8 @@ class TaskPreparer:
     def _flow(self, read: PreparedPrompt, adapters: Mapping[str, LoRARequest]) -> StreamHandle:
         with refusals(read.task):
             adapter = adapters.get(read.task.model or "")
-            return self._driver.flow(read.prompt, read.params, read.task.known, adapter)
+            own = self._llm.session, self._llm.input_processor
+            return StreamHandle(*own, read.prompt, read.params, read.task.known, adapter)
 
 
 def all_of(values: Iterable[T], undo: Callable[[list[T]], None]) -> list[T]:

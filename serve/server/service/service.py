@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Receive
 
 from ....lora.request import LoRARequest
+from ...engine.lora.registry import Registry
 from ...llm.driver import Driver, StreamChunk, StreamHandle
 from ...llm.llm import LLM
 from ...llm.weights import realms_of
@@ -76,7 +77,13 @@ class Service:
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
         self.replies = Replies(self.names[0], llm.tokenizer, options.tool_call_parser)
-        self.realms = realms_of(llm, self.names[0], sorted(self.defaults.items()), options.tool_call_parser)
+        self.realms = realms_of(
+            llm.session,
+            llm.input_processor,
+            self.names[0],
+            sorted(self.defaults.items()),
+            options.tool_call_parser,
+        )
         self.error: Exception | None = None
         self.is_draining = False
         self.ended = asyncio.Event()
@@ -87,7 +94,7 @@ class Service:
         self.max_model_len = llm.engine.sizes.max_model_len
         self.lag = EventLoopLag(self._loop)
         self._pinging = self._loop.call_later(options.ping, self._ping)
-        self._driver = Driver(llm, self._deliver, self._fail)
+        self._driver = Driver(llm.session, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
     def require_model(self, name: str) -> str:
@@ -99,23 +106,24 @@ class Service:
     @property
     def adapters(self) -> dict[str, LoRARequest]:
         """Adapters by the names that requests may give; the names of the model itself take precedence."""
-        registry = self._driver.adapters
+        registry = self.llm.input_processor.adapters
         found = [] if registry is None else registry.requests
         return {own.lora_name: own for own in found if own.lora_name not in self.names}
 
-    def require_adapters(self) -> None:
+    def require_adapters(self) -> Registry:
         """Raise HttpError if no adapters are served."""
-        if self._driver.adapters is None:
+        if (registry := self.llm.input_processor.adapters) is None:
             raise HttpError(400, "no adapters are served: set enable_lora")
+        return registry
 
     def load_adapter(self, name: str, path: str) -> None:
         """Read an adapter and serve it under a name. Raises CheckpointError."""
-        self._driver.load_adapter(name, path)
+        registry = self.require_adapters()
+        registry.load(LoRARequest(name, registry.next_id(), path))
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter. Raises ValueError for an unknown name, HttpError if no adapters are served."""
-        self.require_adapters()
-        self._driver.unload_adapter(name)
+        self.require_adapters().unload(name)
 
     # ------------------------------------------------------------ requests
 
@@ -160,7 +168,7 @@ class Service:
         return await asyncio.to_thread(self.results, call)
 
     def results(self, call: ApiCall) -> list[RequestOutput]:
-        return [self._driver.output(flow) for flow in call.flows]
+        return [flow.output() for flow in call.flows]
 
     @contextmanager
     def _room(self, count: int, is_admitted: bool) -> Iterator[None]:
@@ -297,7 +305,7 @@ class Service:
         if self.is_draining and not self._calls:
             self.ended.set()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, flows: Sequence[StreamHandle]) -> None:
         self._loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:

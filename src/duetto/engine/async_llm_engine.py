@@ -1,17 +1,16 @@
 """`AsyncLLM`: an `LLM` for an event loop, with vLLM's names and order of arguments."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
 
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.host.threads import Gate, in_threads
-from ..serve.llm.intake import InputProcessor, Prompt
+from ..serve.llm.input_processor import Prompt
 from ..serve.llm.llm import LLM
-from ..serve.llm.ticket import RequestGroup
+from ..serve.llm.request_group import RequestGroup
 from ..serve.llm.vllm import check_all
 from ..serve.text.outputs import RequestOutput
 from .progress import Progress
@@ -27,12 +26,10 @@ def awaited(name: str) -> Callable[..., Awaitable[Any]]:
 
 
 class AsyncLLM:
-    """Requests run in worker threads while the event loop goes on; as many as are iterated share the engine's
-    steps."""
+    """Requests of one or several event loops; a thread takes the engine's steps for all of them."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self._gate = Gate()
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "AsyncLLM":
@@ -54,22 +51,19 @@ class AsyncLLM:
         """Reports of a request, as its `output_kind` says, up to its end. Closing or cancelling it aborts the
         request."""
         check_all(tokenization_kwargs=tokenization_kwargs)
-        start = partial(self._reports, prompt, sampling_params, request_id, priority, lora_request)
-        async with aclosing(in_threads(start, self._gate)) as reports:
+        session, processor = self.llm.session, self.llm.input_processor
+        progress = Progress(sampling_params.output_kind)
+
+        def make() -> RequestGroup:
+            makes = processor.makes([prompt], sampling_params, priority, lora_request)
+            return session.groups_of(makes, request_id)[0]
+
+        def take(group: RequestGroup) -> list[RequestOutput]:
+            return [] if (report := progress.take(group, processor)) is None else [report]
+
+        async with aclosing(self.llm.async_driver.stream(make, partial(partial, take))) as reports:
             async for report in reports:
                 yield report
-
-    def _reports(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        priority: int,
-        adapter: LoRARequest | None,
-    ) -> Generator[RequestOutput]:
-        (ticket,) = self.llm._tickets([prompt], params, priority, request_id, adapters=adapter)
-        pieces = self.llm._session.stream(ticket)
-        return reported(pieces, ticket, self.llm._intake, Progress(params.output_kind))
 
     sleep, wake_up, is_sleeping = awaited("sleep"), awaited("wake_up"), awaited("is_sleeping")
     reset_prefix_cache = awaited("reset_prefix_cache")
@@ -80,13 +74,13 @@ class AsyncLLM:
         `abort` does."""
         if mode != "keep":
             raise ValueError(f"mode={mode!r} is not supported: only 'keep'")
-        await self._gate.close()
+        await asyncio.to_thread(self.llm.async_driver.pause)
 
     async def resume_generation(self) -> None:
-        self._gate.open()
+        self.llm.async_driver.resume()
 
     async def is_paused(self) -> bool:
-        return not self._gate.is_open
+        return not self.llm.async_driver.is_open
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests now. Unknown ids are ignored."""
@@ -101,16 +95,6 @@ class AsyncLLM:
         if name == "llm":
             raise AttributeError(name)
         return getattr(self.llm, name)
-
-
-def reported(
-    pieces: Generator[Any], ticket: RequestGroup, intake: InputProcessor, progress: Progress
-) -> Generator[RequestOutput]:
-    """Reports of a request that begins with the first."""
-    with closing(pieces):
-        for _ in pieces:
-            if report := progress.take(ticket, intake):
-                yield report
 
 
 AsyncLLMEngine = AsyncLLM

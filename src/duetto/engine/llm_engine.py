@@ -5,7 +5,7 @@ from typing import Any
 
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.llm.intake import Prompt
+from ..serve.llm.input_processor import Prompt
 from ..serve.llm.llm import LLM
 from ..serve.llm.vllm import check_all
 from ..serve.text.outputs import RequestOutput
@@ -51,14 +51,14 @@ class LLMEngine:
 
         What the `LLM` itself has queued is returned when it has ended.
         """
-        session, intake = self.llm._session, self.llm._intake
-        tickets = {ticket.id: ticket for ticket in session.step()}
-        reports = [intake.output(ticket) for id, ticket in tickets.items() if id not in self._progress]
+        session, processor = self.llm.session, self.llm.input_processor
+        ended = {group.id: group for group in session.step()}
+        reports = [processor.output(group) for id, group in ended.items() if id not in self._progress]
         for id, progress in list(self._progress.items()):
-            ticket = tickets.get(id) or session.tickets.get(id)
-            if ticket and (report := progress.take(ticket, intake)):
+            group = ended.get(id) or session.groups.get(id)
+            if group and (report := progress.take(group, processor)):
                 reports.append(report)
-            if ticket is None or progress.ended:
+            if group is None or progress.ended:
                 del self._progress[id]
         return reports
 
@@ -66,8 +66,8 @@ class LLMEngine:
         """End requests now; nothing more is reported of them. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             self._progress.pop(id, None)
-            if ticket := self.llm._session.tickets.get(id):
-                self.llm._session.drop([ticket])
+            if group := self.llm.session.groups.get(id):
+                self.llm.session.drop([group])
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._progress)

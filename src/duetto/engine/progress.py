@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from ..sampling.params import RequestOutputKind
-from ..serve.llm.intake import InputProcessor
-from ..serve.llm.ticket import RequestGroup
+from ..serve.llm.input_processor import InputProcessor
+from ..serve.llm.request_group import RequestGroup
 from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 
@@ -17,15 +17,15 @@ class Progress:
     places: tuple[tuple[int, int], ...] = ()  # tokens and characters of each
     ended: bool = False
 
-    def take(self, ticket: RequestGroup, intake: InputProcessor) -> RequestOutput | None:
+    def take(self, group: RequestGroup, processor: InputProcessor) -> RequestOutput | None:
         """The report that is due for a request as it stands, None where there is none; its end is reported
         once."""
         before = self.generated
-        self.generated = sum(request.generated for request in ticket.requests)
+        self.generated = sum(request.generated for request in group.requests)
         new = self.kind is not RequestOutputKind.FINAL_ONLY and self.generated > before
-        if self.ended or not (new or ticket.finished):
+        if self.ended or not (new or group.finished):
             return None
-        output, self.ended = intake.output(ticket), ticket.finished
+        output, self.ended = processor.output(group), group.finished
         if self.kind is not RequestOutputKind.DELTA:
             return output
         places = self.places or ((0, 0),) * len(output.outputs)

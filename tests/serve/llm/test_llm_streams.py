@@ -74,13 +74,13 @@ def test_leaving_an_asynchronous_stream_aborts_it(llm):
         begun = asyncio.Event()
         task = asyncio.create_task(consume(begun))
         await begun.wait()
-        assert llm._session.tickets
+        assert llm.session.groups
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     assert asyncio.run(leave()) > 0
-    assert not llm._session.tickets
+    assert not llm.session.groups
     asyncio.run(cancel())
     with pytest.raises(TypeError, match="a prompt is"):
         asyncio.run(anext(llm.astream(5)))

@@ -181,4 +181,4 @@ def test_parameters_that_are_none(llm, wrong):
 def test_no_id_stays_taken_where_no_bar_can_be_made(llm):
     with pytest.raises(ZeroDivisionError):
         llm.generate([ONE, TWO], GREEDY, use_tqdm=lambda *args, **given: 1 / 0)
-    assert not llm._session.tickets
+    assert not llm.session.groups

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from fakes.engine import ask
 
+from duetto.serve.llm.request_group import RequestGroup, StreamCursor
 from duetto.serve.llm.session import Session
-from duetto.serve.llm.ticket import RequestGroup, StreamCursor
 
 
 class Ending:
@@ -40,7 +40,7 @@ class Ending:
 
 @pytest.fixture
 def looked(monkeypatch) -> list[str]:
-    """The ids of tickets of which somebody asked whether they have ended, one for each time."""
+    """The ids of groups whose `finished` was read, one for each time."""
     seen: list[str] = []
     plain = cast(property, RequestGroup.finished).fget
     assert plain is not None
@@ -48,25 +48,27 @@ def looked(monkeypatch) -> list[str]:
     return seen
 
 
-def tickets(session: Session, count: int) -> list[RequestGroup]:
+def groups(session: Session, count: int) -> list[RequestGroup]:
     def make(id: str) -> RequestGroup:
         request = ask([1], arrival=int(id))
         return RequestGroup(id, None, [request])
 
-    return session.tickets_of([make] * count)
+    return session.groups_of([make] * count)
 
 
 def test_a_list_is_looked_through_once_and_not_in_every_step(looked):
     session = Session(cast(Any, Ending()))
     done: list[str] = []
-    session.finish(tickets(session, 300), lambda ended: done.extend(t.id for t in ended))
+    submitted = groups(session, 300)
+    session.submit(submitted)
+    session.run(submitted, lambda ended: done.extend(t.id for t in ended))
     assert done == [str(i) for i in range(300)]
     assert len(looked) <= 4 * 300
 
 
 def test_steps_look_at_what_has_ended_in_them(looked):
     session = Session(cast(Any, Ending()))
-    session.queue(tickets(session, 300))
+    session.queue(groups(session, 300))
     found = [t.id for _ in range(300) for t in session.step()]
     assert found == [str(i) for i in range(300)] and session.count_queued == 0
     assert len(looked) <= 4 * 300
@@ -75,20 +77,22 @@ def test_steps_look_at_what_has_ended_in_them(looked):
 def test_whoever_ends_a_ticket_those_who_wait_for_it_are_told():
     engine = Ending()
     session = Session(cast(Any, engine))
-    mine, others = tickets(session, 3), tickets(session, 2)
+    mine, others = groups(session, 3), groups(session, 2)
     session.queue(mine)
     session.abort(mine[2].id)
-    session.finish(others, lambda ended: None)
+    session.submit(others)
+    session.run(others)
+    session.drop(others)
     assert engine.requests == [] and [t.id for t in session.step()] == ["0", "1", "2"]
-    assert not session.tickets
+    assert not session.groups
 
 
 def test_what_was_given_is_not_kept():
     session = Session(cast(Any, Ending()))
     for _ in range(3):
-        session.queue(tickets(session, 5))
+        session.queue(groups(session, 5))
         assert len(session.wait(lambda ended: None)) == 5
-    assert not session.tickets and not session._watches[0].left and not session._watches[0].ended
+    assert not session.groups and not session.count_queued
 
 
 class Sliced(list):

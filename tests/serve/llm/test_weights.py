@@ -47,9 +47,9 @@ def ended(llm: LLM, ids: list[str]) -> list[RequestOutput]:
 
 def continued(llm: LLM, prompt: list[int], params: SamplingParams, known: list[int]) -> RequestOutput:
     """A request whose first tokens are given."""
-    make = partial(llm._intake.ticket, prompt=prompt, params=params, known=[known])
-    (output,) = llm._finish(llm._session.tickets_of([make]), use_tqdm=False)
-    return output
+    make = partial(llm.input_processor.group, prompt=prompt, params=params, known=[known])
+    (group,) = llm.session.complete([make])
+    return llm.input_processor.output(group)
 
 
 def test_requests_that_are_kept_go_on_with_the_new_weights(llm, other, restored):

@@ -131,7 +131,7 @@ def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, mon
         llm.expect(0)
         monkeypatch.setattr(needs, "GRACE", 0.0)
         outputs = llm.generate([[5, 6, 7]] * 16, ALIKE, use_tqdm=False)
-        assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
+        assert not llm.session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
         report = llm.report()
     assert len(outputs) == 16 and not added
     assert report["programs_missing"] == len(llm_missing(report)) > 2 and not report["programs_read"]
@@ -149,9 +149,9 @@ def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(tiny, added
     monkeypatch.setattr(kept.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
-        assert not llm._session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
+        assert not llm.session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
         monkeypatch.setattr(needs, "GRACE", 0.0)
-        assert not llm._session.warm() and llm.engine.warmup is not None and llm.engine.warmup.idle
+        assert not llm.session.warm() and llm.engine.warmup is not None and llm.engine.warmup.idle
 
 
 def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added):

@@ -276,7 +276,7 @@ class Sides:
         self.far.close()
         self.engine.close()
         self.begin()
-        soon(lambda: not self.prefill.prefills._under_way and not self.prefill.prefills._offers)
+        soon(lambda: not self.prefill.prefills._prompts and not self.prefill.prefills._offers)
 
 
 def test_either_side_may_end_at_any_moment():

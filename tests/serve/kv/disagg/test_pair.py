@@ -76,7 +76,7 @@ def test_other_parameters_are_never_served_from_pages_of_these(one, pair, tiny):
 
 
 def test_nobody_waits_for_an_engine_that_sleeps(one, pair):
-    session = pair.engine.tiers.mover.peer.source._session
+    session = pair.engine.tiers.mover.peer.source.session
     for level in (0, 1):
         with session.turn():
             session.engine.sleep(level)
@@ -94,7 +94,7 @@ def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
     def fails() -> None:
         raise ZeroDivisionError("as a test wants it")
 
-    monkeypatch.setattr(prefills._session.engine, "step", fails)
+    monkeypatch.setattr(prefills.session.engine, "step", fails)
     for i in (5, 6):
         assert tokens(pair, prompt(i), GREEDY) == tokens(one, prompt(i), GREEDY)
     assert "no prompts are computed for others any more: ZeroDivisionError" in caplog.text

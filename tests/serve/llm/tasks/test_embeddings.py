@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def test_a_model_says_how_it_is_pooled(llm, monkeypatch, tmp_path, stated, pooli
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
     assert generation_defaults(tmp_path).pooling == pooling
-    monkeypatch.setattr(llm, "_defaults", replace(llm._defaults, pooling=pooling))
+    monkeypatch.setattr(llm.input_processor, "pooling", pooling)
     if pooling not in ("last", "mean", None):
         with pytest.raises(ValueError, match=f"{re.escape(repr(pooling))} is not supported"):
             llm.embed(IDS, use_tqdm=False)

@@ -176,10 +176,10 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(tiny, warm, earl
 
 def test_sleep_and_other_parameters_while_it_compares(tiny, cold, warm, gate):
     gate.open.set()
-    while not cold._session.warm():  # until something is compared
+    while not cold.session.warm():  # until something is compared
         time.sleep(0.01)
     cold.sleep(level=1)
-    assert not cold._session.warm()
+    assert not cold.session.warm()
     cold.wake_up()
     doubled = jax.tree.map(lambda x: x * 2, tiny.params)
     cold.update_params(doubled)

@@ -43,7 +43,7 @@ def serve(options: dict[str, Any], prompts: list[list[int]], ends: bool) -> dict
         .token_ids
     )
     if "nnodes" in options:
-        found["realm"] = realms_of(llm).name
+        found["realm"] = realms_of(llm.session, llm.input_processor).name
         found["refused"] = [refusal(llm, call) for call in ("sleep", "save_cache", "update_params")]
     report = llm.report()
     found |= {name: report[name] for name in ("preemptions", "compilations")}

@@ -224,8 +224,9 @@ def test_an_answer_goes_on_only_where_its_realm_is(llm):
     finally:
         llm.update_params(before)
     assert realms(llm, body) == [own]
+    parts = llm.session, llm.input_processor
     for others in (["demo", [("temperature", 0.5)], None], ["named otherwise", [], None]):
-        assert realms_of(llm, *others).name != own == realms_of(llm, "demo", [], None).name
+        assert realms_of(*parts, *others).name != own == realms_of(*parts, "demo", [], None).name
 
 
 def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
@@ -268,6 +269,9 @@ def test_a_server_that_is_ready_names_its_realm(llm):
 
 
 def test_an_adapter_is_a_part_of_the_realm(llm):
-    realms, adapters = realms_of(llm), [SimpleNamespace(digest=bytes([i])) for i in (1, 2)]
+    realms, adapters = (
+        realms_of(llm.session, llm.input_processor),
+        [SimpleNamespace(digest=bytes([i])) for i in (1, 2)],
+    )
     found: list[str] = [realms.of(None), *(realms.of(one) for one in adapters)]  # type: ignore[arg-type]
     assert found == [realms.name, f"{realms.name} 01", f"{realms.name} 02"]

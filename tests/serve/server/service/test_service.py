@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from duetto import SamplingParams
 from duetto.serve.llm.driver import StreamChunk
 from duetto.serve.options.server import ServerOptions
+from duetto.serve.server.service import preparing
 from duetto.serve.server.service import service as services
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
@@ -35,15 +36,13 @@ class Flow:
 class Driver:
     """Notes what it is told."""
 
-    def __init__(self, llm: Any, deliver: Any, failed: Any):
+    def __init__(self, session: Any, deliver: Any, failed: Any):
         self.deliver, self.failed = deliver, failed
         self.begun: list[Any] = []
         self.left: list[Any] = []
         self.begin, self.leave = self.begun.append, self.left.append
 
-    adapters = None
-
-    def flow(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Flow:
+    def flow(self, session: Any, processor: Any, prompt: Any, params: Any, known: Any, adapter: Any) -> Flow:
         self.params = params
         return Flow()
 
@@ -58,6 +57,8 @@ LLM = SimpleNamespace(
     tokenizer=None,
     longest_prompt=100,
     engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100)),
+    session=None,
+    input_processor=SimpleNamespace(adapters=None, grammars=None),
     is_sleeping=lambda: False,
 )
 
@@ -76,6 +77,7 @@ def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **optio
 
     async def served() -> None:
         service: Any = Service(LLM, ServerOptions(**options), {})
+        monkeypatch.setattr(preparing, "StreamHandle", lambda *given: service._driver.flow(*given))
         await asyncio.wait_for(test(service, service._driver), 60)
         await service.close()
 
@@ -117,7 +119,7 @@ def test_a_slow_reader_costs_others_nothing(monkeypatch):
 def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
     async def test(service: Service, driver: Driver) -> None:
         async with service.call([task()], "") as call:
-            driver.failed(RuntimeError("boom"))
+            driver.failed(RuntimeError("boom"), [])
             with pytest.raises(HttpError, match="the engine has failed"):
                 await anext(call.stream.pieces())
             await asyncio.sleep(0.05)  # past the longest wait

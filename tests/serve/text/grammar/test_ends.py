@@ -17,10 +17,9 @@ def llm():
 
 
 def resumed(llm: LLM, params: SamplingParams, known: list[int]) -> list[int]:
-    make = partial(llm._intake.ticket, prompt=PROMPT, params=params, known=[known])
-    tickets = llm._session.tickets_of([make])
-    llm._session.finish(tickets, lambda done: None)
-    return tickets[0].requests[0].outputs
+    make = partial(llm.input_processor.group, prompt=PROMPT, params=params, known=[known])
+    (group,) = llm.session.complete([make])
+    return group.requests[0].outputs
 
 
 @pytest.mark.parametrize("choice", [["yes please", "no thank you"], ["yes", "no"]])
@@ -34,12 +33,12 @@ def test_an_answer_goes_on_alike_from_everywhere(llm, choice):
     )
     (whole,) = llm.generate(PROMPT, params, use_tqdm=False)
     tokens = list(whole.outputs[0].token_ids)
-    assert {*tokens[-8:]} <= {*llm._intake.eos_ids}
+    assert {*tokens[-8:]} <= {*llm.input_processor.eos_ids}
     assert [resumed(llm, params, tokens[:i]) for i in range(COUNT)] == [tokens] * COUNT
 
 
 def test_behind_an_end_token_there_are_end_tokens_alone(llm):
-    ends, asked = {*llm._intake.eos_ids}, StructuredOutputsParams(regex="[a-z ]*")
+    ends, asked = {*llm.input_processor.eos_ids}, StructuredOutputsParams(regex="[a-z ]*")
     params = [
         SamplingParams(
             temperature=1.5, seed=seed, ignore_eos=True, max_tokens=COUNT,

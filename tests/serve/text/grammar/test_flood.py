@@ -72,7 +72,7 @@ def test_the_longest_wait_counts_from_the_arrival(llm):
         assert time.monotonic() - began < 60
         late = [one for one in found if isinstance(one, HttpError)]
         assert late and all(one.status == 503 and "within 0.5 s" in str(one) for one in late)
-        while llm._intake.grammars._jobs:
+        while llm.input_processor.grammars._jobs:
             await asyncio.sleep(0.01)
         await service.close()
 
@@ -83,11 +83,11 @@ def test_a_client_that_leaves_ends_the_work_for_it(llm):
     async def served() -> None:
         service = Service(llm, ServerOptions(), {})
         waiting = asyncio.ensure_future(seconds(service, task(PRIMES[0])))
-        while not llm._intake.grammars._jobs:
+        while not llm.input_processor.grammars._jobs:
             await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        while llm._intake.grammars._jobs:
+        while llm.input_processor.grammars._jobs:
             await asyncio.sleep(0.01)
         assert not service._coming and not service._calls
         await service.close()

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.llm.intake import InputProcessor
+from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.grammar import vocabulary
 from duetto.serve.text.grammar.constraint import Constraint
@@ -149,7 +149,7 @@ def test_what_is_lacking_is_named(grammars, monkeypatch):
         intake = InputProcessor(V, 64, EngineOptions(), tokenizer, ends)
         params = SamplingParams(structured_outputs={"regex": "a"})
         with pytest.raises(ValueError, match=r"^structured_outputs") as error:
-            intake.ticket("0", [1], params, known=known)
+            intake.group("0", [1], params, known=known)
         return str(error.value)
 
     assert "no tokenizer" in refused(None, (END,))

@@ -102,5 +102,5 @@ def test_the_engines_option(tmp_path: Path):
         assert sum(i in tokenizer.special_ids for i in llm.chat_prompt(messages)) == own + len(words) > own
     with LLM(split_special_tokens=True, **sizes) as llm:
         assert sum(i in tokenizer.special_ids for i in llm.chat_prompt(messages)) == own
-        prompt = llm._intake.conversation(messages)["prompt"]
+        prompt = llm.input_processor.conversation(messages)["prompt"]
         assert prompt == render_for(llm.get_tokenizer(), messages)

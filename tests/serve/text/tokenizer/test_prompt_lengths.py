@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
 from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.llm.intake import InputProcessor
+from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.tokenizer import lengths
 from duetto.serve.text.tokenizer.chat import apply_chat
@@ -154,7 +154,7 @@ def test_a_prompt_of_megabytes_is_not_tokenized(strict):
     intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(), strict, ())
     for prompt in (LONG, {"prompt": LONG}):
         with pytest.raises(ValueError, match=r"the prompt has \d+ tokens or more, at most 1023 are allowed"):
-            intake.ticket("0", prompt, SamplingParams())
+            intake.group("0", prompt, SamplingParams())
 
 
 def test_nor_is_a_conversation(strict):
@@ -168,12 +168,14 @@ def test_a_prompt_that_is_just_too_long_is_told_its_tokens(strict):
     count = len(strict.encode(text))
     assert 63 < count
     with pytest.raises(ValueError, match=f"the prompt has {count} tokens, at most 63 are allowed"):
-        intake.ticket("0", text, SamplingParams())
+        intake.group("0", text, SamplingParams())
     wide = InputProcessor(strict.vocab_size, count + 1, EngineOptions(), strict, ())
-    assert len(wide.ticket("0", text, SamplingParams()).requests[0].prompt) == count
+    assert len(wide.group("0", text, SamplingParams()).requests[0].prompt) == count
 
 
 def test_an_llm_says_how_long_a_prompt_may_be(strict):
     llm = LLM.__new__(LLM)
-    llm._intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(max_input_length=100), strict, ())
+    llm.input_processor = InputProcessor(
+        strict.vocab_size, 1024, EngineOptions(max_input_length=100), strict, ()
+    )
     assert llm.longest_prompt == 100

@@ -1,15 +1,16 @@
-"""A caller's prompts become requests that the engine can run, and its results become outputs."""
+"""Checks and tokenizes prompts into requests of the engine, and makes outputs of them."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest, checked
-from ...model.pooling import Pooler, PoolingParams
+from ...model.pooling import Pooler, Pooling, PoolingParams
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
@@ -25,10 +26,11 @@ from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chat import Message, rendered_ids
 from ..text.tokenizer.detokenizer import Detokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
-from .ticket import RequestGroup
+from .request_group import RequestGroup
+from .vllm import check_all
 
 TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
-# vLLM's keys that only ask for something where they have a value
+# vLLM's keys, which are allowed if their value is empty
 BESIDE = (
     "multi_modal_data",
     "mm_processor_kwargs",
@@ -37,21 +39,23 @@ BESIDE = (
     "cache_salt",
     "data_parallel_rank",
 )
+PREFILL = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # its one token is ignored
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass
 class InputProcessor:
-    """Checks and tokenizes prompts at the border; knows the vocabulary, the lengths allowed and the end
-    tokens."""
+    """Checks and tokenizes prompts at the border."""
 
     vocab_size: int
     max_model_len: int
     options: EngineOptions
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
-    lacking: str = "the model has no tokenizer"  # said where text needs one
-    adapters: Registry | None = None
+    lacking: str = "the model has no tokenizer"  # for errors
+    adapters: Registry | None = None  # those that requests may name
+    width: int = 0  # of the model's hidden states
+    pooling: str | None = None  # the one that the model's authors recommend for embeddings
 
     def __post_init__(self):
         self._arrivals = itertools.count()
@@ -64,29 +68,46 @@ class InputProcessor:
 
     @property
     def longest(self) -> int:
-        """Most tokens that a prompt may have."""
+        """Maximum number of tokens of a prompt."""
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
-    def ticket(
+    def makes(
+        self, prompts: list[Any], params: Any, priority: Any, adapters: Any, awaited: bool = True
+    ) -> list[Callable[[str], RequestGroup]]:
+        """Return for each prompt the function of an id that makes its group; the other arguments are one for
+        all, or in lists. Raises ValueError for a list of another length."""
+        lists = {
+            "sampling_params": params,
+            "priorities": 0 if priority is None else priority,
+            "lora_requests": adapters,
+        }
+        each = zip(prompts, *(one_each(name, v, len(prompts)) for name, v in lists.items()), strict=True)
+        make = partial(partial, self.group, awaited=awaited)
+        return [make(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in each]
+
+    def group(
         self,
         id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         written: int = 0,
         score_from: int = 1,
-        pooling: PoolingParams | None = None,
         awaited: bool = True,
         known: Sequence[Sequence[int]] = (),
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
-        """Requests for one prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+        """Make the requests for one prompt, to generate or to embed: text, token ids, or a mapping with
+        `prompt` or `prompt_token_ids`.
 
-        The last `written` ids are output, which max_input_length does not limit. A prompt that is scored is
-        from position `score_from` on; `pooling` makes an embedding of it; `awaited` says that somebody waits
-        for the first token; `known` are tokens that completions have from elsewhere. The parameters are
-        copied: changing them later has no effect. Raises ValueError or TypeError, naming what is wrong.
+        The last `written` ids are output, which max_input_length does not limit. Prompt tokens are scored
+        from position `score_from` on. `awaited`: a client waits for the first token. `known` are tokens that
+        completions have already. The parameters are copied: changing them later has no effect. Raises
+        ValueError or TypeError, naming what is wrong.
         """
+        pooling = None
+        if isinstance(params, PoolingParams):
+            params, pooling = PREFILL, self._settled(params)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
         if type(priority) is not int:
@@ -127,13 +148,22 @@ class InputProcessor:
                 raise ValueError(request.stop_reason)
         return RequestGroup(id, text, requests, lora_request)
 
+    def _settled(self, params: PoolingParams) -> PoolingParams:
+        """Fill in the model's own pooling. Raises ValueError for what the model does not have."""
+        if params.dimensions is not None and params.dimensions > self.width:
+            raise ValueError(f"dimensions {params.dimensions} is not allowed: at most {self.width}")
+        pooling: Any = params.pooling or self.pooling or "last"
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"the model's pooling {pooling!r} is not supported: give 'last' or 'mean'")
+        return replace(params, pooling=pooling)
+
     def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
         if self.adapters is None and checked(wanted) is not None:
             raise ValueError("lora_request is not allowed: set enable_lora")
         return None if self.adapters is None else self.adapters.of(checked(wanted))
 
     def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its token ids."""
+        """Return a prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, Mapping):
             return self._mapping(prompt)
         if isinstance(prompt, str):
@@ -141,7 +171,7 @@ class InputProcessor:
         return None, token_ids(prompt)
 
     def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        """Ids count where both are given, and the text is only repeated in the result."""
+        """Ids take precedence over text, which is then only repeated in the result."""
         others = [
             name for name in prompt if name not in TEXTUAL and not (name in BESIDE and not prompt[name])
         ]
@@ -156,10 +186,19 @@ class InputProcessor:
             return text, self._encode(text)
         return text, token_ids(ids)
 
-    def conversations(self, messages: list[Message] | list[list[Message]], **options: Any) -> list[Prompt]:
-        """One conversation or several as prompts; options are those of `chat.render_for`."""
+    def conversations(
+        self,
+        messages: list[Message] | list[list[Message]],
+        content_format: str,
+        variables: Mapping[str, Any] | None,
+        **options: Any,
+    ) -> list[Prompt]:
+        """Render one conversation or several as prompts; options and variables of the template are those of
+        `chat.render_for`."""
+        check_all(chat_template_content_format=content_format)
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        return [self.conversation(one, **options) for one in (messages if several else [messages])]
+        each: Any = messages if several else [messages]
+        return [self.conversation(one, **options, **(variables or {})) for one in each]
 
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
@@ -188,7 +227,7 @@ class InputProcessor:
             raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
 
     def end(self, tokens: list[int], params: SamplingParams) -> int:
-        """Tokens that the request may have in all."""
+        """Maximum number of tokens of a request, its prompt included."""
         room = self.max_model_len - len(tokens)
         return len(tokens) + min(params.max_tokens or room, self.options.max_output_length or room, room)
 
@@ -197,7 +236,7 @@ class InputProcessor:
         return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
 
     def _silent_ids(self) -> tuple[int, ...]:
-        """End tokens that are no stop reason: the tokenizer's, as in vLLM, or all where it has none."""
+        """End tokens that are no stop reason: the tokenizer's, as in vLLM, or all if it has none."""
         own = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return (own,) if own in self.eos_ids else self.eos_ids
 
@@ -211,15 +250,15 @@ class InputProcessor:
         return tuple(tuple(sequence) for sequence in sequences)
 
     def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
-        """Whatever the device's rows would refuse is refused here, before the request is queued."""
+        """Refuse, before the request is queued, what the device's rows would refuse."""
         params.check_vocabulary(self.vocab_size)
         params.check_logprobs(self.options.max_logprobs, self.vocab_size)
         knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
         check_choice(params, self.vocab_size, self.stop_ids(params), words)
 
     def _seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one that the engine's seed and the number of such requests before it
-        decide."""
+        """Return the request's own seed, or one made of the engine's seed and a counter of requests without
+        a seed."""
         if params.seed is not None:
             return params.seed
         drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
@@ -237,23 +276,22 @@ class InputProcessor:
         )
 
     def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
-        asked = params.structured_outputs
-        return None if asked is None else self.grammars.constraint(asked, start)
+        grammar = params.structured_outputs
+        return None if grammar is None else self.grammars.constraint(grammar, start)
 
-    def output(self, ticket: RequestGroup) -> RequestOutput:
-        """The output of a ticket as it stands."""
-        first = ticket.requests[0]
-        finished = ticket.finished
+    def output(self, group: RequestGroup) -> RequestOutput:
+        """Return the output of a group so far."""
+        first, finished = group.requests[0], group.finished
         return RequestOutput(
-            request_id=ticket.id,
-            prompt=ticket.prompt,
+            request_id=group.id,
+            prompt=group.prompt,
             prompt_token_ids=first.prompt,
-            outputs=[self.completion(i, request) for i, request in enumerate(ticket.requests)],
+            outputs=[self.completion(i, request) for i, request in enumerate(group.requests)],
             prompt_logprobs=self._prompt_logprobs(first),
             finished=finished,
             metrics=first.metrics() if finished else None,
             num_cached_tokens=first.cached,
-            lora_request=ticket.lora_request,
+            lora_request=group.lora_request,
         )
 
     def completion(self, index: int, request: Request) -> CompletionOutput:
@@ -271,7 +309,7 @@ class InputProcessor:
         )
 
     def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
-        """What a stream adds to a completion, of which `start` tokens were given out."""
+        """Return what a stream adds to a completion, of which it has delivered `start` tokens."""
         scores, top = None, request.params.logprobs
         if top is not None:
             places = enumerate(delta.token_ids, start)
@@ -286,19 +324,19 @@ class InputProcessor:
         )
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """As in vLLM: nothing is known of the first token, hence None; None too where nobody asked."""
+        """As in vLLM, None for the first token; None for all unless the request has `prompt_logprobs`."""
         if request.params.prompt_logprobs is None:
             return None
         scores = request.prompt_scores
         tokens = request.prompt[request.score_from : request.unscored]
-        unasked = [None] * request.score_from
-        return [*unasked, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
+        unscored = [None] * request.score_from
+        return [*unscored, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
 
     def _logprobs(self, tokens: list[int], scores: ScoreLog, top: int) -> list[dict[int, Logprob]]:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
 
     def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """The token itself, then the `top` likeliest, or ALL that were reported."""
+        """Return the token itself, then the `top` likeliest, or ALL that were reported."""
         found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
         for rank in range(len(scores.top_ids[i]) if top == ALL else top):
             other = int(scores.top_ids[i][rank])
@@ -313,19 +351,20 @@ class InputProcessor:
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a single prompt rather than several: text, a mapping, or a flat list of token ids."""
+    """True for a single prompt: text, a mapping, or a flat list of token ids."""
     if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
         return True
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One prompt or several as a list."""
+    """Return one prompt or several as a list."""
     return [prompts] if is_one_prompt(prompts) else list(prompts)
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """What is given for all prompts, or in a list for each. Raises ValueError for a wrong length."""
+    """Return a list with an entry for each prompt, of one value for all or a list. Raises ValueError for a
+    wrong length."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         return [given] * count
     if len(given) != count:
@@ -334,7 +373,7 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """Token ids as Python's integers. Raises TypeError for anything else."""
+    """Return token ids as Python's integers. Raises TypeError for anything else."""
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
     sequence = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
     if not sequence or any(type(t) is not int and not isinstance(t, np.integer) for t in ids):

@@ -1,0 +1,25 @@
+"""Profiles of host and device."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PROFILES = "duetto-profile"  # the folder of traces, in the working directory
+
+
+def start(config: Mapping[str, Any] | None, prefix: str | None) -> Path:
+    """Record until `stop`; return the folder: `torch_profiler_dir` of the option `profiler_config`, or
+    `duetto-profile` in the working directory, with `prefix` as a subfolder."""
+    chosen = (config or {}).get("torch_profiler_dir")
+    folder = Path(chosen or PROFILES, prefix or "").absolute()
+    jax.profiler.start_trace(folder)
+    print(f"duetto: recording a profile in {folder}", file=sys.stderr)
+    return folder
+
+
+def stop() -> None:
+    jax.profiler.stop_trace()
+    print("duetto: the profile is written; XProf, TensorBoard and Perfetto show it", file=sys.stderr)

@@ -1,0 +1,136 @@
+"""A driver's thread over an engine without a device: streams of event loops, errors, pauses, and its end."""
+
+import asyncio
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fakes.engine import ask
+
+from duetto.serve.llm.driver import DrivenRequest, Driver
+from duetto.serve.llm.request_group import RequestGroup, StreamCursor
+from duetto.serve.llm.session import Session
+
+TOKENS = 5
+
+
+class Counting:
+    """An engine whose steps give each request a token, until it has five."""
+
+    warmup, is_sleeping, fails = None, False, False
+    on_end: Any = None
+
+    def __init__(self):
+        self.requests: list[Any] = []
+        self.sleeper = SimpleNamespace(discarded=False)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def submit(self, request: Any) -> None:
+        self.requests.append(request)
+
+    def step(self) -> None:
+        if self.fails:
+            raise ZeroDivisionError("as a test wants it")
+        for request in self.requests:
+            request.append(7)
+            if request.generated == TOKENS:
+                request.finish("length")
+                self.on_end(request)
+        self.requests = [request for request in self.requests if not request.finished]
+
+    def abort(self, request: Any) -> None:
+        if not request.finished:
+            request.finish("abort")
+            self.on_end(request)
+        self.requests = [other for other in self.requests if other is not request]
+
+
+@pytest.fixture
+def engine() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def session(engine) -> Session:
+    return Session(cast(Any, engine))
+
+
+def group_in(session: Session) -> RequestGroup:
+    (group,) = session.groups_of([lambda id: RequestGroup(id, None, [ask([1], max_tokens=20)])])
+    return group
+
+
+async def streamed(driver: Driver, session: Session) -> list[int]:
+    pieces = driver.stream(lambda: group_in(session), lambda group: StreamCursor(group).take)
+    return [token async for piece in pieces for token in piece.token_ids]
+
+
+async def several(driver: Driver, session: Session) -> list[Any]:
+    streams = [streamed(driver, session) for _ in range(3)]
+    return await asyncio.gather(*streams, return_exceptions=True)
+
+
+def test_a_driver_serves_several_event_loops(session):
+    driver = Driver(session)
+    for _ in range(2):
+        assert asyncio.run(several(driver, session)) == [[7] * TOKENS] * 3
+    assert not session.groups
+    driver.stop()
+
+
+def test_an_error_reaches_every_stream_and_the_driver_goes_on(engine, session):
+    driver, engine.fails = Driver(session), True
+    found = asyncio.run(several(driver, session))
+    assert [type(error) for error in found] == [ZeroDivisionError] * 3
+    engine.fails = False
+    assert asyncio.run(streamed(driver, session)) == [7] * TOKENS
+    assert not session.groups and not engine.requests
+    driver.stop()
+
+
+def test_a_request_that_is_dropped_before_it_begins_never_runs(engine, session):
+    driver, group = Driver(session), group_in(session)
+    session.drop([group])
+    driver.begin(DrivenRequest(group, list, lambda news: None))
+    driver.stop()
+    assert not engine.requests and not group.submitted
+
+
+def test_a_paused_driver_takes_no_steps(engine, session):
+    driver = Driver(session)
+
+    async def paused() -> list[int]:
+        await asyncio.to_thread(driver.pause)
+        coming = asyncio.create_task(streamed(driver, session))
+        while not engine.requests:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        assert not coming.done() and not engine.requests[0].generated
+        driver.resume()
+        return await coming
+
+    assert asyncio.run(paused()) == [7] * TOKENS
+    driver.stop()
+
+
+def test_orders_after_the_end_are_done_where_they_are_given(session):
+    driver, done = Driver(session), []
+    driver.stop()
+    driver.call(lambda: done.append(True))
+    assert done == [True]
+
+
+def test_an_idle_driver_ends_with_its_owner():
+    session = Session(cast(Any, Counting()))
+    driver, alive = Driver(session), weakref.ref(session)
+    assert asyncio.run(streamed(driver, session)) == [7] * TOKENS
+    thread = driver._thread
+    del driver, session
+    gc.collect()
+    thread.join(60)
+    assert alive() is None and not thread.is_alive()
