@@ -140,13 +140,18 @@ class InputProcessor:
             )
             for i in range(params.n)
         ]
+        self._resume(requests, known)
+        return RequestGroup(id, text, requests, lora_request)
+
+    def _resume(self, requests: Sequence[Request], known: Sequence[Sequence[int]]) -> None:
+        """Give completions the tokens that they have already. Raises ValueError for tokens that their grammar
+        refuses."""
         for request, ids in zip(requests, known, strict=False):
             self._check_ids(ids)
             request.resume(ids)
             request.obey()
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
-        return RequestGroup(id, text, requests, lora_request)
 
     def _settled(self, params: PoolingParams) -> PoolingParams:
         """Fill in the model's own pooling. Raises ValueError for what the model does not have."""

@@ -1,6 +1,6 @@
 """A row's draw is its own: neighbours, other features and a slot's earlier requests change no bit of it."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def test_no_parameter_compiles_anything_anew():
 
         return jax.jit(traced)
 
-    steps = {f.__name__: counted(f) for f in (admit, load_history, sample, commit)}
+    steps = {cast(Any, f).__name__: counted(f) for f in (admit, load_history, sample, commit)}
     slot = jnp.arange(3, dtype=jnp.int32)
     state = empty_state(3, 24)
     for i, request in enumerate(features().values()):

@@ -21,7 +21,7 @@ from cases.text.ranks import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duetto.checkpoints.dialects import WORDS
+from duetto.checkpoints.dialects import PRETOKENIZERS
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
 from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
@@ -69,8 +69,8 @@ def test_any_text(tokenizers, kind, text):
 
 
 def test_patterns_are_those_that_the_ids_were_made_with():
-    assert WORDS["TikTokenTokenizer"].pattern == PATTERNS["kimi"]
-    assert WORDS["QWenTokenizer"].pattern == PATTERNS["qwen"]
+    assert PRETOKENIZERS["TikTokenTokenizer"].pattern == PATTERNS["kimi"]
+    assert PRETOKENIZERS["QWenTokenizer"].pattern == PATTERNS["qwen"]
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
