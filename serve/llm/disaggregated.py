@@ -15,7 +15,7 @@ from ...sampling.params import SamplingParams
 from ..engine.core.request import Request
 from ..engine.startup.mesh import apart
 from ..engine.startup.start import start_engine
-from ..host.store import warn
+from ..host.streams import warn
 from ..host.threads import Orders, obey
 from ..kv.disagg.client import RemotePrefillClient
 from ..kv.disagg.nixl import NixlAgent

@@ -22,8 +22,7 @@ from ..engine.lora.registry import registry_of
 from ..engine.startup.folder import load_folder
 from ..engine.startup.origin import NONE, Origin, ending
 from ..engine.startup.start import on_devices, require_finite
-from ..host.forks import is_inherited, require_own_threads
-from ..host.memory import give_back
+from ..host.process import give_back, is_inherited, require_own_threads
 from ..host.progress import telling
 from ..host.threads import in_threads
 from ..options.engine import EngineOptions

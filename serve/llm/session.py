@@ -10,7 +10,7 @@ from functools import partial
 
 from ..engine.core.engine import Engine
 from ..engine.core.request import Request
-from ..host.forks import is_inherited, require_own_threads
+from ..host.process import is_inherited, require_own_threads
 from ..host.signals import uninterrupted
 from ..runtime.equal_bits.warmup import Warmup
 from ..text.outputs import Delta

@@ -12,7 +12,7 @@ from ...lora.request import Adapters
 from ...refusals import Table, check_neutral
 from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.weights.sleep import TAGS
-from ..host.memory import give_back
+from ..host.process import give_back
 from ..text.outputs import RequestOutput
 from ..text.tokenizer.chat import Message
 from .bar import Tqdm, progress

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ...host.sockets.link import Link
 from ...host.sockets.secret import Refusal
-from ...host.store import warn
+from ...host.streams import warn
 from ..offload.tier import Content, Key
 from .messages import (
     SECONDS,

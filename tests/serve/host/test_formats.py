@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from duetto.serve.host import store
+from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.jobs.batch.journal import Header, Journal
 from duetto.serve.kv.offload.disk import DiskTier
 from duetto.serve.kv.offload.tier import key_of
 from duetto.serve.llm.audit.chain import ChainWriter, read
+from duetto.serve.runtime.compiled.executable_cache import PROGRAMS
 
 PROGRAM = bytes.fromhex(
     "64756574746f206b65707420310acb256712c72d6e7a1a17104a6be0409b8c7db62184bba37bea5bd78c79a8085961"
@@ -35,9 +36,9 @@ HEADER = Header({"model": "m"}, "2026-01-02T03:04:05", "0123456789abcdef")
 def test_a_kept_program(tmp_path: Path):
     (tmp_path / "old").mkdir(mode=0o700)
     (tmp_path / "old" / ("ab" * 32)).write_bytes(PROGRAM)
-    assert store.read(tmp_path / "old", "ab" * 32) == b"a program"
+    assert BlobStore(tmp_path / "old", PROGRAMS, 1 << 20).read("ab" * 32) == b"a program"
     (tmp_path / "new").mkdir(mode=0o700)
-    store.write(tmp_path / "new", "ab" * 32, b"a program")
+    BlobStore(tmp_path / "new", PROGRAMS, 1 << 20).write("ab" * 32, b"a program")
     assert (tmp_path / "new" / ("ab" * 32)).read_bytes() == PROGRAM
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from duetto import LLM
 from duetto.ray import Predictor, ProcessorConfig, RayBackend, build_processor
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 from duetto.serve.jobs.workers.remote import WorkerPool
 from duetto.serve.options.engine import EngineOptions
