@@ -147,7 +147,3 @@ class Claims:
     def last_start(self) -> Start | None:
         """The latest start; an engine can be started with its options."""
         return next(reversed(self.starts.values()), None)
-
-    def unread(self) -> Iterator[str]:
-        """Yield the errors of the log itself."""
-        yield from (f"line {number}: {wrong}" for number, wrong in self.broken.items())

@@ -69,7 +69,7 @@ class VerificationReport:
 
     def _lines(self) -> Iterator[str]:
         claims = self.claims
-        yield from (f"altered: {wrong}" for wrong in claims.unread())
+        yield from (f"altered: line {number}: {wrong}" for number, wrong in claims.broken.items())
         yield from (f"altered: {v}" for v in self.altered)
         yield from (f"not provable here: {v}" for v in self.unproved)
         yield from (f"line {n} was cut off when its process was killed" for n in claims.cut_off)
