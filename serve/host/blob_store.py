@@ -16,8 +16,8 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from .streams import warn
 
@@ -61,7 +61,7 @@ def make(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file for reading. Raises OSError, also for a symbolic link."""
     nofollow = getattr(os, "O_NOFOLLOW", 0)
     return open(path, "rb", opener=lambda path, flags: os.open(path, flags | nofollow))

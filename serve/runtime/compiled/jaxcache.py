@@ -10,8 +10,8 @@ import hashlib
 import os
 from contextlib import suppress
 from importlib.util import find_spec
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -114,7 +114,7 @@ def seal() -> None:
             executable_cache.write(SUMS, sums | new)
 
 
-def sha256(file: BinaryIO) -> bytes:
+def sha256(file: BufferedReader) -> bytes:
     return hashlib.file_digest(file, "sha256").digest()
 
 
